@@ -1,4 +1,4 @@
-"""Entry point: compose and validate the config, create the run directory, load models, train.
+"""Entry point: compose and validate the config, then train.
 
     python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft
     python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST datasets=[hh] exp_name=dpo
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,16 @@ from dpo.settings.places import place_datasets
 from dpo.settings.plan import Plan, resolve
 from dpo.settings.sweeps import Sweep
 from dpo.settings.validation import find_config_problems, find_warnings
-from dpo.system.host import never_collect_imports, set_allocators, silence_bitsandbytes, without_collecting_garbage
-from dpo.system.launching import launch
-from dpo.system.rank_env import find_rank_env, is_rank_0
+from dpo.system.host import (
+    is_rank_0,
+    never_collect_imports,
+    set_allocators,
+    silence_bitsandbytes,
+    without_collecting_garbage,
+)
+from dpo.system.launching import find_rank_env, launch
 from dpo.system.redaction import redact
-from dpo.system.run_directory import get_local_run_dir
+from dpo.system.run_directory import explaining_full_disk, get_local_run_dir, write_record
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,14 +77,11 @@ def main(config: DictConfig) -> None:
             SWEEP.begin_job(config, HydraConfig.get())
         run(config)
         SWEEP.end_job()
-    except InputError as error:
+    except (InputError, RunError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         print(f"error: {redact(str(error))}", file=sys.stderr)
-        sys.exit(2)
-    except RunError as error:
-        print(f"error: {redact(str(error))}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, InputError) else 1)
     except Stopped as stopped:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C changes nothing
         print(stopped, file=sys.stderr)
@@ -86,8 +89,8 @@ def main(config: DictConfig) -> None:
 
 
 def run(config: DictConfig) -> None:
-    """Train according to a validated config, in as many processes as it asks for."""
-    OmegaConf.resolve(config)
+    """Train by a validated config, in the processes it asks for."""
+    OmegaConf.resolve(config)  # here, once: the run's directory contains the time
     place_datasets(config)
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
     plan = resolve(config)
@@ -109,25 +112,19 @@ def run(config: DictConfig) -> None:
 
 
 def describe(config: DictConfig) -> str:
-    """A config's differences from the defaults in `config/`, and the file with the whole config."""
-    values = redact(OmegaConf.to_container(config))
+    """A config's differences from the defaults, and where all of it is."""
+    values, options = redact(OmegaConf.to_container(config)), options_in(config)
     run_dir = values.pop("local_run_dir")
-    shown = differences(values, load_defaults(**options_in(config)))
-    options = {group: option for group, option in options_in(config).items() if option != "none"}
-    chosen = ", ".join(f"{group}={option}" for group, option in options.items())
+    chosen = ", ".join(f"{group}={option}" for group, option in options.items() if option != "none")
     title = f"{chosen}; what differs from the defaults (all of it: {run_dir}/config.yaml):"
-    return "\n".join([title, *(f"  {setting}" for setting in shown)])
-
-
-def find_trainer(plan: Plan) -> Any:
-    """The class of a plan's trainer."""
-    import trainers
-
-    return trainers.TRAINERS[plan.trainer.name]
+    return "\n".join([title, *(f"  {setting}" for setting in differences(values, load_defaults(**options)))])
 
 
 def dry_run(plan: Plan) -> None:
-    """Print the work and the memory of a run. Raises InputError as the run would, and writes nothing."""
+    """Print the work and the memory of a run.
+
+    Raises InputError as the run would, and writes nothing.
+    """
     from dpo.checkpoint.resume import check_inputs, look_at_run
     from dpo.models.layouts import Padded
     from dpo.models.loading import check_parts, find_model_config
@@ -136,23 +133,19 @@ def dry_run(plan: Plan) -> None:
     from dpo.training.first_update import FirstUpdate
     from dpo.training.memory import print_prediction
     from dpo.training.optimization import notes_on_scaling
-    from preference_datasets import load_data
 
     found = look_at_run(plan)
     check_parts(plan)
-    notes = check_scorer(plan) if plan.online else ()
+    notes = list(check_scorer(plan)) if plan.online else []
     set_up_torch(plan)  # the memory that attention needs depends on its kernel
-    data = load_data(plan)
+    data = read_data(plan)
     check_inputs(found, data, find_model_config(plan))
-    if found is None:  # a resumed run keeps the rate it began with
-        for line in notes_on_scaling(plan.training, plan.dims.data_size):
-            print(line)
+    if found is None:  # a resumed run keeps the rate it began with, and is past its first update
+        sizes = Batches(plan, data, Padded(), seed=plan.run.seed).test_sizes()  # whatever the layout
+        scaling = notes_on_scaling(plan.training, plan.dims.data_size)
+        notes = [*scaling, *notes, *FirstUpdate.of(plan, data, sizes).messages]
     for note in notes:
         print(note)
-    if found is None:
-        sizes = Batches(plan, data, Padded(), seed=plan.run.seed).test_sizes()  # whatever the layout
-        for line in FirstUpdate.of(plan, data, sizes).messages:
-            print(line)
     print_prediction(plan, data)
 
 
@@ -160,14 +153,11 @@ def dry_run(plan: Plan) -> None:
 
 
 def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None = None) -> None:
-    """Find the run's state, load data and models, and train, in one process.
+    """Open the run, then load and train, in one process.
 
     `models` are the policy and the reference, if they are loaded already.
     """
-    from dpo.system.run_directory import explaining_full_disk
-
-    run_dir = config.local_run_dir
-    with ending_on_stop_signals(run_dir), explaining_full_disk(run_dir):
+    with ending_on_stop_signals(config.local_run_dir), explaining_full_disk(config.local_run_dir):
         plan = resolve(config, world_size=world_size)
         with without_collecting_garbage():
             from dpo.checkpoint.resume import open_run
@@ -177,63 +167,21 @@ def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any]
         if models is None:  # given models would not be freed if reference cycles hold them
             never_collect_imports()
         run = open_run(plan, LOGS) if rank == 0 else None
-        try:
+        with run.lock if run else nullcontext():  # the caller of worker_main may go on
             work_in(run, rank, config, plan, models)
-        finally:
-            if run is not None:
-                run.lock.close()  # the caller of worker_main may go on
-
-
-def worker_main(
-    rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
-) -> None:
-    """Join the other processes, train and save, in one process with loaded models, as in the reference implementation.
-
-    Several are started with `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N, config, policy, reference))`
-    and meet at `config.fsdp_port`. Keys that the config lacks get the defaults of `config/`. Raises InputError for a
-    config that cannot run.
-    """
-    import torch
-
-    from dpo.models.loading import unwrap
-    from dpo.parallel.mesh import from_rank_0
-    from dpo.system.launching import get_open_port, init_distributed
-
-    config = with_defaults(config)
-    plan = resolve(config, world_size=world_size)
-    if plan.trainer.multi_process:
-        config.world_size = world_size
-        if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
-            raise InputError("fsdp_port is null: give all processes the same, such as utils.get_open_port()")
-    if problems := find_config_problems(config, plan):
-        raise InputError("; ".join(problems))
-    OmegaConf.resolve(config)
-    place_datasets(config)
-    joins = plan.trainer.multi_process and not torch.distributed.is_initialized()
-    if joins:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
-    config.local_run_dir = from_rank_0(config.local_run_dir)  # contains the time, unless it was given
-    if rank == 0:
-        print(describe(config), flush=True)
-    work(rank, world_size, config, (unwrap(policy), unwrap(reference_model)))
-    if joins:
-        torch.distributed.destroy_process_group()
 
 
 def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: tuple[Any, Any] | None) -> None:
-    """The rest of `work`, in the run's directory, which rank 0 has opened and locked."""
+    """The rest of `work`, in the directory that rank 0 has locked."""
     silence_bitsandbytes()  # set_seed's module imports PEFT
     from transformers import set_seed
 
     from dpo.checkpoint.resume import check_inputs
     from dpo.models.loading import find_model_config, find_weights
     from dpo.parallel.mesh import from_rank_0
-    from dpo.system.run_directory import write_record
     from dpo.system.waiting import meet_rank_0
-    from preference_datasets import load_data
 
-    meet_rank_0("the run's directory")
+    meet_rank_0("the run's directory")  # which it opens alone, with copies of checkpoint and logs if need be
     resume_from = from_rank_0(run.checkpoint if run else None)
     set_seed(plan.run.seed)  # Python's, numpy's and torch's
     set_up_torch(plan)
@@ -242,7 +190,7 @@ def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: 
 
     if run is not None and run.found is None and models is None:
         find_weights(plan)  # before the data, which may take minutes
-    data = load_data(plan, silent=rank != 0)
+    data = read_data(plan, silent=rank != 0)
     if run is not None:
         check_inputs(run.found, data, models[0].config if models else find_model_config(plan))
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
@@ -259,6 +207,17 @@ def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: 
         print(f"run directory: {plan.run.local_run_dir}")
 
 
+def read_data(plan: Plan, *, silent: bool = False) -> TrainingData:
+    """Load the data of a run, and warn about its warm-up."""
+    from dpo.training.optimization import find_warmup_warnings
+    from preference_datasets import load_data
+
+    data = load_data(plan, silent=silent)
+    for warning in () if silent else find_warmup_warnings(plan.training, data.report.updates):
+        print(f"warning: {warning}", flush=True)
+    return data
+
+
 def train(
     rank: int,
     config: DictConfig,
@@ -267,7 +226,6 @@ def train(
     models: tuple[Any, Any] | None,
     resume_from: Path | None,
 ) -> None:
-    """Load the models, unless they are given, and train."""
     from dpo.models.loading import find_following, model_loaders
     from dpo.models.weights import load_archive
     from dpo.training.memory import explaining_out_of_memory
@@ -295,14 +253,14 @@ def train(
             resume_from=resume_from,
         )
         if rank == 0 and plan.wandb.enabled and not plan.run.debug:  # wandb's log has only output since its start
-            print(f"training on\n{data.report.tell(plan.data.batch_size)}", flush=True)
+            print(f"training on\n{data.report.describe(plan.data.batch_size)}", flush=True)
         trainer.train()
 
 
 def export_last(rank: int, plan: Plan) -> None:
-    """Export a complete run's last checkpoint to its `hf`, on rank 0, if wanted and not done yet.
+    """Export a complete run's last checkpoint, if wanted and not yet done.
 
-    Prints a warning if that fails.
+    Rank 0 writes it to the checkpoint's `hf`, and prints a warning if that fails.
     """
     if not plan.run.export or plan.run.debug:
         return
@@ -328,8 +286,13 @@ def export_last(rank: int, plan: Plan) -> None:
     leave_together()
 
 
+def find_trainer(plan: Plan) -> Any:
+    import trainers
+
+    return trainers.TRAINERS[plan.trainer.name]
+
+
 def hide_progress_bars() -> None:
-    """Hide the progress bars of the libraries' downloads and conversions."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -337,11 +300,50 @@ def hide_progress_bars() -> None:
 
 
 def set_up_torch(plan: Plan) -> None:
-    """Set torch's numerical settings for a run."""
     from dpo.system import arithmetic
 
     compiles = plan.training.compile or plan.model.attn_implementation == "flex_attention"
     arithmetic.set_up_torch(deterministic=plan.run.deterministic, compiles=compiles)
+
+
+# --- from Python, as in the reference implementation ------------------------------------------------------------------
+
+
+def worker_main(
+    rank: int, world_size: int, config: DictConfig, policy: nn.Module, reference_model: nn.Module | None = None
+) -> None:
+    """Train loaded models, in this process or together with others.
+
+    It is the reference implementation's function. Processes are started with `torch.multiprocessing.spawn(worker_main,
+    nprocs=N, args=(N, config, policy, reference))` and meet at `config.fsdp_port`. Keys that the config lacks get the
+    defaults of `config/`. Raises InputError for a config that cannot run.
+    """
+    import torch
+
+    from dpo.models.loading import unwrap
+    from dpo.parallel.mesh import from_rank_0
+    from dpo.system.launching import get_open_port, init_distributed
+
+    config = with_defaults(config)
+    plan = resolve(config, world_size=world_size)
+    if plan.trainer.multi_process:
+        config.world_size = world_size
+        if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
+            raise InputError("fsdp_port is null: give all processes the same, such as utils.get_open_port()")
+    if problems := find_config_problems(config, plan):
+        raise InputError("; ".join(problems))
+    OmegaConf.resolve(config)
+    place_datasets(config)
+    joins = plan.trainer.multi_process and not torch.distributed.is_initialized()
+    if joins:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
+    config.local_run_dir = from_rank_0(config.local_run_dir)  # contains the time, unless it was given
+    if rank == 0:
+        print(describe(config), flush=True)
+    work(rank, world_size, config, (unwrap(policy), unwrap(reference_model)))
+    if joins:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

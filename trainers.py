@@ -349,7 +349,7 @@ class Trainer:
             counters = state.batch_counter, state.example_counter
             evaluation = Evaluation(*counters, metrics, samples, examples, evaluated.examples)
             self.callbacks.emit("evaluation", evaluation)
-            state.evaluated_at, state.saved_at = state.example_counter, -1  # so that it is saved, with these metrics
+            state.evaluated_at, state.saved_at = state.example_counter, None  # so that it is saved, with these metrics
         save_every = self.plan.run.save_every or self.plan.eval_interval
         if self._has_unsaved() and (last or state.example_counter % save_every == 0):
             self.save(metrics=metrics)

@@ -1,4 +1,4 @@
-"""The reference implementation's small helpers, under its names; some are defined in the package."""
+"""The reference implementation's small helpers, under its names."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def rank0_print(*args: Any, **kwargs: Any) -> None:
 
 
 def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
-    """Copy `HOST:PATH` by scp to `local_path`, by default the same path here; return the path of the copy.
+    """Copy `HOST:PATH` by scp to `local_path`, and return that path.
 
-    An existing copy, or a path of this machine, is not copied. Raises InputError if the path is not HOST:PATH, and
-    RunError if scp fails; then no partial file is left.
+    By default it is the same path here. An existing copy, or a path of this machine, is not copied. Raises InputError
+    if the path is not HOST:PATH, and RunError if scp fails; then no partial file is left.
     """
     host, colon, path = remote_path.partition(":")
     if not (host and colon and path) or host.startswith("-"):  # scp would take that for an option
@@ -76,7 +76,10 @@ def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
 
 
 def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int, *, group: Any = None) -> torch.Tensor:
-    """Every rank's `values` concatenated along dimension 0, in rank order; `values` itself on one process."""
+    """Every rank's `values` concatenated along dimension 0, in rank order.
+
+    One process gets `values` itself.
+    """
     if world_size == 1:
         return values
     parts = [torch.empty_like(values) for _ in range(world_size)]
@@ -85,7 +88,7 @@ def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int, *, gr
 
 
 def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
-    """Part `rank` of `world_size` equal parts of a batch's rows, tensors moved to `device`.
+    """Part `rank` of `world_size` equal parts of a batch, on `device`.
 
     Raises ValueError if the rows do not divide evenly: the reference implementation silently dropped the rest.
     """
@@ -102,7 +105,7 @@ def formatted_dict(d: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
-    """Print a line per visible GPU with this process's allocated and peak memory; nothing without a GPU."""
+    """Print this process's allocated and peak memory on each visible GPU."""
     for device in range(torch.cuda.device_count()):
         if rank is not None and device != rank:
             continue
@@ -111,7 +114,7 @@ def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
 
 
 class TemporarilySeededRandom:
-    """Context in which `random` and `numpy.random` are seeded; their earlier states are restored afterwards."""
+    """Context with `random` and `numpy.random` seeded; their states are restored."""
 
     def __init__(self, seed: int) -> None:
         self.seed = int(seed)  # Python 3.11's random.seed refuses numpy integers

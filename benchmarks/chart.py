@@ -1,4 +1,4 @@
-"""Draw docs/speed.svg, the README's picture, from the first table under "Speed and memory" in docs/RESULTS.md.
+"""Draw docs/speed.svg from the first table of docs/RESULTS.md.
 
 python -m benchmarks.chart
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 LABELS = {  # row of the table -> label of the bar
@@ -19,54 +18,39 @@ LABELS = {  # row of the table -> label of the bar
 }
 OURS, OTHERS = "#2563a8", "#a9b0b8"
 HEIGHT, GAP, TOP = 24, 10, 62  # pixels of a bar, between two, above the first
-PANELS = ((190, "seconds per pair", "s"), (560, "peak memory", "GB"))  # left edge, title, unit
+PANELS = (
+    (190, "seconds per pair", "s", 1),
+    (560, "peak memory", "GB", 4),
+)  # left edge, title, unit, column
 WIDTH, LONGEST = 900, 230
 
 
-class Row(NamedTuple):
-    label: str
-    seconds: float
-    memory: float
-    ours: bool
-
-
-def read_rows(text: str) -> list[Row]:
-    """Read the table's rows that the picture shows."""
+def draw(text: str) -> str:
+    """Draw the picture of a document's table."""
     section = text.split("## Speed and memory", 1)[1].split("\n**", 1)[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line]
-    found = {row[0]: row for row in cells}
-    return [
-        Row(label, float(found[name][1]), float(found[name][4].removesuffix(" GB")), name.startswith("ours"))
-        for name, label in LABELS.items()
-    ]
-
-
-def draw(rows: list[Row], model: str) -> str:
-    height = TOP + len(rows) * (HEIGHT + GAP) + 8
+    rows = {row[0]: row for row in cells}
+    height, model = TOP + len(LABELS) * (HEIGHT + GAP) + 8, re.search(r"SmolLM2-\w+", text)[0]
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="14">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="16" y="24" font-weight="bold">DPO of {model}, real HH pairs, 2 CPU cores (less is better)</text>',
     ]
-    for left, title, unit in PANELS:
+    for left, title, unit, column in PANELS:
         lines.append(f'<text x="{left}" y="50" fill="#555">{title}</text>')
-        values = [row.seconds if unit == "s" else row.memory for row in rows]
-        for i, (row, value) in enumerate(zip(rows, values, strict=True)):
-            y, length = TOP + i * (HEIGHT + GAP), LONGEST * value / max(values)
-            color = OURS if row.ours else OTHERS
+        values = {name: float(rows[name][column].removesuffix(" GB")) for name in LABELS}
+        for i, (name, value) in enumerate(values.items()):
+            y, length = TOP + i * (HEIGHT + GAP), LONGEST * value / max(values.values())
+            color = OURS if name.startswith("ours") else OTHERS
             lines.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{HEIGHT}" fill="{color}"/>')
             lines.append(f'<text x="{left + length + 6:.1f}" y="{y + 17}">{value:.1f} {unit}</text>')
-    for i, row in enumerate(rows):
+    for i, label in enumerate(LABELS.values()):
         y = TOP + i * (HEIGHT + GAP) + 17
-        lines.append(f'<text x="{PANELS[0][0] - 10}" y="{y}" text-anchor="end">{row.label}</text>')
+        lines.append(f'<text x="{PANELS[0][0] - 10}" y="{y}" text-anchor="end">{label}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 
-def picture() -> str:
-    text = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
-    return draw(read_rows(text), re.search(r"SmolLM2-\w+", text)[0])
-
-
 if __name__ == "__main__":
-    (DOCS / "speed.svg").write_text(picture(), encoding="utf-8")
+    text = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
+    (DOCS / "speed.svg").write_text(draw(text), encoding="utf-8")

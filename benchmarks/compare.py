@@ -1,56 +1,92 @@
-"""Ours against the plain path and optionally TRL: the same pairs, model and batch size, each in its own process.
+"""Time and memory of an update in variants, on the same pairs.
 
     python -m benchmarks.compare model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR \\
         loss=dpo loss.beta=0.1 batch_size=16 gradient_accumulation_steps=4
     python -m benchmarks.compare --trl VENV/bin/python --updates 4 --only "ours;trl" ...
+    python -m benchmarks.compare --table adapters ...
+    python -m benchmarks.compare --table processes ...
 
-Takes the overrides of train.py (W&B is off; all weights are float32). Every row of the table trains on the same batches
-through the real loop, after one warm-up update. `fed` is the number of token positions that the policy computes,
-including padding; `needed` is that of shared prefixes without padding. FLOPs are those of matrix products and attention
-in policy and reference, computed from the shapes (`count_flops`); the peak is that of a matrix product in the same
-dtype, measured in the same call.
+Takes the overrides of train.py (W&B is off; all weights are float32). Each row of a table trains on the same batches in
+fresh processes, after one warm-up update, and is also printed relative to the first row.
+
+`fed` is the number of token positions that the policy computes, including padding; `needed` is that of shared prefixes
+without padding. FLOPs are those of matrix products and attention in policy and reference, computed from the shapes
+(`count_flops`); the peak is that of a matrix product in the same dtype, measured in the same call. `memory` is the peak
+of the largest process, `grown` its part that models and updates added, `host` the peak of all processes together.
+Other work on the machine changes the CPU seconds less than those on the clock.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.harness import COMMON, Failed, compose, make_trainer, measure_afresh, print_row, run_python
+from benchmarks.harness import (
+    COMMON,
+    ROOT,
+    Failed,
+    compose,
+    make_trainer,
+    measure_afresh,
+    print_row,
+    read_pairs,
+    run_python,
+)
 from dpo.models.layouts import SharedPrefix
 from dpo.models.packing import Packed
-from dpo.settings.plan import resolve
-from dpo.system.host import keep_freed_memory
+from dpo.system.host import resident_memory
 from dpo.training.metrics import peak_memory_gb
 
 EAGER = ("model.attn_implementation=eager",)  # the reference's
 FAST = ("model.attn_implementation=sdpa",)
 CACHED = ("cache_reference_logps=all",)
 BFLOAT16 = ("model.autocast=bfloat16",)
-VARIANTS = {
-    "padded": ("layout=padded", *EAGER),
-    "padded, sdpa": ("layout=padded", *FAST),
-    "ours, eager": EAGER,
-    "ours": FAST,
-    "ours, reference cached": (*FAST, *CACHED),
-    "padded, bfloat16": ("layout=padded", *EAGER, *BFLOAT16),
-    "ours, compiled": (*FAST, "compile=true"),
-    "ours, bfloat16": (*FAST, *BFLOAT16),
-    "ours, bfloat16, reference cached": (*FAST, *BFLOAT16, *CACHED),
+TWO = ("trainer=FSDPTrainer", "world_size=2")
+ADAPTERS = {
+    "lora=none": ("lora=none",),
+    "lora.reference=model": ("lora=lora", "lora.reference=model"),
+    "lora.reference=base": ("lora=lora", "lora.reference=base"),
+    "lora=qlora": ("lora=qlora", "lora.reference=base"),
+    "lora.reference=adapter": ("lora=lora", "lora.reference=adapter", "model.archive={adapter}"),
 }
-TRL = {
+TABLES = {
+    "layouts": {
+        "padded": ("layout=padded", *EAGER),
+        "padded, sdpa": ("layout=padded", *FAST),
+        "ours, eager": EAGER,
+        "ours": FAST,
+        "ours, reference cached": (*FAST, *CACHED),
+        "padded, bfloat16": ("layout=padded", *EAGER, *BFLOAT16),
+        "ours, compiled": (*FAST, "compile=true"),
+        "ours, bfloat16": (*FAST, *BFLOAT16),
+        "ours, bfloat16, reference cached": (*FAST, *BFLOAT16, *CACHED),
+    },
+    "adapters": {**ADAPTERS, **{f"{name}, 2 processes": (*own, *TWO) for name, own in ADAPTERS.items()}},
+    "processes": {
+        "one process": (),
+        "FSDPTrainer, 1 process": ("trainer=FSDPTrainer", "world_size=1"),
+        "FSDPTrainer, 2 processes": TWO,
+        "TensorParallelTrainer, 2 processes": ("trainer=TensorParallelTrainer", "world_size=2"),
+    },
+}
+TRL = {  # rows of "layouts" with --trl
     "trl": {},
     "trl, reference precomputed": {"precompute_ref_log_probs": True},
     "trl, bfloat16": {"bf16": True},
 }
+
+
+# --- one row, in its own processes -----------------------------------------------------------------------------------
 
 
 class Shape(NamedTuple):
@@ -73,7 +109,7 @@ def read_shape(model: Any) -> Shape:
 
 
 def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
-    """Count the FLOPs of a microbatch: policy forward and backward (twice the forward), reference forward.
+    """Count the FLOPs of a microbatch in policy and reference.
 
     2 per parameter and token; attention 4 per token, column, layer and feature; the head only for scored positions.
     Recomputation to save memory is not counted.
@@ -86,35 +122,122 @@ def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
     return (body + head) * (3 + with_reference)
 
 
-def measure(overrides: list[str], updates: int) -> dict[str, Any]:
+def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, Any]:
     """Train in this process, and measure each update but the first."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = compose([*COMMON, f"local_run_dir={folder}", f"local_dirs=[{folder}]", *overrides])
-        config.n_examples = (updates + 1) * config.batch_size
-        keep_freed_memory()  # like TF32 below, as in train.work
-        torch.backends.cuda.matmul.allow_tf32 = True
-        trainer = make_trainer(config)
-        shape = read_shape(trainer.policy)
-        trainer.check_and_score_reference()
-        rows = [measure_update(trainer, batch, shape) for batch in trainer.train_iterator][1:]
-    return {"rows": rows, "pairs": config.batch_size, "memory_gb": peak_memory_gb()}
+    torch.backends.cuda.matmul.allow_tf32 = True  # as train.work does
+    before = resident_memory() / 1e9
+    config.n_examples = (updates + 2) * config.batch_size  # one warms up, in the last one collectives are counted
+    trainer = make_trainer(config, rank, world_size)
+    shape = read_shape(trainer.policy)
+    trainer.check_and_score_reference()
+    batches = iter(trainer.train_iterator)
+    rows = [measure_update(trainer, batch, shape) for batch in itertools.islice(batches, updates + 1)][1:]
+    memory = peak_memory_gb()
+    grown = memory - (0 if torch.cuda.is_available() else before)
+    found = {"rows": rows, "pairs": config.batch_size, "memory_gb": memory, "grown_gb": grown}
+    return found | (count_collectives(trainer, next(batches)) if torch.distributed.is_initialized() else {})
 
 
 def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
     with_reference = trainer.reference_model is not None
     inputs = [microbatch.inputs for microbatch in batch.microbatches]
     needed = SharedPrefix({}, max_length=trainer.config.max_length).split(batch.examples, 1)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     metrics = trainer.train_step(batch).metrics
-    seconds = time.perf_counter() - start
     return {
-        "seconds": seconds,
+        "seconds": time.perf_counter() - start,
+        "cpu": time.process_time() - cpu,
         "fed": sum(microbatch.n_tokens for microbatch in batch.microbatches),
         "needed": sum(int((m.inputs.tree >= 0).sum()) for m in needed),
         "flops": sum(count_flops(shape, i, with_reference=with_reference) for i in inputs),
         "loss": metrics["loss/train"],
-        "grad_norm": metrics["grad_norm"],
     }
+
+
+def count_collectives(trainer: Any, batch: Any) -> dict[str, float]:
+    """Count an update's collectives, elements sent, and seconds, with waiting."""
+    with torch.profiler.profile(record_shapes=True) as profile:
+        trainer.train_step(batch)
+    events = [event for event in profile.events() if event.name.startswith(("gloo:", "nccl:"))]
+    return {
+        "collectives": len(events),
+        "sent": sum(math.prod(event.input_shapes[0]) for event in events if event.input_shapes),
+        "seconds_in_them": sum(event.cpu_time_total for event in events) / 1e6,
+    }
+
+
+# --- all rows --------------------------------------------------------------------------------------------------------
+
+
+def measure_row(overrides: Sequence[str], updates: int) -> dict[str, Any]:
+    """Measure a row in fresh processes: rank 0's values, all processes' memory."""
+    memory = [0]
+
+    def watch(pid: int) -> None:
+        memory.append(measure_tree_memory(pid))
+
+    settings = [*COMMON, *overrides]
+    # not more often: the kernel stops a process while it counts its pages
+    found = measure_afresh("compare:measure", settings, updates, watch=watch, every=0.2)
+    largest = {key: max(rank[key] for rank in found) for key in ("memory_gb", "grown_gb")}
+    return {**found[0], **largest, "cpu": max(median(row["cpu"] for row in rank["rows"]) for rank in found),
+            "host_gb": max(memory) / 1e9}  # fmt: skip
+
+
+def measure_tree_memory(pid: int) -> int:
+    """Memory of a process and its descendants, in bytes (PSS)."""
+    try:
+        fields = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+        own = int(fields["Pss"].split()[0]) * 1024
+        children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
+    except OSError:  # it has just ended
+        return 0
+    return own + sum(measure_tree_memory(child) for child in children)
+
+
+def measure_trl(python: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    (folder / "settings.json").write_text(json.dumps(settings))
+    return json.loads(run_python("-m", "benchmarks.trl_runs", str(folder), python=python).splitlines()[-1])
+
+
+def write_pairs(overrides: Sequence[str], updates: int, folder: Path) -> dict[str, Any]:
+    """Write the pairs of our batches in order, and return TRL's settings."""
+    config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
+    config.n_examples = (updates + 1) * config.batch_size
+    rows = [{"prompt": prompt.text, **texts} for prompt, _, texts in read_pairs(config)]
+    (folder / "train.json").write_text(json.dumps(rows))
+    return {
+        "model": config.model.name_or_path,
+        "per_device_train_batch_size": config.batch_size // config.gradient_accumulation_steps,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "max_length": config.max_length,
+        "beta": config.loss.beta,
+        "learning_rate": config.lr,
+    }
+
+
+def train_adapter(overrides: Sequence[str], folder: Path) -> Path:
+    """Train an SFT adapter for one update, from which `lora.reference=adapter` starts."""
+    own = [override for override in overrides if not override.startswith(("loss", "trainer", "world_size", "lora"))]
+    fixed = ("exp_name=sft", "wandb.enabled=false", "do_first_eval=false", "export=false", "loss=sft", "lora=lora")
+    update = ("n_examples=2", "batch_size=2", "gradient_accumulation_steps=1")
+    places = (f"local_run_dir={folder / 'sft'}", f"local_dirs=[{folder}]")
+    run_python(str(ROOT / "train.py"), *COMMON, *own, *fixed, *places, *update)
+    return folder / "sft" / "LATEST"
+
+
+def list_measures(asked: argparse.Namespace, overrides: Sequence[str], folder: Path) -> dict[str, Callable[[], dict]]:
+    """List what measures each row that is asked for."""
+    measures: dict[str, Callable[[], dict]] = {}
+    adapter = train_adapter(overrides, folder) if asked.table == "adapters" else None
+    for name, own in TABLES[asked.table].items():
+        settings = [*overrides, *(override.format(adapter=adapter) for override in own)]
+        measures[name] = lambda settings=settings: measure_row(settings, asked.updates)
+    if asked.trl:
+        common = write_pairs(overrides, asked.updates, folder)
+        for name, options in TRL.items():
+            measures[name] = lambda options=options: measure_trl(asked.trl, folder, {**common, **options})
+    return {name: measure for name, measure in measures.items() if not asked.only or name in asked.only.split(";")}
 
 
 def measure_peak(dtype: torch.dtype) -> float:
@@ -136,103 +259,89 @@ def measure_peak(dtype: torch.dtype) -> float:
     return 3 * 2 * size**3 / min(once() for _ in range(5))
 
 
-def run_all(overrides: list[str], updates: int, only: list[str] | None, trl: str | None) -> Iterator[tuple[str, dict]]:
-    measures: dict[str, Callable[[], dict]] = {
-        name: lambda own=own: measure_afresh("compare:measure", [*overrides, *own], updates)
-        for name, own in VARIANTS.items()
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        if trl:
-            settings = write_pairs(overrides, updates, Path(folder))
-            for name, options in TRL.items():
-                measures[name] = lambda options=options: measure_trl(trl, folder, {**settings, "options": options})
-        for name, measure_one in measures.items():
-            if only is None or name in only:
-                try:
-                    yield name, measure_one()
-                except Failed as error:
-                    yield name, {"failed": str(error)}
+# --- the table -------------------------------------------------------------------------------------------------------
+
+COLUMNS: dict[str, tuple[str, Callable[[dict], float]]] = {  # format of a value; a percentage is of the first row's
+    "s/update": (".2f", lambda row: row["seconds"]),
+    "s/pair": (".3f", lambda row: row["seconds"] / row["pairs"]),
+    "of first": ("%", lambda row: row["seconds"]),
+    "CPU s": (".2f", lambda row: row["cpu"]),
+    "CPU": ("%", lambda row: row["cpu"]),
+    "peak GB": (".2f", lambda row: row["memory_gb"]),
+    "peak": ("%", lambda row: row["memory_gb"]),
+    "grown GB": (".2f", lambda row: row["grown_gb"]),
+    "grown": ("%", lambda row: row["grown_gb"]),
+    "host GB": (".2f", lambda row: row["host_gb"]),
+    "host": ("%", lambda row: row["host_gb"]),
+    "fed/pair": (".0f", lambda row: row["fed"] / row["pairs"]),
+    "needed": (".0f", lambda row: row["needed"] / row["pairs"]),
+    "TFLOP": (".2f", lambda row: row["flops"] / 1e12),
+    "of peak": (".0%", lambda row: row["rate"] / row["peak"]),
+    "calls": (".0f", lambda row: row["collectives"]),
+    "sent M": (".1f", lambda row: row["sent"] / 1e6),
+    "s in them": (".2f", lambda row: row["seconds_in_them"]),
+}
+SHOWN = {
+    "layouts": ("s/pair", "of first", "peak GB", "peak", "fed/pair", "needed", "TFLOP", "of peak"),
+    "adapters": ("s/update", "of first", "CPU s", "CPU", "peak GB", "peak", "grown GB", "grown"),
+    "processes": ("s/update", "of first", "calls", "sent M", "s in them", "host GB", "host", "peak GB"),
+}
 
 
-def measure_trl(python: str, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-    Path(folder, "settings.json").write_text(json.dumps(settings))
-    script = str(Path(__file__).with_name("trl_baseline.py"))
-    return json.loads(run_python(script, folder, python=python).splitlines()[-1])
+def summarize(name: str, result: dict, peaks: dict[str, float]) -> dict[str, float]:
+    rows = result["rows"]
+    found = {key: value for key, value in result.items() if key != "rows"}
+    found["seconds"] = median(row["seconds"] for row in rows)
+    if "flops" in rows[0]:
+        found |= {key: sum(row[key] for row in rows) / len(rows) for key in ("fed", "needed", "flops")}
+        found["rate"] = sum(row["flops"] for row in rows) / sum(row["seconds"] for row in rows)
+        found["peak"] = peaks["bfloat16" if "bfloat16" in name else "float32"]
+    return found
 
 
-def write_pairs(overrides: list[str], updates: int, folder: Path) -> dict[str, Any]:
-    """Write the pairs of our batches as records for TRL, in order. Returns the settings."""
-    from dpo.data.examples import iterate_examples, read_examples
-    from preference_datasets import load_data
-
-    config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
-    n_pairs = (updates + 1) * config.batch_size
-    prompts = load_data(resolve(config), silent=True).train
-    batches = iterate_examples(
-        prompts.counts.tolist(),
-        batch_size=config.batch_size,
-        shuffle=True,
-        n_epochs=None,
-        n_examples=n_pairs,
-        seed=config.seed,
-    )
-    rows = [{"prompt": prompt.text, **texts} for batch in batches for prompt, _, texts in read_examples(prompts, batch)]
-    (folder / "pairs.json").write_text(json.dumps(rows))
-    return {
-        "model": config.model.name_or_path,
-        "batch_size": config.batch_size,
-        "accumulation": config.gradient_accumulation_steps,
-        "max_length": config.max_length,
-        "beta": config.loss.beta,
-        "lr": config.lr,
-    }
-
-
-def print_table(results: dict[str, dict], peaks: Callable[[str], float]) -> None:
-    """Print a line per result, also relative to the first, which is `padded` unless it was left out."""
-    first = next((result for result in results.values() if "rows" in result), None)
-    titles = ("s/pair", "speedup", "memory GB", "of first", "fed/pair", "needed", "needed/s", "TFLOP/update", "of peak")
+def print_table(results: dict[str, dict], columns: Sequence[str], peaks: dict[str, float]) -> None:
     print()
-    print_row("", titles)
+    print_row("", columns, first=38, width=10)
+    first: dict[str, float] = {}
     for name, result in results.items():
         if "failed" in result:
-            print(f"{name:34} failed: {result['failed']}")
+            print(f"{name:38} failed: {result['failed']}")
             continue
-        rows, pairs = result["rows"], result["pairs"]
-        seconds = median(r["seconds"] for r in rows)
-        cells = [f"{seconds / pairs:.3f}", f"{median(r['seconds'] for r in first['rows']) / seconds:.2f}"]
-        cells += [f"{result['memory_gb']:.2f}", f"{result['memory_gb'] / first['memory_gb']:.0%}"]
-        if "flops" in rows[0]:
-            fed, needed, flops = (sum(r[key] for r in rows) / len(rows) for key in ("fed", "needed", "flops"))
-            rate = sum(r["flops"] for r in rows) / sum(r["seconds"] for r in rows)
-            cells += [f"{fed / pairs:.0f}", f"{needed / pairs:.0f}", f"{needed / seconds:.0f}", f"{flops / 1e12:.2f}"]
-            cells.append(f"{rate / peaks(name):.0%}")
-        print_row(name, cells)
+        row = summarize(name, result, peaks)
+        first = first or row
+        cells = []
+        for form, value in map(COLUMNS.__getitem__, columns):
+            try:
+                cells.append(f"{value(row) / value(first):.0%}" if form == "%" else format(value(row), form))
+            except KeyError:  # not measured: TRL's, or collectives without other processes
+                cells.append("")
+        print_row(name, cells, first=38, width=10)
     print("\nlosses of the counted updates, which should agree within a dtype:")
     for name, result in results.items():
-        if "rows" in result:
-            print_row(name, [f"{row['loss']:.6f}" for row in result["rows"]])
+        print_row(name, [f"{row['loss']:.6f}" for row in result.get("rows", ())], first=38)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--table", choices=TABLES, default="layouts")
     parser.add_argument("--updates", type=int, default=4, help="number of counted updates")
     parser.add_argument("--only", help="names of rows, separated by semicolons")
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of an environment with TRL")
-    parser.add_argument("--json", metavar="FILE", help="write the measurements to this file")
-    arguments, overrides = parser.parse_known_args()
+    asked, overrides = parser.parse_known_args()
+    rows = [*TABLES[asked.table], *TRL]
+    if unknown := set(asked.only.split(";") if asked.only else ()) - {*rows}:
+        parser.error(f"--only: unknown rows {', '.join(sorted(unknown))}; the rows are {'; '.join(rows)}")
     results: dict[str, dict] = {}
-    only = arguments.only.split(";") if arguments.only else None
-    if unknown := set(only or ()) - VARIANTS.keys() - TRL.keys():
-        parser.error(f"--only: unknown rows {', '.join(sorted(unknown))}; the rows are {'; '.join([*VARIANTS, *TRL])}")
-    for name, result in run_all(overrides, arguments.updates, only, arguments.trl):
-        results[name] = result
-        print(f"measured {name}", flush=True)
-        if arguments.json:  # after every row: the next may fail
-            Path(arguments.json).write_text(json.dumps(results, indent=2))
-    measured = {dtype: measure_peak(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    print(", ".join(f"{str(d).removeprefix('torch.')} peak {p / 1e9:,.0f} GFLOP/s" for d, p in measured.items()))
-    print_table(results, lambda name: measured[torch.bfloat16 if "bfloat16" in name else torch.float32])
+    with tempfile.TemporaryDirectory() as folder:
+        for name, measure_one in list_measures(asked, overrides, Path(folder)).items():
+            try:
+                results[name] = measure_one()
+            except Failed as error:
+                results[name] = {"failed": str(error)}
+            print(f"measured {name}", flush=True)
+    peaks = {name: measure_peak(getattr(torch, name)) for name in ("float32", "bfloat16")}
+    print(", ".join(f"{name} peak {peak / 1e9:,.0f} GFLOP/s" for name, peak in peaks.items()))
+    print_table(results, SHOWN[asked.table], peaks)
 
 
 if __name__ == "__main__":

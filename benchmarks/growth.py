@@ -1,4 +1,4 @@
-"""Time and memory of an update as batches, texts and pairs per prompt grow: the plain path against ours.
+"""Time and memory of an update as batches, texts and prompts grow.
 
     python -m benchmarks.growth model.name_or_path=DIR [--updates 2] [overrides of train.py ...]
 
@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import Failed, measure_afresh, print_row
+from benchmarks.compare import TABLES, measure_row
+from benchmarks.harness import Failed, print_row
 from benchmarks.startup import make_text
 
 SIZES = {
@@ -25,11 +26,10 @@ SIZES = {
     "pairs per prompt": (1, 2, 4, 8),
 }
 USUAL = {"batch_size": 16, "max_length": 512, "pairs per prompt": 1}
-LAYOUTS = {"padded": ("layout=padded",), "ours": ("model.attn_implementation=sdpa",)}
 
 
 def write_pairs(path: Path, n: int, *, tokens: int, pairs_per_prompt: int) -> None:
-    """Write at least `n` records with texts of about these lengths, assuming 2.5 tokens per synthetic word."""
+    """Write records of these lengths, at 2.5 tokens per synthetic word."""
     draw = random.Random(0)
     text = make_text(draw)
 
@@ -47,18 +47,15 @@ def write_pairs(path: Path, n: int, *, tokens: int, pairs_per_prompt: int) -> No
 
 def measure(sizes: dict[str, int], updates: int, overrides: list[str]) -> list[str]:
     """Measure seconds per pair and memory of both layouts, and their ratios."""
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder)
-        for split in ("train", "test"):
-            n = (updates + 1) * sizes["batch_size"] if split == "train" else 8
-            write_pairs(
-                data / f"{split}.jsonl", n, tokens=sizes["max_length"], pairs_per_prompt=sizes["pairs per prompt"]
-            )
-        settings = [f"batch_size={sizes['batch_size']}", f"gradient_accumulation_steps={sizes['batch_size'] // 4}",
-                    f"max_length={sizes['max_length']}", f"max_prompt_length={sizes['max_length'] // 2}", "loss=dpo",
-                    "loss.beta=0.1", "datasets=[made]", f"dataset_sources.made={data}", *overrides]  # fmt: skip
+    batch_size, max_length, pairs_per_prompt = sizes.values()
+    with tempfile.TemporaryDirectory() as data:
+        for split, n in (("train", (updates + 1) * batch_size), ("test", 8)):
+            write_pairs(Path(data, f"{split}.jsonl"), n, tokens=max_length, pairs_per_prompt=pairs_per_prompt)
+        settings = [f"batch_size={batch_size}", f"gradient_accumulation_steps={batch_size // 4}", "loss=dpo",
+                    f"max_length={max_length}", f"max_prompt_length={max_length // 2}", "loss.beta=0.1",
+                    "datasets=[made]", f"dataset_sources.made={data}", *overrides]  # fmt: skip
         try:
-            results = [measure_afresh("compare:measure", [*settings, *own], updates) for own in LAYOUTS.values()]
+            results = [measure_row([*settings, *TABLES["layouts"][name]], updates) for name in ("padded", "ours")]
         except Failed as error:
             return [str(error)]
     seconds = [median(row["seconds"] for row in result["rows"]) / result["pairs"] for result in results]

@@ -1,4 +1,4 @@
-"""The cost of the ledger: appending an update, and writing all rows as Parquet.
+"""Cost of the ledger: appending an update, and writing the Parquet file.
 
     python -m benchmarks.ledger [--batch-size 64] [--updates 2000]
 
@@ -25,15 +25,15 @@ from dpo.reporting.events import RunContext, Update
 from dpo.reporting.ledger import Ledger
 from dpo.settings.plan import make_plan
 
-COLUMNS = ("logps_train/chosen", "logps_train/rejected", "reference/chosen", "reference/rejected")
+COLUMNS = ("logps_train/chosen", "logps_train/rejected", "reference/chosen", "reference/rejected", "loss/train",
+           "rewards_train/margins")  # fmt: skip
 
 
 def make_update(number: int, n: int) -> Update:
     """Make an update of pairs of the usual length."""
     names = (hashlib.blake2b(f"{number} {i}".encode(), digest_size=16).hexdigest() for i in range(n))
-    examples = [Example((1,) * 100, ((2,) * 80, (3,) * 70), (0, 0), "hh", name) for name in names]
-    table = {name: torch.randn(n) for name in (*COLUMNS, "loss/train", "rewards_train/margins")}
-    return Update(number, number * n, examples, table, {})
+    examples = [Example((1,) * 100, ((2,) * 80, (3,) * 70), id=(0, 0), dataset="hh", digest=name) for name in names]
+    return Update(number, number * n, examples, {name: torch.randn(n) for name in COLUMNS}, {})
 
 
 def main() -> None:
@@ -41,13 +41,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--updates", type=int, default=2000)
     asked = parser.parse_args()
-    n = asked.batch_size
+    n, appends = asked.batch_size, []
     data: Any = SimpleNamespace(report=SimpleNamespace(epoch=n * asked.updates))
     with tempfile.TemporaryDirectory() as folder:
-        context = RunContext(make_plan({"batch_size": n}), Path(folder), 0, data, print)
-        ledger = Ledger(context)
+        ledger = Ledger(RunContext(make_plan({"batch_size": n}), Path(folder), 0, data, print))
         ledger.on_start()
-        appends = []
         for number in range(1, asked.updates + 1):
             update = make_update(number, n)
             start = time.process_time()
@@ -56,21 +54,18 @@ def main() -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.process_time()
         ledger.on_end()
-        written = time.process_time() - start
+        written, rows = time.process_time() - start, ledger.rows
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        sizes = {file.name: file.stat().st_size / ledger.rows for file in Path(folder).iterdir()}
-    texts = ["x" * 800, "y" * 400, "z" * 350]
+        sizes = [f"{file.name} {file.stat().st_size / rows:.0f}" for file in Path(folder).iterdir()]
     start = time.process_time()
     for _ in range(10_000):
-        text_digest(texts[0], texts[1:])
-    print(
-        f"appending {n} pairs: {1e3 * median(appends):.3f} ms (95 %: {1e3 * sorted(appends)[-len(appends) // 20]:.3f})"
-    )
-    print(
-        f"writing {ledger.rows:,} rows: {written:.3f} s, {1e6 * written / ledger.rows:.2f} us per row, {grown:.0f} MiB"
-    )
-    print(f"a digest, in the background: {1e2 * (time.process_time() - start):.2f} us")
-    print("bytes per row: " + ", ".join(f"{name} {size:.0f}" for name, size in sizes.items()))
+        text_digest("x" * 800, ("y" * 400, "z" * 350))
+    digest = (time.process_time() - start) / 10_000
+    tail = sorted(appends)[-len(appends) // 20]
+    print(f"appending {n} pairs: {1e3 * median(appends):.3f} ms (95 %: {1e3 * tail:.3f})")
+    print(f"writing {rows:,} rows: {written:.3f} s, {1e6 * written / rows:.2f} us per row, {grown:.0f} MiB")
+    print(f"a digest, in the background: {1e6 * digest:.2f} us")
+    print(f"bytes per row: {', '.join(sizes)}")
 
 
 if __name__ == "__main__":

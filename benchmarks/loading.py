@@ -1,4 +1,4 @@
-"""Peak host memory of rank 0 while models are loaded, in excess of the memory still in use afterwards.
+"""Peak host memory of rank 0 while models load, beyond what stays.
 
     python -m benchmarks.loading model.name_or_path=DIR [overrides of train.py ...]
 
@@ -6,16 +6,15 @@ A run of one update writes an archive and a checkpoint. Then fresh processes loa
 with one, and resumed, with each trainer. The measurement starts when the data is loaded and ends before training.
 
 Only anonymous pages are counted (RssAnon in /proc/PID/status). VmHWM would include pages of mapped files, which the
-system reads on demand and reclaims when memory is short. RssAnon has no high-water mark, so another process reads it
-every millisecond.
+system reads on demand and reclaims when memory is short. RssAnon has no high-water mark, so this process reads it every
+millisecond.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import gc
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +23,8 @@ from typing import Any
 import preference_datasets
 import train
 from benchmarks.harness import ROOT, measure_afresh, print_row, run_python
+from benchmarks.startup import read_memory
+from dpo.system.host import release_freed_memory
 from trainers import BasicTrainer
 
 COMMON = (
@@ -35,58 +36,53 @@ TRAINERS = {
     "BasicTrainer": ("trainer=BasicTrainer",),
     "FSDPTrainer, 2 processes": ("trainer=FSDPTrainer", "world_size=2"),
 }
-SAMPLER = """
-import sys, threading, time
-asked = threading.Event()
-threading.Thread(target=lambda: (sys.stdin.read(), asked.set()), daemon=True).start()
-most = 0
-print("ready", flush=True)
-while not asked.wait(0.001):
-    with open(f"/proc/{sys.argv[1]}/status") as file:
-        most = max(most, next(int(line.split()[1]) for line in file if line.startswith("RssAnon")))
-print(most * 1024)
-"""
-
-
-class Sampler:
-    """Recorder of the peak of this process's anonymous memory, from its creation on."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-c", SAMPLER, str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._process.stdout.readline()
-
-    def stop(self) -> int:
-        return int(self._process.communicate()[0])
 
 
 def anonymous_memory() -> int:
-    """Bytes in this process's anonymous pages, without freed memory that its allocator keeps."""
+    """Bytes in this process's anonymous pages, without freed memory."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+    release_freed_memory()
+    return read_memory("/proc/self/status", "RssAnon")["RssAnon"]
 
 
-def measure(rank: int, world_size: int, config: Any) -> dict[str, int]:
-    """Load models as a run does, without training, and measure the memory used."""
-    load_data, samplers, found = preference_datasets.load_data, [], {}
+def measure(rank: int, world_size: int, config: Any, marker: str) -> dict[str, int]:
+    """Load models as a run does, and measure the memory used afterwards.
 
-    def load_data_and_watch(*arguments: Any, **options: Any) -> Any:
+    While they load, rank 0's id is in the file `marker`.
+    """
+    load_data, found = preference_datasets.load_data, {}
+
+    def load_data_and_mark(*arguments: Any, **options: Any) -> Any:
         data = load_data(*arguments, **options)
         anonymous_memory()
-        samplers.append(Sampler())
+        if rank == 0:
+            Path(marker).write_text(str(os.getpid()))
         return data
 
     def end(trainer: BasicTrainer) -> None:
-        most, models = samplers[0].stop(), (trainer.policy, trainer.reference_model)
+        if rank == 0:
+            Path(marker).unlink()
+        models = (trainer.policy, trainer.reference_model)
         larger = max(sum(p.numel() * p.element_size() for p in model.parameters()) for model in models)
         del models
-        found.update(most=most, stays=anonymous_memory(), larger=larger)
+        found.update(stays=anonymous_memory(), larger=larger)
 
-    preference_datasets.load_data, BasicTrainer.train = load_data_and_watch, end
+    preference_datasets.load_data, BasicTrainer.train = load_data_and_mark, end
     train.work(rank, world_size, config)
     return found
+
+
+def measure_case(settings: list[str], marker: Path) -> tuple[int, dict[str, int]]:
+    """Peak of rank 0's anonymous memory, and what it measured."""
+    most = 0
+
+    def watch(pid: int) -> None:
+        nonlocal most
+        with contextlib.suppress(OSError, ValueError):  # not yet, or no longer
+            most = max(most, read_memory(f"/proc/{int(marker.read_text())}/status", "RssAnon")["RssAnon"])
+
+    found = measure_afresh("loading:measure", settings, str(marker), watch=watch, every=0.001)
+    return most, found[0]
 
 
 def main(overrides: list[str]) -> None:
@@ -104,9 +100,9 @@ def main(overrides: list[str]) -> None:
         for name, trainer in TRAINERS.items():
             for case, given in cases.items():
                 settings = [*common, "n_examples=4", *trainer, *given]
-                facts = measure_afresh("harness:measure_on_ranks", "loading:measure", settings)[0]
-                beyond = facts["most"] - facts["stays"]
-                cells = [f"{n / 1e6:.0f} MB" for n in (facts["most"], facts["stays"], beyond)]
+                most, facts = measure_case(settings, Path(folder, "loading"))
+                beyond = most - facts["stays"]
+                cells = [f"{n / 1e6:.0f} MB" for n in (most, facts["stays"], beyond)]
                 print_row(f"{name:28}{case:20}", [*cells, f"{beyond / facts['larger']:.2f}"], first=48, width=10)
 
 

@@ -1,4 +1,6 @@
-"""Cost of an update under each loss, relative to DPO: the last columns of the table in docs/losses.md.
+"""Cost of an update under each loss, relative to DPO.
+
+Makes the last columns of the table in docs/losses.md.
 
     OMP_NUM_THREADS=1 python -m benchmarks.losses [LOSS ...]
 
@@ -9,64 +11,57 @@ processes of the machine change little; therefore it trains on the CPU.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 import transformers
 
-from benchmarks.harness import ROOT, compose
-from dpo.losses import LOSSES, find_loss
-from trainers import BasicTrainer
+from benchmarks.harness import GOLDEN, compose, make_trainer
+from dpo.losses import LOSSES
 
-GOLDEN = ROOT / "tests" / "golden"
 BATCHES = 8
+SETTINGS = (
+    *("model.random_init=true", "model.block_name=null", "model.reference_dtype=float32", "self_test=false"),
+    *("datasets=[hh]", f"dataset_sources.hh={GOLDEN / 'words'}", "max_length=160", "max_prompt_length=80"),
+    *("batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8", "n_eval_examples=8"),
+    *("sample_during_eval=false", "num_workers=0"),
+)
+DPO = ("loss=dpo", "loss.beta=0.1")
 ROWS = {  # the timed loss, or option of DPO
     **{name: (f"loss={name}",) for name in LOSSES},
-    "dpo": ("loss=dpo", "loss.beta=0.1"),
+    "dpo": DPO,
     "ipo": ("loss=ipo", "loss.beta=0.1"),
     "mix": ("loss=mix", "loss.weights.dpo=0.8", "loss.weights.bco=0.2", "loss.weights.sft=0.1"),
-    "sft_weight": ("loss=dpo", "loss.beta=0.1", "loss.sft_weight=0.2"),
-    "wpo": ("loss=dpo", "loss.beta=0.1", "loss.wpo=true"),
-    "ld_alpha": ("loss=dpo", "loss.beta=0.1", "loss.ld_alpha=0.5"),
-    "f_divergence": ("loss=dpo", "loss.beta=0.1", "loss.f_divergence=js"),
+    "sft_weight": (*DPO, "loss.sft_weight=0.2"),
+    "wpo": (*DPO, "loss.wpo=true"),
+    "ld_alpha": (*DPO, "loss.ld_alpha=0.5"),
+    "f_divergence": (*DPO, "loss.f_divergence=js"),
 }
 
 
-def small_llama() -> transformers.PreTrainedModel:
-    config = transformers.AutoConfig.from_pretrained(GOLDEN / "tiny-llama")
+def write_small_llama(folder: Path) -> None:
+    """Write the golden runs' tokenizer, and the config of a small Llama."""
+    shutil.copytree(GOLDEN / "tiny-llama", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = transformers.AutoConfig.from_pretrained(folder)
     config.update({"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4})
     config.update({"num_key_value_heads": 4, "head_dim": 48})
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
+    config.save_pretrained(folder)
 
 
-def make_trainer(overrides: tuple[str, ...], folder: str, model: transformers.PreTrainedModel) -> BasicTrainer:
-    settings = [
-        *(f"local_run_dir={folder}/run", f"local_dirs=[{folder}]"),
-        *(f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.reference_dtype=float32"),
-        *("datasets=[hh]", f"dataset_sources.hh={GOLDEN / 'words'}", "max_length=160", "max_prompt_length=80"),
-        *("batch_size=8", "gradient_accumulation_steps=2", "eval_batch_size=8", "n_eval_examples=8"),
-        *("sample_during_eval=false", "num_workers=0"),
-    ]
-    config = compose([*settings, *overrides])
-    Path(folder, "run").mkdir(exist_ok=True)
-    reference = copy.deepcopy(model) if find_loss(config.loss).reference else None
-    return BasicTrainer(copy.deepcopy(model), config, 0, config.local_run_dir, reference)
-
-
-def measure(overrides: tuple[str, ...], model: transformers.PreTrainedModel) -> list[float]:
-    """Ratio of an update's CPU time to DPO's, in turn on the same pairs: while the reference scores, and cached."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainers = [make_trainer(o, folder, model) for o in (ROWS["dpo"], overrides)]
+def measure(folder: Path, overrides: tuple[str, ...]) -> list[float]:
+    """Ratios of CPU time to DPO's: while the reference scores, and cached."""
+    places = (f"model.name_or_path={folder / 'llama'}", f"local_run_dir={folder / 'run'}", f"local_dirs=[{folder}]")
+    trainers: list[Any] = [make_trainer(compose([*SETTINGS, *places, *own])) for own in (DPO, overrides)]
     batches = [list(itertools.islice(trainer.train_iterator, BATCHES)) for trainer in trainers]
     ratios = []
     for both in [*zip(*batches, strict=True)] * 2:
@@ -81,10 +76,11 @@ def measure(overrides: tuple[str, ...], model: transformers.PreTrainedModel) -> 
 
 def main() -> None:
     torch.set_num_threads(1)
-    model = small_llama()
-    for name in sys.argv[1:] or ROWS:
-        while_scored, cached = measure(ROWS[name], model)
-        print(f"| {name} | {while_scored:.2f}, {cached:.2f} |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        write_small_llama(Path(folder, "llama"))
+        for name in sys.argv[1:] or ROWS:
+            while_scored, cached = measure(Path(folder), ROWS[name])
+            print(f"| {name} | {while_scored:.2f}, {cached:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The time that online DPO takes to draw answers, and that a bare `model.generate` takes for the same prompts.
+"""Time in which online DPO draws answers, beside a bare `model.generate`.
 
     python -m benchmarks.online model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR batch_size=8 ...
     python -m benchmarks.online --rounds 5 model=demo datasets=[demo] ...
@@ -15,7 +15,7 @@ import argparse
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -31,15 +31,16 @@ from dpo.training.online import OnlineBatches, encode_prompt
 DEFAULTS = ("online=online", "online.scorer=shorter", "loss=simpo", "self_test=false")
 
 
-def generate_bare(model: Any, tokenizer: Any, batches: Sequence[Sequence[Example]], plan: Plan) -> None:
-    """Sample with plain `model.generate`: each batch padded on the left, from all tokens (no top-k)."""
-    online = plan.online
-    for prompts in batches:
-        rows = [prompt for prompt in prompts for _ in range(online.n_samples)]
-        batch = {key: value.to(model.device) for key, value in _tensors(collate_prompts(rows, tokenizer)).items()}
+def generate_bare(model: Any, tokenizer: Any, prompts: Sequence[Example], plan: Plan) -> None:
+    """Sample with plain `model.generate` from all tokens (no top-k)."""
+    online, size = plan.online, plan.data.eval_batch_size
+    by_length = sorted(prompts, key=lambda prompt: len(prompt.prompt))
+    for start in range(0, len(by_length), size):
+        rows = [prompt for prompt in by_length[start : start + size] for _ in range(online.n_samples)]
+        batch = collate_prompts(rows, tokenizer)
         model.generate(
-            batch["prompt_input_ids"],
-            attention_mask=batch["prompt_attention_mask"],
+            batch["prompt_input_ids"].to(model.device),
+            attention_mask=batch["prompt_attention_mask"].to(model.device),
             max_new_tokens=online.max_new_tokens,
             do_sample=True,
             temperature=online.temperature,
@@ -49,51 +50,39 @@ def generate_bare(model: Any, tokenizer: Any, batches: Sequence[Sequence[Example
         )
 
 
-def _tensors(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-
-
-def timed(model: Any, draw: Callable[[], None]) -> tuple[float, int]:
-    """Measure seconds and count forwards; on a CPU, seconds of all threads, without other work on the machine."""
-    forwards: list[int] = []
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    with before_each_forward(model, forwards.append):
-        start = clock()
-        draw()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return clock() - start, len(forwards)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         given = {override.partition("=")[0] for override in overrides}
         defaults = [override for override in DEFAULTS if override.partition("=")[0] not in given]
         config = compose([f"local_run_dir={folder}", *defaults, *overrides])
         trainer = make_trainer(config)
         batches: OnlineBatches = trainer.batches
-        plan = batches.plan
+        plan, model = batches.plan, batches.objective.policy
         prompts = [
             {place: encode_prompt(prompt, trainer.data, plan) for place, prompt in enumerate(drawn)}
             for drawn in itertools.islice(itertools.cycle(batches.train()), options.rounds + 1)
         ]
-        model, tokenizer = batches.objective.policy, trainer.data.tokenizer
-
-        def draw_bare(number: int) -> None:
-            by_length, size = sorted(prompts[number].values(), key=lambda e: len(e.prompt)), config.eval_batch_size
-            rows = [by_length[start : start + size] for start in range(0, len(by_length), size)]
-            generate_bare(model, tokenizer, rows, plan)
-
-        ways = {"ours": lambda number: batches._answer(prompts[number], number), "bare": draw_bare}
+        ways = {
+            "ours": lambda number: batches._answer(prompts[number], number),
+            "bare": lambda number: generate_bare(model, trainer.data.tokenizer, [*prompts[number].values()], plan),
+        }
+        # on a CPU, seconds of all threads, without other work on the machine
+        clock = time.perf_counter if torch.cuda.is_available() else time.process_time
 
         def measure(name: str, number: int) -> tuple[float, int]:
-            seconds, forwards = timed(model, lambda: ways[name](number))
+            forwards: list[int] = []
+            with before_each_forward(model, forwards.append):
+                start = clock()
+                ways[name](number)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                seconds = clock() - start
             counted = "" if number else " (not counted)"
-            print(f"round {number}: {name} {seconds:.2f} s in {forwards} forwards{counted}", flush=True)
-            return seconds, forwards
+            print(f"round {number}: {name} {seconds:.2f} s in {len(forwards)} forwards{counted}", flush=True)
+            return seconds, len(forwards)
 
         measures = {name: lambda number, name=name: measure(name, number) for name in ways}
         found = measure_in_turns(measures, options.rounds, warm_up=True)

@@ -1,4 +1,4 @@
-"""Kills a run repeatedly at random moments until it completes, then compares it with an uninterrupted one.
+"""Kill runs at random moments, and compare them with an uninterrupted one.
 
     python -m benchmarks.soak model.name_or_path=DIR [--kills 50] [--seed 0] [overrides of train.py ...]
 
@@ -11,6 +11,7 @@ optimizer state or counters.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -33,6 +34,9 @@ WALL_CLOCK = ("examples_per_second", "tokens_per_second", "memory/peak_gb", *SHA
 GRIDS = {"BasicTrainer": (), "FSDPTrainer": ("trainer=FSDPTrainer", "world_size=2")}
 
 
+# --- comparing two runs ----------------------------------------------------------------------------------------------
+
+
 def read_log(run_dir: Path) -> list[dict]:
     """Read the lines of `metrics.jsonl` without values that depend on time."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -40,7 +44,7 @@ def read_log(run_dir: Path) -> list[dict]:
 
 
 def find_differences(whole: Path, other: Path) -> list[str]:
-    """List the differences between two complete runs, bit for bit; empty without any."""
+    """List the bitwise differences between two complete runs."""
     logs = [read_log(run_dir) for run_dir in (whole, other)]
     found = [] if logs[0] == logs[1] else ["metrics.jsonl"]
     for name in ("samples.jsonl", "samples.txt"):
@@ -56,7 +60,10 @@ def find_differences(whole: Path, other: Path) -> list[str]:
 
 
 def _unequal(a: Any, b: Any, where: str = "") -> list[str]:
-    """Places where two nested states differ, except the sizes of logs, which depend on the digits of times."""
+    """Places where two nested states differ.
+
+    The sizes of logs do not count: they depend on the digits of times.
+    """
     if where.endswith(".log_bytes"):
         return []
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
@@ -69,100 +76,80 @@ def _unequal(a: Any, b: Any, where: str = "") -> list[str]:
     return [] if repr(a) == repr(b) else [where]
 
 
-class Soak:
-    """Runs of one trainer, killed until they complete, and compared with the uninterrupted run at `whole`."""
-
-    def __init__(self, folder: Path, trainer: str, overrides: list[str], draw: random.Random) -> None:
-        self.folder, self.draw = folder, draw
-        self.overrides = [*overrides, *GRIDS[trainer], f"exp_name=soak_{trainer}"]
-        self.whole = folder / f"{trainer}-whole"
-        self.tally: Counter[str] = Counter()
-        process = self._start(self.whole)
-        _, errors = process.communicate()
-        if process.returncode:
-            sys.exit(f"the uninterrupted run failed:\n{errors}")
-
-    def _start(self, run_dir: Path) -> subprocess.Popen:
-        command = [sys.executable, "train.py", *self.overrides, f"local_run_dir={run_dir}", "resume=auto"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-
-    def one_run(self, kills: int) -> None:
-        """Kill a run up to `kills` times, then let it complete and compare it."""
-        self.tally["runs"] += 1
-        run_dir = self.folder / f"{self.whole.name}-{self.tally['runs']}"
-        for _ in range(kills):
-            process = self._start(run_dir)
-            if not self._kill_at_random(process, run_dir):
-                break
-        else:
-            process = self._start(run_dir)
-        _, errors = process.communicate()
-        if process.returncode:
-            self.tally["lost"] += 1
-            print(f"LOST {run_dir}: {errors[:5000]}", flush=True)
-        elif found := find_differences(self.whole, run_dir):
-            self.tally["different"] += 1
-            print(f"DIFFERENT {run_dir}: {found[:10]}", flush=True)
-
-    def _kill_at_random(self, process: subprocess.Popen, run_dir: Path) -> bool:
-        """Kill a run at a random moment. Returns False if it ended before."""
-        before = _n_lines(run_dir)
-        way = self.draw.choice(("update", "save", "start"))
-        wait = self.draw.uniform(0, 2.0) if way == "update" else self.draw.uniform(0.0, 8.0)
-        n_files = self.draw.randrange(1, 7)
-
-        def due() -> bool:
-            if way == "start":
-                return True
-            if way == "update":
-                return _n_lines(run_dir) != before
-            return any(len(list(folder.iterdir())) >= n_files for folder in _saving(run_dir))
-
-        while process.poll() is None and not due():
-            time.sleep(0.002)
-        if way != "save":
-            time.sleep(wait)
-        victims = [process.pid, *find_workers(process.pid)] if process.poll() is None else []
-        if not victims:
-            return False
-        victim = self.draw.choice(victims)
-        try:
-            os.kill(victim, signal.SIGKILL)
-        except ProcessLookupError:
-            return False
-        process.communicate()
-        if process.returncode == 0:  # a worker was killed after it had finished
-            return False
-        self.tally[f"kills ({way}, {'a rank' if victim != process.pid else 'the run'})"] += 1
-        return True
-
-
-def _n_lines(run_dir: Path) -> int:
-    log = run_dir / "metrics.jsonl"
-    return log.read_bytes().count(b"\n") if log.exists() else 0
-
-
-def _saving(run_dir: Path) -> list[Path]:
-    try:
-        return [folder for folder in run_dir.glob(".step-*.tmp") if folder.is_dir()]
-    except FileNotFoundError:
-        return []
+# --- killing a run ---------------------------------------------------------------------------------------------------
 
 
 def find_workers(parent: int) -> list[int]:
     """Process ids of the ranks that a run has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             ancestor = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
             if ancestor == parent and b"spawn_main" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
     return found
+
+
+def start(overrides: list[str], run_dir: Path) -> subprocess.Popen:
+    command = [sys.executable, "train.py", *overrides, f"local_run_dir={run_dir}", "resume=auto"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+
+
+def kill_at_random(process: subprocess.Popen, run_dir: Path, draw: random.Random) -> str | None:
+    """Kill a run or one of its ranks at a random moment.
+
+    Returns how, or None if it ended before.
+    """
+
+    def count_lines() -> int:
+        log = run_dir / "metrics.jsonl"
+        return log.read_bytes().count(b"\n") if log.exists() else 0
+
+    def count_saved() -> int:
+        with contextlib.suppress(FileNotFoundError):  # the save has just been completed
+            return max((len([*folder.iterdir()]) for folder in run_dir.glob(".step-*.tmp")), default=0)
+        return 0
+
+    before, way, n_files = count_lines(), draw.choice(("update", "save", "start")), draw.randrange(1, 7)
+    wait = {"update": draw.uniform(0, 2), "save": 0, "start": draw.uniform(0, 8)}[way]
+    due = {"update": lambda: count_lines() != before, "save": lambda: count_saved() >= n_files, "start": lambda: True}
+    while process.poll() is None and not due[way]():
+        time.sleep(0.002)  # a save of a tiny model is short
+    time.sleep(wait)
+    if process.poll() is not None:
+        return None
+    victim = draw.choice([process.pid, *find_workers(process.pid)])
+    try:
+        os.kill(victim, signal.SIGKILL)
+    except ProcessLookupError:
+        return None
+    process.wait()
+    if process.returncode == 0:  # a worker was killed after it had finished
+        return None
+    process.stderr.close()
+    return f"kills ({way}, {'a rank' if victim != process.pid else 'the run'})"
+
+
+def soak(whole: Path, run_dir: Path, overrides: list[str], kills: int, draw: random.Random) -> Counter[str]:
+    """Kill a run up to `kills` times, let it complete, and compare."""
+    tally = Counter(runs=1)
+    process = start(overrides, run_dir)
+    while count_kills(tally) < kills and (how := kill_at_random(process, run_dir, draw)):
+        tally[how] += 1
+        process = start(overrides, run_dir)
+    _, errors = process.communicate()
+    if process.returncode:
+        tally["lost"] += 1
+        print(f"LOST {run_dir}: {errors[:5000]}", flush=True)
+    elif found := find_differences(whole, run_dir):
+        tally["different"] += 1
+        print(f"DIFFERENT {run_dir}: {found[:10]}", flush=True)
+    return tally
+
+
+def count_kills(tally: Counter[str]) -> int:
+    return sum(count for what, count in tally.items() if what.startswith("kills"))
 
 
 def main() -> None:
@@ -170,25 +157,22 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50, help="total number of kills")
     parser.add_argument("--seed", type=int, default=0)
     arguments, overrides = parser.parse_known_args()
-    draw = random.Random(arguments.seed)
-    total: Counter[str] = Counter()
+    draw, total = random.Random(arguments.seed), Counter()
     with tempfile.TemporaryDirectory() as name:
-        for number, trainer in enumerate(GRIDS):
-            soak = Soak(Path(name), trainer, overrides, draw)
-            goal = arguments.kills * (number + 1) // len(GRIDS)
-            while _kills(total + soak.tally) < goal:
-                soak.one_run(min(5, goal - _kills(total + soak.tally)))
-                print(f"{trainer}: {dict(soak.tally)}", flush=True)
-            total += soak.tally
+        for number, (trainer, grid) in enumerate(GRIDS.items(), start=1):
+            own, whole = [*overrides, *grid, f"exp_name=soak_{trainer}"], Path(name, trainer)
+            process = start(own, whole)
+            _, errors = process.communicate()
+            if process.returncode:
+                sys.exit(f"the uninterrupted run failed:\n{errors}")
+            while (left := arguments.kills * number // len(GRIDS) - count_kills(total)) > 0:
+                total += soak(whole, Path(name, f"{trainer}-{total['runs']}"), own, min(5, left), draw)
+                print(f"{trainer}: {dict(total)}", flush=True)
     print(
-        f"{_kills(total)} kills in {total['runs']} runs: {total['lost']} lost, {total['different']} different; "
+        f"{count_kills(total)} kills in {total['runs']} runs: {total['lost']} lost, {total['different']} different; "
         + ", ".join(f"{count} {what}" for what, count in sorted(total.items()) if what.startswith("kills"))
     )
     sys.exit(1 if total["lost"] or total["different"] else 0)
-
-
-def _kills(tally: Counter[str]) -> int:
-    return sum(count for what, count in tally.items() if what.startswith("kills"))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""How long the command line takes to answer, and a run to its first update; the memory that data takes.
+"""Time until answers and the first update; memory of data.
 
     python -m benchmarks.startup --answers [--checkout DIR ...] [--repeats 5]
     python -m benchmarks.startup model.name_or_path=DIR [--pairs 160800] [overrides of train.py ...]
+    python -m benchmarks.startup model.name_or_path=DIR --processes 2,4 [--pairs 160800] [overrides of train.py ...]
 
-`--answers` prints median times that a user waits: for a refused config, `--help`, `--cfg job`, completion, and the
-first update of the golden run `words-dpo`; with `--checkout`, also for other checkouts of this project, in turns.
+`--answers` prints median times that a user waits for a refused config, `--help`, `--cfg job` and completion; with
+`--checkout`, also for other checkouts of this project, in turns.
 
-Without `--answers` it writes synthetic pairs in HH's format and lengths (dialogues of one to four turns, log-normal
-numbers of words), then runs the command line on all of them and on a thousandth of them, in fresh processes, twice, for
-a few updates: the second run finds the table that the first one has built. The difference in resident memory is the
-data's, the pages of its files included.
+Otherwise it writes synthetic pairs in HH's format and lengths (dialogues of one to four turns, log-normal numbers of
+words), and runs the command line on all of them and on a thousandth of them, in fresh processes, twice, for a few
+updates: the second run finds the table that the first one has built. The difference in resident memory is the data's,
+the pages of its files included. With `--processes` it only loads all of them in that many processes, also twice, and
+prints by how much each process's memory grows: its own (anonymous), its share of shared memory, and its peak.
 """
 
 from __future__ import annotations
@@ -25,14 +27,23 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from benchmarks.harness import ROOT, add_range, measure_in_turns, print_row, run_python
+import torch
+
+import preference_datasets
+from benchmarks.harness import ROOT, add_range, measure_afresh, measure_in_turns, print_row, run_python
+from dpo.settings.plan import resolve
+from dpo.system.host import release_freed_memory
 
 LETTERS = "etaoinshrdlucmfwypvbgk"
 FIXED = (
     "exp_name=startup", "loss=dpo", "loss.beta=0.1", "wandb.enabled=false", "debug=true", "do_first_eval=false",
     "n_eval_examples=16", "n_examples=16", "datasets=[hh]", "sample_during_eval=false",
 )  # fmt: skip
+
+
+# --- synthetic data --------------------------------------------------------------------------------------------------
 
 
 def make_text(draw: random.Random) -> list[str]:
@@ -42,7 +53,7 @@ def make_text(draw: random.Random) -> list[str]:
 
 
 def write_pairs(path: Path, n: int, seed: int) -> None:
-    """Write `n` records of `chosen` and `rejected`, about 1,100 characters each, as compressed JSON lines."""
+    """Write records in HH's format, of about 1,100 characters each."""
     draw = random.Random(seed)
     text = make_text(draw)
 
@@ -50,12 +61,15 @@ def write_pairs(path: Path, n: int, seed: int) -> None:
         start, n_words = draw.randrange(990_000), int(draw.lognormvariate(0, 0.8) * mean_words) + 1
         return " ".join(text[start : start + min(n_words, 600)]).capitalize() + "."
 
+    path.parent.mkdir(exist_ok=True)
     with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
         for _ in range(n):
             turns = [f"\n\nHuman: {say(20)}\n\nAssistant: {say(30)}" for _ in range(draw.randint(0, 3))]
             prompt = "".join(turns) + f"\n\nHuman: {say(20)}\n\nAssistant:"
             file.write(json.dumps({"chosen": f"{prompt} {say(40)}", "rejected": f"{prompt} {say(40)}"}) + "\n")
 
+
+# --- until an answer -------------------------------------------------------------------------------------------------
 
 COMPLETED = "python train.py loss="
 ANSWERS = {
@@ -64,62 +78,33 @@ ANSWERS = {
     "--cfg job": ("--cfg", "job"),
     "completion": ("-sc", "query=bash"),
 }
-TO_FIRST_UPDATE = "golden run to first update"
 
 
-def seconds_to_answer(checkout: Path, arguments: tuple[str, ...]) -> float:
-    """Seconds from the start of a command to its end."""
+def seconds_to_answer(checkout: Path, name: str) -> float:
+    completing = {"COMP_LINE": COMPLETED, "COMP_POINT": str(len(COMPLETED))}
+    command = [sys.executable, str(checkout / "train.py"), *ANSWERS[name]]
     start = time.perf_counter()
-    subprocess.run(
-        [sys.executable, str(checkout / "train.py"), *arguments],
-        env={**os.environ, "COMP_LINE": COMPLETED, "COMP_POINT": str(len(COMPLETED))},
-        capture_output=True,
-        check=False,
-    )
+    subprocess.run(command, env={**os.environ, **completing}, capture_output=True, check=False)
     return time.perf_counter() - start
 
 
-def seconds_to_first_update(checkout: Path) -> float:
-    """Seconds from the start of the golden run `words-dpo` to the logged line of its first update."""
-    golden = checkout / "tests" / "golden"
-    settings = json.loads((golden / "words-dpo.json").read_text())["config"]
-    loss = settings.pop("loss")
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    overrides += [f"loss={loss.pop('name')}", *(f"loss.{key}={value}" for key, value in loss.items())]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "run" / "metrics.jsonl"
-        own = ("exp_name=startup", "datasets=[hh]", f"dataset_sources.hh={golden / 'words'}", "wandb.enabled=false",
-               f"model.name_or_path={golden / 'tiny-llama'}", "model.reference_dtype=float32",
-               "sample_during_eval=false", f"local_run_dir={log.parent}", f"local_dirs=[{folder}]")  # fmt: skip
-        start = time.perf_counter()
-        end = start
-
-        def has_begun(pid: int) -> bool:
-            nonlocal end
-            end = time.perf_counter()
-            return log.exists() and '"train"' in log.read_text()
-
-        run_python(str(checkout / "train.py"), *overrides, *own, watch=has_begun, every=0.01)
-    return end - start
-
-
 def measure_answers(checkouts: list[Path], repeats: int) -> None:
-    """Print medians, a line per answer and a column per checkout; the first round warms the page cache."""
+    """Print medians, a line per answer and a column per checkout."""
     measures = {
-        (name, checkout): lambda _, checkout=checkout, arguments=arguments: seconds_to_answer(checkout, arguments)
-        for name, arguments in ANSWERS.items()
+        (name, checkout): lambda _, name=name, checkout=checkout: seconds_to_answer(checkout, name)
+        for name in ANSWERS
         for checkout in checkouts
     }
-    measures |= {
-        (TO_FIRST_UPDATE, checkout): lambda _, at=checkout: seconds_to_first_update(at) for checkout in checkouts
-    }
-    taken = measure_in_turns(measures, repeats, warm_up=True)
-    for name in (*ANSWERS, TO_FIRST_UPDATE):
+    taken = measure_in_turns(measures, repeats, warm_up=True)  # of the page cache
+    for name in ANSWERS:
         print_row(name, [f"{add_range(taken[name, checkout])} s" for checkout in checkouts], first=28, width=24)
 
 
-def measure(data: Path, overrides: list[str], folder: Path, run: str) -> tuple[float, float]:
-    """Measure the seconds to the first line of `metrics.jsonl`, and the peak of resident memory in GB."""
+# --- with much data --------------------------------------------------------------------------------------------------
+
+
+def measure_run(data: Path, overrides: list[str], folder: Path, run: str) -> tuple[float, float]:
+    """Seconds to the first line of `metrics.jsonl`, and peak memory in GB."""
     log, first, peak = folder / f"{run}_{data.name}" / "metrics.jsonl", None, 0
     start = time.perf_counter()
 
@@ -128,20 +113,41 @@ def measure(data: Path, overrides: list[str], folder: Path, run: str) -> tuple[f
         if first is None and log.exists():
             first = time.perf_counter() - start
         with contextlib.suppress(OSError):  # it has just ended
-            status = Path(f"/proc/{pid}/status").read_text()
-            peak = max(peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0)
+            peak = max(peak, read_memory(f"/proc/{pid}/status", "VmHWM")["VmHWM"])
 
     own = (*FIXED, f"dataset_sources.hh={data}", f"local_run_dir={log.parent}", f"local_dirs=[{folder}]")
-    # a separate cache: datasets would reuse an earlier run's parsed data
-    cache = str(folder / f"cache_{data.name}")
-    run_python(str(ROOT / "train.py"), *own, *overrides, watch=watch, HF_DATASETS_CACHE=cache)
-    return first or time.perf_counter() - start, peak * 1024 / 1e9
+    run_python(str(ROOT / "train.py"), *own, *overrides, watch=watch)
+    return first or time.perf_counter() - start, peak / 1e9
+
+
+def read_memory(file: str, *names: str) -> dict[str, int]:
+    """Read sizes in bytes from a file of /proc; 0 if missing."""
+    lines = [line.split() for line in Path(file).read_text().splitlines()]
+    found = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
+    return {name: found.get(name, 0) for name in names}
+
+
+def measure_loading(rank: int, world_size: int, config: Any) -> dict[str, float]:
+    """Measure by how many bytes loading the data makes this process grow."""
+
+    def memory() -> dict[str, int]:  # PSS: shared pages are divided by the number of processes that map them
+        return read_memory("/proc/self/smaps_rollup", "Pss_Anon", "Pss_Shmem", "Pss_File")
+
+    before, start = memory(), time.perf_counter()
+    preference_datasets.load_data(resolve(config, world_size=world_size), silent=True)
+    seconds = time.perf_counter() - start
+    peak = read_memory("/proc/self/status", "VmHWM")["VmHWM"] - sum(before.values())
+    torch.distributed.barrier()  # all have mapped the table
+    release_freed_memory()
+    grown = {name: n_bytes - before[name] for name, n_bytes in memory().items()}
+    return {"seconds": seconds, "own": grown.pop("Pss_Anon"), "shared": sum(grown.values()), "peak": peak}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--pairs", type=int, default=160_800)
-    parser.add_argument("--answers", action="store_true", help="of the command line, and the golden run's first update")
+    parser.add_argument("--processes", type=lambda text: [*map(int, text.split(","))], help="only load the data")
+    parser.add_argument("--answers", action="store_true", help="times of the command line")
     parser.add_argument("--checkout", type=Path, action="append", default=[], help="of this project, to compare with")
     parser.add_argument("--repeats", type=int, default=5)
     arguments, overrides = parser.parse_known_args()
@@ -150,14 +156,21 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for n in (max(64, arguments.pairs // 1000), arguments.pairs):
+        sizes = (arguments.pairs,) if arguments.processes else (max(64, arguments.pairs // 1000), arguments.pairs)
+        for n in sizes:
             data = folder / str(n)
-            data.mkdir()
             write_pairs(data / "train.jsonl.gz", n, seed=0)
             write_pairs(data / "test.jsonl.gz", 64, seed=1)
             for run in ("first", "second"):
-                seconds, peak = measure(data, overrides, folder, run)
-                print(f"{n:8,} pairs, {run} run: first update after {seconds:.1f} s, peak memory {peak:.2f} GB")
+                for processes in arguments.processes or ():
+                    places = (f"dataset_sources.hh={data}", f"local_dirs=[{folder / str(processes)}]")
+                    own = (*FIXED[1:3], "datasets=[hh]", *places, "trainer=FSDPTrainer", f"world_size={processes}")
+                    for rank, found in enumerate(measure_afresh("startup:measure_loading", [*own, *overrides])):
+                        sizes = ", ".join(f"{name} {found[name] / 1e9:.2f} GB" for name in ("own", "shared", "peak"))
+                        print(f"{processes} processes, {run} run, rank {rank}: {sizes}, after {found['seconds']:.1f} s")
+                if not arguments.processes:
+                    seconds, peak = measure_run(data, overrides, folder, run)
+                    print(f"{n:8,} pairs, {run} run: first update after {seconds:.1f} s, peak memory {peak:.2f} GB")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time of an update outside forward, backward and optimizer: data, metrics, logging, the loop itself.
+"""Time of an update outside forward, backward and optimizer.
 
     python -m benchmarks.step_overhead model.name_or_path=DIR dataset_sources.hh=DIR batch_size=16 n_examples=64 ...
 
@@ -22,7 +22,8 @@ import train
 from benchmarks.harness import compose
 from dpo.reporting.events import Callback, Update
 from dpo.reporting.table import CALLBACKS
-from trainers import TRAINERS, BasicTrainer
+from dpo.training.objective import Objective
+from trainers import BasicTrainer
 
 PARTS: dict[str, float] = defaultdict(float)
 
@@ -52,30 +53,22 @@ class Stopwatch(Callback):
         PARTS.clear()
         self.began = now
 
-
-class TimedTrainer(BasicTrainer):
-    """The trainer with a stopwatch around the model's work; the rest of an update is overhead."""
-
-    def train(self) -> None:
-        self.objective.losses = timed("forward", self.objective.losses)
-        self.clip_gradient = timed("optimizer", self.clip_gradient)
-        self.optimizer.step = timed("optimizer", self.optimizer.step)
-        self.optimizer.zero_grad = timed("optimizer", self.optimizer.zero_grad)
-        torch.Tensor.backward = timed("backward", torch.Tensor.backward)
-        super().train()
-        report(self.callbacks.callbacks["stopwatch"].rows[1:])  # the first includes the self-test
-
-
-def report(rows: list[dict[str, float]]) -> None:
-    parts = {name: median(row[name] for row in rows) for name in rows[0]}
-    overheads = [1 - sum(v for k, v in row.items() if k != "update") / row["update"] for row in rows]
-    print(f"\n{len(rows)} updates, medians: " + ", ".join(f"{k} {v:.4f} s" for k, v in parts.items()))
-    print(f"outside forward, backward and optimizer: {median(overheads):.3%} (worst {max(overheads):.3%})")
+    def on_end(self) -> None:
+        rows = self.rows[1:]  # the first includes the self-test
+        parts = {name: median(row[name] for row in rows) for name in rows[0]}
+        overheads = [1 - sum(v for k, v in row.items() if k != "update") / row["update"] for row in rows]
+        print(f"\n{len(rows)} updates, medians: " + ", ".join(f"{k} {v:.4f} s" for k, v in parts.items()))
+        print(f"outside forward, backward and optimizer: {median(overheads):.3%} (worst {max(overheads):.3%})")
 
 
 if __name__ == "__main__":
     CALLBACKS["stopwatch"] = Stopwatch
+    Objective.losses = timed("forward", Objective.losses)
+    torch.Tensor.backward = timed("backward", torch.Tensor.backward)
+    BasicTrainer.clip_gradient = timed("optimizer", BasicTrainer.clip_gradient)
     with tempfile.TemporaryDirectory() as folder:
         config = compose([f"local_run_dir={folder}", *sys.argv[1:]])
-        TRAINERS["BasicTrainer"] = TimedTrainer
+        optimizer = getattr(torch.optim, config.optimizer)
+        for name in ("step", "zero_grad"):
+            setattr(optimizer, name, timed("optimizer", getattr(optimizer, name)))
         train.work(0, 1, config)

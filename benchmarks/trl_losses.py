@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +24,11 @@ from trl.experimental.orpo import ORPOTrainer
 
 LENGTHS = ((3, 5), (4, 1), (2, 2), (6, 3), (1, 7))  # tokens of chosen and rejected
 T = max(map(max, LENGTHS))
+SIDES = ("chosen", "rejected")
 
 
 def draw() -> dict[str, Any]:
-    """Draw log-probabilities of each token by policy and reference, and log sum_v pi(v)^2 of the policy."""
+    """Draw log-probabilities of tokens, and log sum_v pi(v)^2 of the policy."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(n: int, low: float, high: float) -> list[float]:
@@ -36,7 +37,7 @@ def draw() -> dict[str, Any]:
     pairs = []
     for lengths in LENGTHS:
         pair = {}
-        for side, n in zip(("chosen", "rejected"), lengths, strict=True):
+        for side, n in zip(SIDES, lengths, strict=True):
             policy = tokens(n, -4, -0.1)
             pair[side] = {
                 "policy": policy,
@@ -47,46 +48,43 @@ def draw() -> dict[str, Any]:
     return {"pairs": pairs}
 
 
+def table(pairs: list[dict], kind: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Values of each token, (2 * pairs, T): chosen, then rejected."""
+    rows = [pair[side][kind] for side in SIDES for pair in pairs]
+    return torch.tensor([row + [0.0] * (T - len(row)) for row in rows], dtype=dtype)
+
+
+def count_tokens(pairs: list[dict]) -> list[int]:
+    return [len(pair[side]["policy"]) for side in SIDES for pair in pairs]
+
+
+# --- TRL's losses of the policy's log-probabilities (2 * pairs, T) ---------------------------------------------------
+
+
 class Model:
-    """A stand-in that returns log-probabilities as a model with TRL's fused head does."""
+    """A stand-in that returns what a model with TRL's head returns."""
 
     training, is_gradient_checkpointing = True, False
 
     def __init__(self, log_probs: torch.Tensor, squares: torch.Tensor) -> None:
         none = torch.zeros_like(log_probs)
-        self.outputs = SimpleNamespace(
-            log_probs=log_probs,
-            log_sum_sq_probs=squares,
-            entropy=none,
-            mean_logits=none,
-            is_top1=none.bool(),
-        )
+        others = {"entropy": none, "mean_logits": none, "is_top1": none.bool()}
+        self.outputs = SimpleNamespace(log_probs=log_probs, log_sum_sq_probs=squares, **others)
 
     def __call__(self, **_: Any) -> SimpleNamespace:
         return self.outputs
 
 
-def table(pairs: list[dict], kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """Values of each token, (2 * pairs, T): all chosen, then all rejected."""
-    rows = [pair[side][kind] for side in ("chosen", "rejected") for pair in pairs]
-    return torch.tensor([row + [0.0] * (T - len(row)) for row in rows], dtype=dtype)
-
-
-def dpo_trainer(pairs: list[dict], dtype: torch.dtype = torch.float64, **options: Any) -> tuple[float, torch.Tensor]:
-    """Mean loss of these pairs, and its gradient with respect to each token, (2 * pairs, T)."""
-    log_probs = table(pairs, "policy", dtype).requires_grad_()
-    squares = table(pairs, "squares", dtype)
-    lengths = [len(pair[side]["policy"]) for side in ("chosen", "rejected") for pair in pairs]
-    mask = torch.tensor([[0] + [1] * n + [0] * (T - n) for n in lengths])  # one token of prompt
-    types = options.pop("loss_type")
-    same = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+def dpo(pairs: list[dict], log_probs: torch.Tensor, **options: Any) -> torch.Tensor:
+    reference, squares = (table(pairs, kind, log_probs.dtype) for kind in ("reference", "squares"))
+    mask = torch.tensor([[0] + [1] * n + [0] * (T - n) for n in count_tokens(pairs)])  # one token of prompt
+    tau = options.pop("discopop_tau", 0.05)
     trainer = SimpleNamespace(
         model=Model(log_probs, squares),
-        ref_model=Model(table(pairs, "reference", dtype), squares),
-        accelerator=same,
-        args=SimpleNamespace(discopop_tau=options.pop("discopop_tau", 0.05), gradient_checkpointing_kwargs=None),
-        loss_types=types,
-        loss_weights=options.pop("loss_weights", [1.0] * len(types)),
+        ref_model=Model(reference, squares),
+        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+        args=SimpleNamespace(discopop_tau=tau, gradient_checkpointing_kwargs=None),
+        loss_weights=options.pop("loss_weights", [1.0]),
         aux_loss_enabled=False,
         precompute_ref_logps=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
@@ -102,109 +100,92 @@ def dpo_trainer(pairs: list[dict], dtype: torch.dtype = torch.float64, **options
         },
     )
     inputs = {"input_ids": mask * 0, "attention_mask": mask * 0 + 1, "completion_mask": mask}
-    loss = DPOTrainer._compute_loss(trainer, trainer.model, inputs, return_outputs=False)
-    loss.backward()
-    return loss.item(), log_probs.grad
+    return DPOTrainer._compute_loss(trainer, trainer.model, inputs, return_outputs=False)
 
 
-def reference_free(pairs: list[dict], loss_of: Callable[..., torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """The same for a loss of the mean log-probabilities."""
-    log_probs = table(pairs, "policy", torch.float64).requires_grad_()
-    lengths = torch.tensor([len(pair[side]["policy"]) for side in ("chosen", "rejected") for pair in pairs])
-    loss = loss_of(*(log_probs.sum(1) / lengths).chunk(2)).mean()
-    loss.backward()
-    return loss.item(), log_probs.grad
-
-
-def simpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    options = {"alpha": 0.0, "loss_type": "simpo", "simpo_gamma": 0.8, "beta": 2.5, "label_smoothing": 0.0}
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), **options)
-    return CPOTrainer.cpo_loss(trainer, chosen, rejected)[0]
-
-
-def orpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """ORPO with our SFT term, on the response alone; TRL's includes the prompt, and is a mean over the batch."""
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), beta=0.2)
-    return -chosen - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]
-
-
-def conservative(pairs: list[dict], options: dict[str, Any]) -> tuple[float, torch.Tensor]:
-    """CPO's sigmoid loss, with DPO's log-ratios in place of log-probabilities if there is a reference.
+def cpo(pairs: list[dict], log_probs: torch.Tensor, *, of: str, **options: Any) -> torch.Tensor:
+    """CPO's losses of sums or means of log-probabilities, or of log-ratios.
 
     TRL's DPO trainer ignores `label_smoothing` under `sigmoid`; CPO's, which has the same formula, uses it.
     """
-    log_probs = table(pairs, "policy", torch.float64).requires_grad_()
-    sums = log_probs.sum(1)
-    if not options["reference_free"]:
-        sums = sums - table(pairs, "reference", torch.float64).sum(1)
-    given = {
-        "alpha": 0.0,
-        "loss_type": "sigmoid",
-        "beta": options["beta"],
-        "label_smoothing": options["label_smoothing"],
-    }
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), **given)
-    loss = CPOTrainer.cpo_loss(trainer, *sums.chunk(2))[0].mean()
-    loss.backward()
-    return loss.item(), log_probs.grad
+    scores = log_probs.sum(1)
+    if of == "means":
+        scores = scores / torch.tensor(count_tokens(pairs))
+    elif of == "log-ratios":
+        scores = scores - table(pairs, "reference").sum(1)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), alpha=0.0, **options)
+    return CPOTrainer.cpo_loss(trainer, *scores.chunk(2))[0].mean()
 
 
+def orpo(pairs: list[dict], log_probs: torch.Tensor, *, beta: float) -> torch.Tensor:
+    """ORPO with our SFT term, on the response alone.
+
+    TRL's term includes the prompt, and is a mean over the batch.
+    """
+    chosen, rejected = (log_probs.sum(1) / torch.tensor(count_tokens(pairs))).chunk(2)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), beta=beta)
+    return (-chosen - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]).mean()
+
+
+# --- cases: our config, TRL's loss -----------------------------------------------------------------------------------
+
+CASES: list[tuple[dict, partial]] = []
 F_ALPHA = 0.3
-CASES: list[tuple[dict, Callable[[list[dict]], tuple[float, torch.Tensor]]]] = []
 
 
-def case(ours: dict[str, Any], **options: Any) -> None:
-    CASES.append((ours, lambda pairs: dpo_trainer(pairs, beta=ours["beta"], **options)))
+def case(ours: dict[str, Any], *loss_types: str, **options: Any) -> None:
+    CASES.append((ours, partial(dpo, beta=ours["beta"], loss_types=loss_types, **options)))
 
 
-case({"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}, loss_type=["sigmoid"])
-case({"name": "dpo_norm", "beta": 2.0}, loss_type=["sigmoid_norm"])
-case({"name": "hinge", "beta": 0.3}, loss_type=["hinge"])
-case({"name": "ipo", "beta": 0.2, "average": True}, loss_type=["ipo"])
-case({"name": "robust", "beta": 0.3, "label_smoothing": 0.1}, loss_type=["robust"], label_smoothing=0.1)
-case({"name": "exo", "beta": 0.3, "label_smoothing": 0.01}, loss_type=["exo_pair"], label_smoothing=0.01)
-case({"name": "nca", "beta": 0.3}, loss_type=["nca_pair"])
-case({"name": "bco", "beta": 0.3, "momentum": 1.0}, loss_type=["bco_pair"])
-case({"name": "sppo", "beta": 0.3}, loss_type=["sppo_hard"])
-case({"name": "apo_zero", "beta": 0.3}, loss_type=["apo_zero"])
-case({"name": "apo_down", "beta": 0.3}, loss_type=["apo_down"])
-case({"name": "discopop", "beta": 0.3, "tau": 0.5}, loss_type=["discopop"], discopop_tau=0.5)
+case({"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}, "sigmoid")
+case({"name": "dpo_norm", "beta": 2.0}, "sigmoid_norm")
+case({"name": "hinge", "beta": 0.3}, "hinge")
+case({"name": "ipo", "beta": 0.2, "average": True}, "ipo")
+case({"name": "robust", "beta": 0.3, "label_smoothing": 0.1}, "robust", label_smoothing=0.1)
+case({"name": "exo", "beta": 0.3, "label_smoothing": 0.01}, "exo_pair", label_smoothing=0.01)
+case({"name": "nca", "beta": 0.3}, "nca_pair")
+case({"name": "bco", "beta": 0.3, "momentum": 1.0}, "bco_pair")
+case({"name": "sppo", "beta": 0.3}, "sppo_hard")
+case({"name": "apo_zero", "beta": 0.3}, "apo_zero")
+case({"name": "apo_down", "beta": 0.3}, "apo_down")
+case({"name": "discopop", "beta": 0.3, "tau": 0.5}, "discopop", discopop_tau=0.5)
 for name in ("aot", "aot_unpaired"):
     for smoothing in (0, 0.1):
-        ours = {"name": name, "beta": 0.3, "label_smoothing": smoothing}
-        case(ours, loss_type=[name], label_smoothing=smoothing)
+        case({"name": name, "beta": 0.3, "label_smoothing": smoothing}, name, label_smoothing=smoothing)
 for smoothing, free in ((0.1, False), (0.3, True)):
     ours = {"name": "dpo", "beta": 0.3, "label_smoothing": smoothing, "reference_free": free}
-    CASES.append((ours, lambda pairs, ours=ours: conservative(pairs, ours)))
+    options = {"loss_type": "sigmoid", "beta": 0.3, "label_smoothing": smoothing}
+    CASES.append((ours, partial(cpo, of="sums" if free else "log-ratios", **options)))
 for name, loss_type in (("dpo_norm", "sigmoid_norm"), ("hinge", "hinge"), ("discopop", "discopop")):
     own = {"tau": 0.05} if name == "discopop" else {}
     for divergence, theirs in (("forward_kl", "forward_kl"), ("js", "js_divergence"), ("alpha", "alpha_divergence")):
-        case(
-            {"name": name, "beta": 0.3, **own, "f_divergence": divergence, "f_alpha": F_ALPHA},
-            loss_type=[loss_type],
-            f_divergence_type=theirs,
-            f_alpha_divergence_coef=1 - F_ALPHA,
-            dtype=torch.float32,  # the only one that TRL clamps
-        )
-for ours, theirs in (
-    ({"sft_weight": 0.2}, {"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0, 0.2]}),
-    ({"wpo": True}, {"loss_type": ["sigmoid_norm"], "use_weighting": True}),  # with hinge TRL 1.16's backward fails
-    ({"ld_alpha": 0.4}, {"loss_type": ["sigmoid_norm"], "ld_alpha": 0.4}),
-):
-    case({"name": "dpo_norm", "beta": 0.3, **ours}, **theirs)
-CASES.append(({"name": "simpo", "beta": 2.5, "gamma": 0.8}, lambda pairs: reference_free(pairs, simpo)))
-CASES.append(({"name": "orpo", "beta": 0.2}, lambda pairs: reference_free(pairs, orpo)))
+        ours = {"name": name, "beta": 0.3, **own, "f_divergence": divergence, "f_alpha": F_ALPHA}
+        case(ours, loss_type, f_divergence_type=theirs, f_alpha_divergence_coef=1 - F_ALPHA)
+NORM = {"name": "dpo_norm", "beta": 0.3}
+case({**NORM, "sft_weight": 0.2}, "sigmoid_norm", "sft", loss_weights=[1.0, 0.2])
+case({**NORM, "wpo": True}, "sigmoid_norm", use_weighting=True)  # with hinge TRL 1.16's backward fails
+case({**NORM, "ld_alpha": 0.4}, "sigmoid_norm", ld_alpha=0.4)
+SIMPO = {"loss_type": "simpo", "simpo_gamma": 0.8, "beta": 2.5, "label_smoothing": 0.0}
+CASES.append(({"name": "simpo", "beta": 2.5, "gamma": 0.8}, partial(cpo, of="means", **SIMPO)))
+CASES.append(({"name": "orpo", "beta": 0.2}, partial(orpo, beta=0.2)))
+
+
+def measure(ours: dict[str, Any], loss: partial, pairs: list[dict]) -> dict[str, Any]:
+    """Mean loss of a batch, and its gradient at first tokens."""
+    # float32 is the only dtype that TRL clamps
+    dtype = torch.float32 if "f_divergence" in ours else torch.float64
+    log_probs = table(pairs, "policy", dtype).requires_grad_()
+    value = loss(pairs, log_probs)
+    value.backward()
+    return {"loss": value.item(), "gradient": log_probs.grad[:, 0].tolist()}
 
 
 def main() -> None:
     inputs = draw()
     results = []
-    for ours, run in CASES:
-        # each pair as a batch of its own, then all as one: the loss, its gradient to first tokens, chosen first
-        batches = [*([pair] for pair in inputs["pairs"]), inputs["pairs"]]
-        found = [(loss, gradient[:, 0].tolist()) for loss, gradient in map(run, batches)]
-        *each, together = [{"loss": loss, "gradient": gradient} for loss, gradient in found]
-        results.append({"config": ours, "each": each, "together": together})
+    for ours, loss in CASES:
+        each = [measure(ours, loss, [pair]) for pair in inputs["pairs"]]
+        results.append({"config": ours, "each": each, "together": measure(ours, loss, inputs["pairs"])})
     made_by = {"trl": trl.__version__, "torch": torch.__version__}
     json.dump({"made_by": made_by, **inputs, "results": results}, sys.stdout)
     print()

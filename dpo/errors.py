@@ -10,24 +10,30 @@ LONGEST = 300  # characters of a library's message
 
 
 class InputError(ValueError):
-    """Bad input from a user: one sentence with the value and the fix.
+    """Bad input from a user, in a sentence with value and fix.
 
     `train.py` prints it without a traceback and exits with status 2; every other exception is a bug of ours.
     """
 
 
 class RunError(RuntimeError):
-    """A failure of a run that is not a bug of ours: one sentence with the cause and the fix. Exit status 1."""
+    """A failure that is not a bug, with its cause and fix.
+
+    Its exit status is 1.
+    """
 
 
 def one_sentence(error: BaseException) -> str:
-    """An error's message on one line, cut to a length that can be read and free of lone surrogates."""
+    """An error's message on one line.
+
+    It is cut to a length that can be read, and free of lone surrogates.
+    """
     return " ".join(str(error).split())[:LONGEST].encode(errors="backslashreplace").decode()
 
 
 @contextmanager
 def explaining(errors: Errors, make: Callable[[str], Exception]) -> Iterator[None]:
-    """Inside, raise such errors as the one that `make` makes of their message."""
+    """Context in which such errors are raised as what `make` returns."""
     try:
         yield
     except errors as error:

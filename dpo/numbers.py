@@ -1,4 +1,4 @@
-"""Numbers and durations as text: in short for the terminal, in words for pages and sentences."""
+"""Numbers and durations as text, for the terminal, pages and sentences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LONGEST_TEXT = 4000
 
 
 def compact(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits, without an exponent if it is large."""
+    """A number with few digits, without an exponent if large."""
     return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
 
@@ -26,7 +26,7 @@ def signed(value: float, digits: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of 1 in percent; 100 % and 0 % only if they are exact."""
+    """A share in percent; 100 % and 0 % only if exact."""
     if not math.isfinite(share):
         return "unknown"
     digits = int(0.99 < share < 1 or 0 < share < 0.01)
@@ -48,7 +48,7 @@ def large(n: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`8.4 s`, `1 min 33 s`, `25 min 10 s`, `2 h 5 min`, `3 d 4 h`."""
+    """Seconds as text, such as `8.4 s` or `2 h 5 min`."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 59.95:
@@ -73,7 +73,7 @@ def hours(value: float) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text without white space around it, cut to a length that a page can show."""
+    """A text stripped and cut to a length for a page."""
     text = text.strip()
     if len(text) <= LONGEST_TEXT:
         return text

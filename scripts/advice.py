@@ -1,29 +1,38 @@
-"""Recommendation for training on given GPUs or the CPU: trainer, dtype, batch size, and a command line."""
+"""Recommendation for training on given GPUs or the CPU."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-GPT2, NEOX = {"model_type": "gpt2"}, {"model_type": "gpt_neox", "num_attention_heads": 32, "num_hidden_layers": 32}
-QWEN3 = {"model_type": "qwen3", "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 36}
-MODELS: dict[str, dict[str, Any]] = {  # the smallest first: what transformers' default config of the type lacks
-    "gpt2-large": {**GPT2, "n_embd": 1280, "n_layer": 36, "n_head": 20},
-    "gpt2-xl": {**GPT2, "n_embd": 1600, "n_layer": 48, "n_head": 25},
-    "pythia28": {**NEOX, "hidden_size": 2560, "intermediate_size": 10240},
-    "qwen3-4b-base": {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
-    "gptj": {"model_type": "gptj"},
-    "llama7b": {"model_type": "llama"},
-    "pythia69": {**NEOX, "hidden_size": 4096, "intermediate_size": 16384},
-    "llama3.1-8b": {"model_type": "llama", "vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8},
-    "qwen3-8b-base": {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288},
+
+class Model(NamedTuple):
+    """Parameters, and bytes that a pair's forward keeps for its backward.
+
+    A pair is 2 rows of 512 tokens. `kept` and `checkpointed` are in bfloat16 and in float32, counted with fake tensors
+    as `dry_run=true` does.
+    """
+
+    parameters: float
+    kept: tuple[float, float]
+    checkpointed: tuple[float, float]
+
+
+MODELS = {  # the smallest first
+    "gpt2-large": Model(0.774e9, (3.17e9, 5.71e9), (0.70e9, 0.77e9)),
+    "gpt2-xl": Model(1.558e9, (4.93e9, 9.24e9), (0.78e9, 0.93e9)),
+    "pythia28": Model(2.776e9, (3.55e9, 6.48e9), (0.81e9, 0.97e9)),
+    "qwen3-4b-base": Model(4.022e9, (8.31e9, 13.22e9), (2.00e9, 2.02e9)),
+    "gptj": Model(6.051e9, (8.53e9, 13.61e9), (1.07e9, 1.40e9)),
+    "llama7b": Model(6.738e9, (6.47e9, 11.46e9), (0.83e9, 1.21e9)),
+    "pythia69": Model(6.857e9, (5.37e9, 10.12e9), (0.97e9, 1.30e9)),
+    "llama3.1-8b": Model(8.030e9, (8.33e9, 13.99e9), (1.88e9, 2.08e9)),
+    "qwen3-8b-base": Model(8.191e9, (9.98e9, 16.10e9), (2.17e9, 2.35e9)),
 }
-PAIR = (2, 512)  # rows and tokens
 STATE = 4 + 4 + 4 + 2  # bytes per parameter: float32 weights, gradients and RMSprop state, 16-bit reference
 ADAPTER = 0.2  # bytes per parameter of its base: of rank 16, in float32, with gradients and RMSprop state
 NOT_QUANTIZED = 0.13  # share of parameters that lora=qlora does not quantize: embeddings and head of an 8B model
@@ -41,12 +50,12 @@ class Gpu(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """Recommended settings. `examples_per_gpu` go through one backward pass; None if no model in the table fits."""
+    """Recommended settings."""
 
     trainer: str
     model: str
     dtype: str
-    examples_per_gpu: int | None
+    examples_per_gpu: int | None  # through one backward pass; None if no model in the table fits
     command: str
     reasons: list[str]
 
@@ -55,58 +64,15 @@ def gb(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:.1f} GB"
 
 
-@functools.cache
-def count_parameters(name: str) -> int:
-    import torch
-
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in _build(name, torch.float32).parameters())
-
-
-@functools.cache
-def measure_pair(name: str, dtype_name: str, *, checkpointing: bool) -> int:
-    """Bytes that the forward of a pair keeps for its backward, counted with fake tensors as `dry_run=true` does."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from dpo.models.pretrained import checkpoint_activations, disable_dropout
-    from dpo.training.memory_tracker import MemoryTracker
-
-    dtype = getattr(torch, dtype_name)
-    with FakeTensorMode():
-        model = _build(name, dtype).train()
-        disable_dropout(model)
-        if checkpointing:
-            checkpoint_activations(model)
-        ids, mask = torch.zeros(PAIR, dtype=torch.long), torch.zeros(PAIR[0], 1, PAIR[1], PAIR[1], dtype=dtype)
-        with MemoryTracker.of(model) as tracker:
-            loss = model(ids, attention_mask=mask, labels=ids, use_cache=False).loss  # while it lives, so does the rest
-        del loss
-    again = (
-        measure_pair(name, dtype_name, checkpointing=False) // model.config.num_hidden_layers if checkpointing else 0
-    )
-    return tracker.peak.total() + again  # of one layer, computed again in the backward
-
-
-def _build(name: str, dtype: Any) -> Any:
-    import transformers
-
-    from dpo.models.pretrained import choose_attention
-
-    config = transformers.AutoConfig.for_model(**MODELS[name])
-    attention = choose_attention(config, "sdpa")
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-
-
 def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") -> Advice:
-    """Recommend how to train `model`, or the largest smaller one that fits. `memory` is the host's, in bytes."""
-    usable = 0.9 * min((g.total for g in gpus), default=memory)
+    """Recommend how to train `model`, or the largest that fits."""
+    usable = 0.9 * min((g.total for g in gpus), default=memory)  # `memory` is the host's
     dtype = "bfloat16" if gpus and all(g.bf16 for g in gpus) else "float32"
     names = [*MODELS][: [*MODELS].index(model) + 1]
     for name, checkpointing in itertools.product(reversed(names) if gpus else (), (False, True)):
-        parameters = count_parameters(name)
-        left = usable - STATE * parameters / len(gpus)
-        if left > 0 and left >= (pair := measure_pair(name, dtype, checkpointing=checkpointing)):
+        parameters, *kept = MODELS[name]
+        pair, left = kept[checkpointing][dtype == "float32"], usable - STATE * parameters / len(gpus)
+        if left >= pair:
             break
     else:
         return recommend_small_model(usable, n_gpus=len(gpus))
@@ -119,15 +85,14 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
         f"{examples} per GPU per microbatch (calculated, not measured; SFT needs less)",
     ]
     if name != model:
-        lacking = f"{gb(STATE * count_parameters(model) / len(gpus))} per GPU plus activations"
+        lacking = f"{gb(STATE * MODELS[model].parameters / len(gpus))} per GPU plus activations"
         reasons.insert(0, f"model={model} needs {lacking}; {name} is the largest that fits")
     if len(gpus) > 1:
         reasons.append("use TensorParallelTrainer only if one example does not fit a GPU: it shards activations too")
     reasons.append(recommend_adapters(usable, n_gpus=len(gpus), dtype=dtype))
     # on one GPU FSDPTrainer shards nothing but has mixed precision, unlike BasicTrainer
     trainer = "FSDPTrainer" if len(gpus) > 1 or dtype == "bfloat16" else "BasicTrainer"
-    # rank 0 loads one model at a time, the policy in float32, before it is distributed
-    reading = 4 * parameters + 4e9
+    reading = 4 * parameters + 4e9  # rank 0 loads one model at a time, the policy in float32, before it is distributed
     if trainer == "FSDPTrainer" and memory < reading:
         reasons.append(f"rank 0 needs {gb(reading)} of host memory to load the weights; this host has {gb(memory)}")
     reasons.append("then DPO: the same with loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST")
@@ -142,24 +107,7 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
     return Advice(trainer, name, dtype, examples, command, reasons)
 
 
-def recommend_adapters(usable: float, *, n_gpus: int, dtype: str = "float32") -> str:
-    """Say how large the base of an adapter may be, with half of the memory for activations."""
-    width = 2 if dtype == "bfloat16" else 4
-    frozen = {"lora": width, "qlora": (1 - NOT_QUANTIZED) * QUANTIZED + NOT_QUANTIZED * width}
-    shards = {"lora": max(1, n_gpus), "qlora": 1}  # every process holds a whole 4-bit base
-    own, found = " model.policy_dtype=bfloat16" if dtype == "bfloat16" else "", []
-    for name, n_bytes in frozen.items():
-        billions = usable / 2 * shards[name] / (n_bytes + ADAPTER) / 1e9
-        found.append(f"lora={name}{own} takes {n_bytes + ADAPTER:.1f}, so up to about {float(f'{billions:.2g}'):g}")
-    install = "" if find_spec("bitsandbytes") else ", after pip install bitsandbytes"
-    return (
-        f"adapters need fewer bytes per parameter, as the frozen base is the reference too, and fit larger models "
-        f"(in billions, with half of the memory for activations): {'; '.join(found)}{install}"
-    )
-
-
 def recommend_small_model(usable: float, *, n_gpus: int) -> Advice:
-    """Recommend BasicTrainer and the demo model, with the size of the largest model that fits."""
     reasons = [
         f"{'the GPUs are small' if n_gpus else 'no GPU'}: models of up to about {usable / 2 / STATE / 1e6:.0f} million "
         f"parameters fit ({STATE} bytes each, and as much for activations, in 90 % of the memory)",
@@ -170,6 +118,25 @@ def recommend_small_model(usable: float, *, n_gpus: int) -> Advice:
         reasons.append(recommend_autocast(Path("/proc/cpuinfo").read_text()))
     command = "python train.py loss=sft model=demo datasets=[demo] exp_name=demo_sft trainer=BasicTrainer"
     return Advice("BasicTrainer", "demo", "float32", None, f"{command} batch_size=32 wandb.enabled=false", reasons)
+
+
+def recommend_adapters(usable: float, *, n_gpus: int, dtype: str = "float32") -> str:
+    """Say how large an adapter's base may be, beside equal activations."""
+    width = 2 if dtype == "bfloat16" else 4
+    own = " model.policy_dtype=bfloat16" if dtype == "bfloat16" else ""
+    found = []
+    for name, frozen, shards in (
+        ("lora", width, max(1, n_gpus)),
+        ("qlora", (1 - NOT_QUANTIZED) * QUANTIZED + NOT_QUANTIZED * width, 1),  # every process holds a whole 4-bit base
+    ):
+        n_bytes = frozen + ADAPTER
+        billions = usable / 2 * shards / n_bytes / 1e9
+        found.append(f"lora={name}{own} takes {n_bytes:.1f}, so up to about {float(f'{billions:.2g}'):g}")
+    install = "" if find_spec("bitsandbytes") else ", after pip install bitsandbytes"
+    return (
+        f"adapters need fewer bytes per parameter, as the frozen base is the reference too, and fit larger models "
+        f"(in billions, with half of the memory for activations): {'; '.join(found)}{install}"
+    )
 
 
 def recommend_autocast(cpuinfo: str) -> str:

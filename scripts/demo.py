@@ -1,4 +1,4 @@
-"""`make demo`: SFT, then DPO from its checkpoint, on a small model and synthetic dialogues, with the real command line.
+"""`make demo`: SFT, then DPO, of a small model on synthetic dialogues.
 
     python -m scripts.demo [--seed N | --seeds K] [--picture FILE.png]
 
@@ -100,32 +100,30 @@ def read(run_dir: Path, file: str) -> list[dict]:
     return [json.loads(line) for line in (run_dir / file).read_text(encoding="utf-8").splitlines()]
 
 
-def collect_samples(run_dir: Path, which: int) -> list[dict]:
-    """Samples of the first (0) or last (-1) evaluation."""
+def collect_samples(run_dir: Path, which: int) -> list[tuple[str, str]]:
+    """Prompts and responses of the first (0) or last (-1) evaluation."""
     samples = read(run_dir, "samples.jsonl")
     examples = sorted({sample["examples"] for sample in samples})[which]
-    return [sample for sample in samples if sample["examples"] == examples]
+    return [(sample["prompt"], sample["policy"]) for sample in samples if sample["examples"] == examples]
 
 
 def read_outcome(seed: int) -> Outcome:
     sft, dpo = (find_directory(seed) / name for name in STAGES)
-    untrained, before, after = (
-        judge([(sample["prompt"], sample["policy"]) for sample in collect_samples(run, which)])
-        for run, which in ((sft, 0), (dpo, 0), (dpo, -1))
+    untrained, before, after = (judge(collect_samples(run, which)) for run, which in ((sft, 0), (dpo, 0), (dpo, -1)))
+    losses, accuracies = (
+        [line[key] for line in read(run, "metrics.jsonl") if line["split"] == "eval"]
+        for run, key in ((sft, "loss/eval"), (dpo, "rewards_eval/accuracies"))
     )
-    of_sft, of_dpo = ([line for line in read(run, "metrics.jsonl") if line["split"] == "eval"] for run in (sft, dpo))
-    losses = (of_sft[0]["loss/eval"], of_sft[-1]["loss/eval"])
-    accuracies = (of_dpo[0]["rewards_eval/accuracies"], of_dpo[-1]["rewards_eval/accuracies"])
-    return Outcome(seed, untrained, before, after, losses, accuracies)
+    return Outcome(seed, untrained, before, after, (losses[0], losses[-1]), (accuracies[0], accuracies[-1]))
 
 
 def print_samples(seed: int) -> None:
     run_dir = find_directory(seed) / "dpo"
     print("\nResponses to prompts that the model was not trained on:\n")
-    for old, new in list(zip(collect_samples(run_dir, 0), collect_samples(run_dir, -1), strict=True))[:4]:
-        print(f"  asked      {old['prompt'].split('Human:')[-1].split('Assistant:')[0].strip()}")
-        print(f"  after SFT  {old['policy'].strip()}")
-        print(f"  after DPO  {new['policy'].strip()}\n")
+    for (prompt, old), (_, new) in list(zip(*(collect_samples(run_dir, which) for which in (0, -1)), strict=True))[:4]:
+        print(f"  asked      {prompt.split('Human:')[-1].split('Assistant:')[0].strip()}")
+        print(f"  after SFT  {old.strip()}")
+        print(f"  after DPO  {new.strip()}\n")
 
 
 def print_table(outcomes: Sequence[Outcome]) -> None:
@@ -148,7 +146,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
 
 
 def write_page(outcomes: Sequence[Outcome], picture: Path | None) -> Path:
-    """Write the report of all runs, which begins with the picture of DPO's effect, also written to `picture`."""
+    """Write the report of all runs, which the picture opens."""
     from dpo.analysis.page import Lead, write_report  # matplotlib takes a second to import
     from scripts.demo_picture import ALT, describe, draw
 

@@ -1,4 +1,4 @@
-"""The first thing to run on a new machine: reports what it has, what is wrong with it, and what to train on it.
+"""Report what a machine has, what is wrong, and what to train.
 
     python -m scripts.doctor
     python -m scripts.doctor --model llama7b    # which trainer, dtype and batch for this model
@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from dpo.numbers import count
 from dpo.system.host import host_memory
 from scripts.advice import MODELS, Advice, Gpu, gb, recommend
 
@@ -78,20 +79,19 @@ class Finding(NamedTuple):
 
 
 def judge(check: str, text: str, value: float, *, ok: float = 1, warning: float = 0, fix: str | None = None) -> Finding:
-    """Judge a value: ok from `ok` upwards, a warning from `warning` upwards, else a problem. True is 1, False 0."""
+    """Judge a value by the least that is ok, or a warning."""
     level = OK if value >= ok else WARNING if value >= warning else PROBLEM
     return Finding(check, level, text, None if level == OK else fix or FIXES[check])
-
-
-def processes(count: int) -> str:
-    return f"{count} process{'es' * (count != 1)}"
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
 def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Finding]:
-    """Compare installed packages with the tested ones; a missing one is a problem, another major version a warning."""
+    """Compare installed packages with the tested ones.
+
+    A missing one is a problem, another major version a warning.
+    """
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", requirements.read_text(encoding="utf-8"), re.M))
     pinned = {name: version for name, version in pinned.items() if name.replace("-", "_") not in BACKENDS}
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
@@ -110,7 +110,7 @@ class ChildError(Exception):
 
 
 def ask(*command: str, limit: float = 10) -> str:
-    """Return the output of a command. Raises ChildError; either way the command and its children have ended."""
+    """Return a command's output, or raise ChildError; its children have ended."""
     from dpo.system.redaction import redact
 
     pipe = subprocess.PIPE
@@ -135,7 +135,7 @@ def ask(*command: str, limit: float = 10) -> str:
 
 
 def run_probe(call: str, limit: float) -> Any:
-    """Return what a call of a probe in this file gives in a child process. Raises ChildError."""
+    """Call a probe in a child process; raises ChildError."""
     code = f"import json; from scripts.doctor import *; print(json.dumps({call}))"
     return json.loads(ask(sys.executable, "-c", code, limit=limit).splitlines()[-1])
 
@@ -160,7 +160,7 @@ def probe_devices() -> list[Gpu]:
 
 
 def find_matmul_error(device: str, dtype: Any) -> str | None:
-    """Compare a product on `device` in `dtype` with float64 on the CPU; None if the error is within rounding."""
+    """Say how far a product on `device` is off, if beyond rounding."""
     import torch
 
     left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)  # (512, 512) each
@@ -170,28 +170,29 @@ def find_matmul_error(device: str, dtype: Any) -> str | None:
     return None if error < 0.01 else f"a {dtype} product is off by {error:.1%}"  # so is NaN; 1 % allows TF32's rounding
 
 
-def probe_all_reduce(backend: str, count: int) -> list[dict[str, float]]:
-    """Sum a tensor over `count` processes; results by rank."""
+def probe_all_reduce(backend: str, n: int) -> list[dict[str, float]]:
+    """Sum a tensor over `n` processes; results by rank."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(all_reduce, (backend, count, folder), nprocs=count)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]
+        torch.multiprocessing.spawn(all_reduce, (backend, n, folder), nprocs=n)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(n)]
 
 
-def all_reduce(rank: int, backend: str, count: int, folder: str) -> None:
-    """Write the tensor's bytes, the number of wrong elements on this rank, and the fastest of 5 times in seconds."""
+def all_reduce(rank: int, backend: str, n: int, folder: str) -> None:
+    """Write bytes, wrong elements, and the fastest of 5 times in seconds."""
     import torch
     import torch.distributed as dist
 
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
+    on_gpu = backend == "nccl"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
         torch.cuda.set_device(device)
-    values = torch.arange(64_000_000 if backend == "nccl" else 4_000_000, device=device) % 1000 + 1.0  # sums are exact
+    values = torch.arange(64_000_000 if on_gpu else 4_000_000, device=device) % 1000 + 1.0  # sums are exact
     # rendezvous by a file: unlike a port, no other process can take it first
-    store = dist.FileStore(os.path.join(folder, "rendezvous"), count)
-    bound = device if backend == "nccl" else None  # makes NCCL connect now
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, device_id=bound)
+    store = dist.FileStore(os.path.join(folder, "rendezvous"), n)
+    bound = device if on_gpu else None  # makes NCCL connect now
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n, device_id=bound)
     wrong, seconds = 0, []
     for _ in range(5):
         summed = values * (rank + 1)
@@ -200,7 +201,7 @@ def all_reduce(rank: int, backend: str, count: int, folder: str) -> None:
         dist.all_reduce(summed)
         summed[0].item()  # waits for the device
         seconds.append(time.perf_counter() - start)
-        wrong += int((summed != values * (count * (count + 1) / 2)).sum())
+        wrong += int((summed != values * (n * (n + 1) / 2)).sum())
     dist.destroy_process_group()
     found = {"bytes": values.numel() * 4, "wrong": wrong, "seconds": min(seconds)}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
@@ -208,7 +209,7 @@ def all_reduce(rank: int, backend: str, count: int, folder: str) -> None:
 
 @functools.cache
 def visible_gpus() -> tuple[list[Gpu], str | None]:
-    """List the GPUs that torch sees, or return the error of the query."""
+    """List the GPUs that torch sees, or give the query's error."""
     try:
         import torch
 
@@ -231,17 +232,18 @@ def check_gpu() -> list[Finding]:
     except (ChildError, IndexError):
         driver = None
     if not gpus:
-        return [no_gpu_finding(driver, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"), failure)]
+        return [judge_no_gpu(driver, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"), failure)]
     nccl = torch.distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "missing"
     text = f"driver {driver or 'unknown'}, CUDA {torch.version.cuda}, NCCL {version}"
-    return [*gpu_findings(gpus), judge("cuda", text, nccl, warning=1)]
+    return [*judge_gpus(gpus), judge("cuda", text, nccl, warning=1)]
 
 
-def no_gpu_finding(driver: str | None, cuda: str | None, hidden: str | None, failure: str | None = None) -> Finding:
-    """Finding on why there is no GPU.
+def judge_no_gpu(driver: str | None, cuda: str | None, hidden: str | None, failure: str | None = None) -> Finding:
+    """Say why there is no GPU.
 
-    `cuda` is the CUDA version of torch's build, `hidden` CUDA_VISIBLE_DEVICES, `failure` the error of the query."""
+    `cuda` is the CUDA version of torch's build, `hidden` CUDA_VISIBLE_DEVICES, `failure` the error of the query.
+    """
     if driver is None and failure is None:
         return Finding("gpu", OK, "none; runs use the CPU, which is enough for small models")
     if cuda and hidden is not None and failure is None:
@@ -252,8 +254,8 @@ def no_gpu_finding(driver: str | None, cuda: str | None, hidden: str | None, fai
     return Finding("gpu", PROBLEM, text, fix)
 
 
-def gpu_findings(gpus: Sequence[Gpu]) -> list[Finding]:
-    """Findings on memory, arithmetic and bfloat16."""
+def judge_gpus(gpus: Sequence[Gpu]) -> list[Finding]:
+    """Judge memory, arithmetic and bfloat16."""
     findings = [
         judge("gpu", f"{i}: {g.name}, {gb(g.free)} of {gb(g.total)} free", g.free / g.total, ok=0.85, warning=0.5)
         for i, g in enumerate(gpus)
@@ -266,23 +268,26 @@ def gpu_findings(gpus: Sequence[Gpu]) -> list[Finding]:
 
 
 def check_all_reduce() -> list[Finding]:
-    count = len(visible_gpus()[0])
-    backend = "nccl" if count else "gloo"
+    n_gpus = len(visible_gpus()[0])
+    backend, n = ("nccl", n_gpus) if n_gpus else ("gloo", 2)
     try:
-        return [reduce_finding(run_probe(f"probe_all_reduce({backend!r}, {count or 2})", REDUCE_LIMIT), backend)]
+        return [judge_all_reduce(run_probe(f"probe_all_reduce({backend!r}, {n})", REDUCE_LIMIT), backend)]
     except ChildError as error:
-        text = f"{backend} over {processes(count or 2)} failed: {error}"
+        text = f"{backend} over {count(n, 'process', 'processes')} failed: {error}"
         return [Finding("all-reduce", PROBLEM, text, FIXES[backend])]
 
 
-def reduce_finding(results: Sequence[Mapping[str, float]], backend: str) -> Finding:
-    """Finding on the sums of all ranks, and the speed of the slowest: bytes / time."""
+def judge_all_reduce(results: Sequence[Mapping[str, float]], backend: str) -> Finding:
+    """Judge the sums of all ranks, and the speed of the slowest."""
     size, seconds = results[0]["bytes"], max(r["seconds"] for r in results)
     wrong = ", ".join(f"{r['wrong']:.0f} elements on rank {rank}" for rank, r in enumerate(results) if r["wrong"])
     speed = f"{size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(size / seconds)}/s"
     text = f"the sum is wrong in {wrong}" if wrong else f"correct, {speed}"
-    text = f"{backend} over {processes(len(results))}: {text}"
+    text = f"{backend} over {count(len(results), 'process', 'processes')}: {text}"
     return judge("all-reduce", text, not wrong, warning=1, fix=FIXES[backend])
+
+
+# --- checks of the host -----------------------------------------------------------------------------------------------
 
 
 def check_host() -> list[Finding]:
@@ -312,14 +317,13 @@ def check_disk() -> list[Finding]:
 
 
 def check_hub() -> list[Finding]:
-    """Check whether the Hub answers, in a child process, because DNS look-ups ignore our timeout."""
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
     if constants.HF_HUB_OFFLINE:
         return [Finding("hub", OK, "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set: only local and cached files")]
     fetch = "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=4)"
-    try:
+    try:  # in a child process, because DNS look-ups ignore our timeout
         ask(sys.executable, "-P", "-c", fetch, f"{constants.ENDPOINT}/api/models?limit=1", limit=HUB_LIMIT)
         return [Finding("hub", OK, f"{host} answers")]
     except ChildError as error:
@@ -328,7 +332,7 @@ def check_hub() -> list[Finding]:
 
 
 def check_wandb() -> list[Finding]:
-    """Check where W&B would log. Looks for an API key, without showing or trying it."""
+    """Look for an API key of W&B, without showing or trying it."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc.split("@")[-1]
     files = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
     if (mode := os.environ.get("WANDB_MODE")) in ("offline", "disabled"):
@@ -349,13 +353,14 @@ def check_backends() -> list[Finding]:
     """Check whether optional packages that are installed can be imported."""
     findings = []
     for module, (user, install) in BACKENDS.items():
-        version = ""
         try:
             version = importlib.metadata.version(module)
-            ask(sys.executable, "-P", "-c", f"import {module}", limit=START_LIMIT)
-            findings.append(Finding(module, OK, f"{version} can be imported; used by {user}"))
         except importlib.metadata.PackageNotFoundError:
             findings.append(Finding(module, OK, f"not installed; only {user} needs it ({install})"))
+            continue
+        try:
+            ask(sys.executable, "-P", "-c", f"import {module}", limit=START_LIMIT)
+            findings.append(Finding(module, OK, f"{version} can be imported; used by {user}"))
         except ChildError as error:
             text = f"{version} cannot be imported: {error}"
             findings.append(Finding(module, WARNING, text, f"{install}; used by {user}"))
@@ -376,7 +381,7 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
 
 
 def examine(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
-    """Run all checks. An unexpected exception in one becomes a finding, and the others still run."""
+    """Run all checks; an exception in one becomes a finding."""
     findings = []
     for name, check in checks.items():
         try:
@@ -390,23 +395,20 @@ def examine(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def as_text(findings: Sequence[Finding], advice: Advice) -> str:
+def format_report(findings: Sequence[Finding], advice: Advice) -> str:
     """Format the report in lines of at most 100 columns."""
     lines = []
+    wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)
     for finding in findings:
-        parts = [("", finding.text)] + ([("fix: ", finding.fix)] if finding.fix else [])
-        margin = f"{finding.level:<9}{finding.check:<17}"
-        for label, text in parts:
-            wrapped = textwrap.wrap(label + text, 100 - len(margin), break_on_hyphens=False)
-            for line in wrapped:
-                lines.append(margin + line)
-                margin = " " * len(margin)
+        first, rest = f"{finding.level:<9}{finding.check:<17}", " " * 26
+        lines += wrap(finding.text, 100, initial_indent=first, subsequent_indent=rest)
+        lines += wrap(f"fix: {finding.fix}", 100, initial_indent=rest, subsequent_indent=rest) if finding.fix else []
     lines += ["", f"recommended: trainer={advice.trainer}, {advice.dtype}, model={advice.model}"]
     for reason in advice.reasons:
-        lines += textwrap.wrap(reason, 100, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
-    command = textwrap.wrap(advice.command, 92, subsequent_indent="    ", break_on_hyphens=False)
-    counts = {level: sum(f.level == level for f in findings) for level in (PROBLEM, WARNING)}
-    total = ", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items())
+        lines += wrap(reason, 100, initial_indent="- ", subsequent_indent="  ")
+    command = wrap(advice.command, 92, subsequent_indent="    ")
+    levels = [finding.level for finding in findings]
+    total = ", ".join(count(levels.count(level), level) for level in (PROBLEM, WARNING))
     return "\n".join([*lines, "", " \\\n".join(command), "", total])
 
 
@@ -422,7 +424,7 @@ def main() -> int:
         report = {"findings": [f._asdict() for f in findings], "recommendation": advice._asdict()}
         print(json.dumps(report, indent=2, allow_nan=False))
     else:
-        print(as_text(findings, advice))
+        print(format_report(findings, advice))
     return int(any(f.level == PROBLEM for f in findings))
 
 

@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a model of transformers: config, safetensors, tokenizer, generation config, model card.
+"""Export a checkpoint as a model of transformers, with a model card.
 
     python -m scripts.export CHECKPOINT OUT [--dtype bfloat16]
     python -m scripts.export CHECKPOINT OUT --merge [--dtype bfloat16]     # of an adapter: with its base, as one model

@@ -1,4 +1,6 @@
-"""The acceptance run on a GPU: the tests in `tests/gpu`, each in a process of its own. `make gpu-check` runs it.
+"""The acceptance run on a GPU: the tests in `tests/gpu`.
+
+Each is in a process of its own; `make gpu-check` runs it.
 
     python -m scripts.gpu_check [--quick] [--only NAME,NAME] [options of pytest]
 
@@ -12,19 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-NAMES = (
-    "layouts",
-    "demo",
-    "fsdp",
-    "syncs",
-    "compile",
-    "shapes",
-    "memory",
-    "repeats",
-    "processes",
-    "two_ranks",
-    "speed",
-)
+NAMES = ("layouts", "demo", "fsdp", "syncs", "compile", "shapes", "memory", "repeats", "processes", "two_ranks",
+         "speed")  # fmt: skip
 
 
 def main() -> int:

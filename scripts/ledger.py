@@ -1,4 +1,4 @@
-"""The findings of a ledger: pairs that never flip, suspected label noise, margin against length, drift by dataset.
+"""The findings of a ledger: suspected label noise, lengths, drift.
 
     python -m scripts.ledger RUN [--top 10] [--no-texts] [--json] [--trust-remote-code]
 
@@ -90,7 +90,6 @@ def cut(text: str, *, keep_end: bool) -> str:
 
 
 def align(table: Table) -> list[str]:
-    """Lines of a table: names to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
     return [
         "  ".join(["", row[0].ljust(widths[0]), *(v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True))])

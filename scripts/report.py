@@ -1,4 +1,4 @@
-"""A report of one run or several: curves as PNG, and one page, `report.html`, that needs no network.
+"""Report on one run or several: curves, and one page.
 
     python -m scripts.report RUN [RUN ...] [--out DIR]
 
@@ -24,7 +24,7 @@ from scripts.trust import add_trust_option
 
 
 def runs_in(path: Path) -> list[Path]:
-    """Directories of the runs that a path names: those of the jobs for a sweep's directory, else the path."""
+    """Directories of the runs that a path names: perhaps a sweep's."""
     if not (path / SWEEP).is_file():
         return [path]
     return sorted(file.parent for file in path.glob("*/config.yaml"))

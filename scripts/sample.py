@@ -1,4 +1,4 @@
-"""Asks policies and their reference: prompts typed at a terminal or lines of a file, answers side by side with rewards.
+"""Ask policies and their reference, and show answers side by side.
 
     python -m scripts.sample CHECKPOINT_OR_DIR [...]
     python -m scripts.sample CHECKPOINT_OR_DIR [...] --file prompts.jsonl --out answers.jsonl
@@ -35,8 +35,8 @@ from dpo.settings.keys import read_rule
 from scripts.trust import add_trust_option
 
 if TYPE_CHECKING:
-    from dpo.models.answers import Sampling
-    from dpo.models.side_by_side import Answers, Panel, Rewards
+    from dpo.models.answers import Sampling, Tokens
+    from dpo.models.side_by_side import Answers, Panel
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -45,34 +45,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__.replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("paths", nargs="+", metavar="CHECKPOINT_OR_DIR")
-    parser.add_argument("--reference", metavar="DIR", help="instead of the one that the run started from")
-    parser.add_argument("--no-reference", action="store_true", help="the policies alone")
-    parser.add_argument(
-        "--beta", type=_value(float, "number > 0"), help="of the rewards, instead of the run's loss.beta"
-    )
-    parser.add_argument("--file", type=Path, help="prompts, one JSON object per line")
-    parser.add_argument("--out", type=Path, help="where the answers go, one JSON object per line; written anew")
-    parser.add_argument(
-        "--batch-size", "--batch_size", type=_value(int, "int >= 1"), default=8, help="of --file (default: 8)"
-    )
-    parser.add_argument(
-        "--temperature", type=_value(float, "number >= 0"), default=1.0, help="0: the most probable token (default: 1)"
-    )
-    parser.add_argument(
-        "--top-p",
-        "--top_p",
-        type=_value(float, "number (0, 1]"),
-        default=1.0,
-        help="0.9: only the most probable 90 percent",
-    )
-    parser.add_argument("--seed", type=_value(int, "int [0, 4294967295]"), default=0)
-    parser.add_argument(
-        "--max-new-tokens", "--max_new_tokens", type=_value(int, "int >= 1"), default=256, help="(default: 256)"
-    )
-    parser.add_argument("--format", choices=FORMS, default=AUTO, help="of prompts; see above")
-    parser.add_argument("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
-    parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
+    option, at_least_1 = parser.add_argument, _value(int, "int >= 1")
+    warmth, share = _value(float, "number >= 0"), _value(float, "number (0, 1]")
+    option("paths", nargs="+", metavar="CHECKPOINT_OR_DIR")
+    option("--reference", metavar="DIR", help="instead of the one that the run started from")
+    option("--no-reference", action="store_true", help="the policies alone")
+    option("--beta", type=_value(float, "number > 0"), help="of the rewards, instead of the run's loss.beta")
+    option("--file", type=Path, help="prompts, one JSON object per line")
+    option("--out", type=Path, help="where the answers go, one JSON object per line; written anew")
+    option("--batch-size", "--batch_size", type=at_least_1, default=8, help="of --file (default: 8)")
+    option("--temperature", type=warmth, default=1.0, help="0: the most probable token (default: 1)")
+    option("--top-p", "--top_p", type=share, default=1.0, help="0.9: only the most probable 90 percent")
+    option("--seed", type=_value(int, "int [0, 4294967295]"), default=0)
+    option("--max-new-tokens", "--max_new_tokens", type=at_least_1, default=256, help="(default: 256)")
+    option("--format", choices=FORMS, default=AUTO, help="of prompts; see above")
+    option("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
+    option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     add_trust_option(parser)
     asked = parser.parse_args(arguments)
     if (asked.file is None) != (asked.out is None):
@@ -83,17 +71,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _value(kind: type, spec: str) -> Callable[[str], Any]:
-    """Parser of an option's value for argparse, by a spec like those of the config's keys."""
+    """Parser of an option's value, by a spec like a config key's."""
     rule = read_rule(spec)
 
     def parse_value(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not rule.holds(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {rule.wanted}")
-        return value
+        with contextlib.suppress(ValueError):
+            if rule.holds(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text} is not {rule.wanted}")
 
     return parse_value
 
@@ -101,7 +86,7 @@ def _value(kind: type, spec: str) -> Callable[[str], Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
     try:
-        return _sample(asked)
+        sample(asked)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -111,10 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    return 0
 
 
-def _sample(asked: argparse.Namespace) -> int:
-    records = [] if asked.file is None else _read_prompts(asked.file, asked.out)  # before models are loaded
+def sample(asked: argparse.Namespace) -> None:
+    records = [] if asked.file is None else read_prompts(asked.file, asked.out)  # before models are loaded
 
     import transformers
 
@@ -133,16 +119,20 @@ def _sample(asked: argparse.Namespace) -> int:
     )
     sampling = Sampling(asked.max_new_tokens, asked.temperature, asked.top_p, asked.seed)
     panel = load_panel(asked.paths, choices, log=lambda line: print(line, file=sys.stderr))
+    form = f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)"
     if asked.file is None:
-        return _converse(panel, sampling)
-    _answer_all(panel, sampling, records, asked)
-    return 0
+        converse(panel, sampling, form)
+    else:
+        prompts = [panel.encode(r, f"record {n} of {asked.file}", sampling) for n, r in enumerate(records, start=1)]
+        print(form)
+        answer_all(panel, sampling, records, prompts, asked)
 
 
 # --- a file of prompts ---------------------------------------------------------------------------------------------
 
 
-def _read_prompts(file: Path, out: Path) -> list[Any]:
+def read_prompts(file: Path, out: Path) -> list[Any]:
+    """Read a file's prompts, and check that answers can be written."""
     from dpo.data.schema import get_field
     from dpo.data.sources import load_rows
     from dpo.settings.places import Source
@@ -159,22 +149,27 @@ def _read_prompts(file: Path, out: Path) -> list[Any]:
     return [get_field(row, "prompt", f"record {n} of {file}", (str, list)) for n, row in enumerate(rows, start=1)]
 
 
-def _answer_all(panel: Panel, sampling: Sampling, records: list[Any], asked: argparse.Namespace) -> None:
+def answer_all(
+    panel: Panel, sampling: Sampling, records: list[Any], prompts: list[Tokens], asked: argparse.Namespace
+) -> None:
+    """Write each record's answers, with rewards and numbers of tokens."""
     from tqdm import tqdm
 
-    prompts = [panel.encode(r, f"record {n} of {asked.file}", sampling) for n, r in enumerate(records, start=1)]
-    print(_on_form(panel))
-    finite: dict[str, list[float]] = {}
+    finite: dict[str, list[float]] = {}  # rewards; JSON lacks NaN and infinity, which become null
     with asked.out.open("w", encoding="utf-8") as out:
         for start in tqdm(range(0, len(prompts), asked.batch_size), unit="batch", disable=None):
             batch = prompts[start : start + asked.batch_size]
             answers = panel.answer(batch, range(start, start + len(batch)), sampling)
-            rewards = [_finite(of_prompt) for of_prompt in panel.rewards(batch, answers)]
+            rewards = panel.rewards(batch, answers)
             for record, prompt, said, reward in zip(records[start:], batch, answers, rewards, strict=False):
-                out.write(json.dumps(_as_record(record, len(prompt), said, reward), ensure_ascii=False) + "\n")
-                for name, value in reward.items():
-                    if value is not None:
-                        finite.setdefault(name, []).append(value)
+                kept = {name: value for name, value in reward.items() if value is not None and math.isfinite(value)}
+                for name, value in kept.items():
+                    finite.setdefault(name, []).append(value)
+                texts: dict[str, str | None] = {name: answer.text for name, answer in said.items()}
+                texts.setdefault("reference", None)
+                tokens = {"prompt": len(prompt), **{name: len(answer.tokens) for name, answer in said.items()}}
+                line = {"prompt": record, **texts, "rewards": {**dict.fromkeys(reward), **kept}, "tokens": tokens}
+                out.write(json.dumps(line, ensure_ascii=False) + "\n")
             out.flush()
     means = "".join(
         f"; mean reward of the {name} {fmean(values):.4g}" + f" over {len(values)}" * (len(values) < len(prompts))
@@ -183,85 +178,68 @@ def _answer_all(panel: Panel, sampling: Sampling, records: list[Any], asked: arg
     print(f"{count(len(prompts), 'prompt')} answered in {asked.out}{means}")
 
 
-def _finite(rewards: Rewards) -> Rewards:
-    """Rewards with null for NaN and infinity, which JSON lacks."""
-    return {name: value if value is not None and math.isfinite(value) else None for name, value in rewards.items()}
-
-
-def _on_form(panel: Panel) -> str:
-    return f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)"
-
-
-def _as_record(prompt: Any, n_prompt: int, answers: Answers, rewards: Rewards) -> dict[str, Any]:
-    texts: dict[str, str | None] = {name: answer.text for name, answer in answers.items()}
-    texts.setdefault("reference", None)
-    tokens = {"prompt": n_prompt, **{name: len(answer.tokens) for name, answer in answers.items()}}
-    return {"prompt": prompt, **texts, "rewards": rewards, "tokens": tokens}
-
-
 # --- prompts that are typed ----------------------------------------------------------------------------------------
 
 
-def _converse(panel: Panel, sampling: Sampling) -> int:
+def converse(panel: Panel, sampling: Sampling, form: str) -> None:
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if on_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (arrow keys in input())
         print("Type a prompt and Enter; one of several lines comes from --file.")
         print("Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at the prompt, ends the session.")
-    print(_on_form(panel))
-    for number, line in enumerate(_typed(on_terminal)):
+    print(form)
+    show = show_columns if on_terminal else show_lines
+    for number, line in enumerate(iterate_typed(on_terminal)):
         try:
-            prompt = panel.encode(line, "this prompt", sampling)
+            show(panel, panel.encode(line, "this prompt", sampling), number, sampling)
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
-            continue
-        if not on_terminal:
-            _show_lines(panel, prompt, number, sampling)
-            continue
-        try:
-            _show_columns(panel, prompt, number, sampling)
         except KeyboardInterrupt:
+            if not on_terminal:
+                raise
             print("ended")
-    return 0
 
 
-def _typed(on_terminal: bool) -> Iterator[str]:
+def iterate_typed(on_terminal: bool) -> Iterator[str]:
     """Yield the typed lines that are not empty, until Ctrl-D or Ctrl-C."""
     while True:
         try:
             line = input("> " if on_terminal else "")
-            if line.strip():
-                yield line
         except (EOFError, KeyboardInterrupt):
             if on_terminal:
                 print()
             return
+        if line.strip():
+            yield line
 
 
-def _show_columns(panel: Panel, prompt: tuple[int, ...], number: int, sampling: Sampling) -> None:
+def show_columns(panel: Panel, prompt: Tokens, number: int, sampling: Sampling) -> None:
+    """Show answers side by side while they are sampled."""
     from dpo.reporting.columns import Columns
 
     columns = Columns([side.name for side in panel.sides])
     answers = panel.stream(prompt, number, sampling, lambda name, text: columns.show(name, text.strip()))
     for name, answer in answers.items():
         columns.show(name, answer.text.strip())
-    [rewards] = panel.rewards([prompt], [answers])
-    columns.close([_footer(answers, rewards, name) for name in answers])
+    columns.close([*describe(panel, prompt, answers).values()])
 
 
-def _show_lines(panel: Panel, prompt: tuple[int, ...], number: int, sampling: Sampling) -> None:
+def show_lines(panel: Panel, prompt: Tokens, number: int, sampling: Sampling) -> None:
+    """Show answers one below the other, for programs."""
     [answers] = panel.answer([prompt], [number], sampling)
-    [rewards] = panel.rewards([prompt], [answers])
-    for name, answer in answers.items():
-        print(f"--- {name}: {_footer(answers, rewards, name)} ---\n{answer.text.strip()}")
+    for name, text in describe(panel, prompt, answers).items():
+        print(f"--- {name}: {text} ---\n{answers[name].text.strip()}")
     print(flush=True)
 
 
-def _footer(answers: Answers, rewards: Rewards, name: str) -> str:
-    n_tokens = len(answers[name].tokens)
-    reward = rewards[name]
-    return ("" if reward is None else f"reward {reward:+.4g}, ") + f"{n_tokens} token{'s' * (n_tokens != 1)}"
+def describe(panel: Panel, prompt: Tokens, answers: Answers) -> dict[str, str]:
+    """Reward and length of each answer, by the name of its side."""
+    [rewards] = panel.rewards([prompt], [answers])
+    texts = {name: count(len(answer.tokens), "token") for name, answer in answers.items()}
+    return {
+        name: text if rewards[name] is None else f"reward {rewards[name]:+.4g}, {text}" for name, text in texts.items()
+    }
 
 
 if __name__ == "__main__":

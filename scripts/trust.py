@@ -1,4 +1,4 @@
-"""The only option by which a script runs Python code of a model."""
+"""The only option by which a script runs a model's Python code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--trust-remote-code`, which a run's config cannot set, as it may come from anywhere."""
+    """Add `--trust-remote-code`, which no config can set."""
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",

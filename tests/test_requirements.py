@@ -1,4 +1,4 @@
-"""requirements.lock has every package that the requirements lead to, in a version that they allow, and no other."""
+"""requirements.lock has the packages that the requirements need, no others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_lock_has_what_we_chose(requirement):
 
 
 def needs_of(requirement: Requirement) -> list[Requirement]:
-    """What an installed package requires on this machine, with the extras that are asked for."""
+    """The requirements of an installed package here, with its extras."""
     found = [Requirement(text) for text in importlib.metadata.requires(requirement.name) or ()]
     return [
         need

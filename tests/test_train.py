@@ -1,4 +1,4 @@
-"""The command line: what it accepts, how it refuses, and what a run leaves behind.
+"""The command line: what it accepts and refuses, what a run leaves.
 
 `train` and `run_python` are subprocesses; `main` is the same script in this process, for what does not need its own.
 """
@@ -11,8 +11,8 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from support.runs import GOLDEN, ROOT, compose, read_metrics, run_python, train,
 import train as train_script
 from dpo.losses import LOSSES
 from dpo.settings.command_line import check_command_line
+from dpo.settings.files import help_text
 from dpo.system.signals import SIGNALS
 
 SCRIPT = str(ROOT / "train.py")
@@ -86,7 +87,7 @@ def main(monkeypatch, capsys):
 
 @pytest.fixture
 def trained(main, data, tmp_path):
-    """The directory of a finished run on `data` with a few overrides, and what it printed."""
+    """The directory and the output of a finished run on `data`."""
 
     def call(*overrides: str, run: str = "run") -> tuple[Path, str]:
         silent = ("sample_during_eval=false", "self_test=false", "do_first_eval=false")
@@ -134,33 +135,21 @@ def test_the_commands_people_type_are_accepted(command):
             assert train_script.find_config_problems(config) == []
 
 
-def imported_by(*overrides: str, **environment: str) -> set[str]:
-    """The modules that a command imports."""
-    result = run_python("-X", "importtime", SCRIPT, *overrides, **environment)
-    return set(re.findall(r"\| +(\S+)$", result.stderr, flags=re.MULTILINE))
+def imported_by(*arguments: str, **environment: str) -> tuple[set[str], subprocess.CompletedProcess]:
+    """The modules that a command imports, and its result."""
+    result = run_python("-X", "importtime", SCRIPT, *arguments, **environment)
+    return set(re.findall(r"\| +(\S+)$", result.stderr, flags=re.MULTILINE)), result
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("--help",),
-        ("--cfg", "job"),
-        ("-sc", "query=bash"),
-        ("exp_name=x", "lr=-1", "trainer=FSDPTrainer"),
-        ("exp_name=x", "optimizer=AdmW", "model=nothing"),
-    ],
-)
-def test_what_runs_nothing_imports_no_torch(command):
-    if glob.glob("/dev/nvidia*"):
-        pytest.skip("torch counts the GPUs")
-    imported = imported_by(*command, COMP_LINE="python train.py loss=", COMP_POINT="21")
-    assert "hydra" in imported
-    assert not {"torch", "numpy", "transformers", "datasets", "wandb"} & imported
+def assert_quick(imported: set[str]) -> None:
+    if not glob.glob("/dev/nvidia*"):  # torch counts the GPUs
+        assert "hydra" in imported
+        assert not {"torch", "numpy", "transformers", "datasets", "wandb"} & imported
 
 
 @pytest.mark.slow
 def test_a_run_imports_only_what_it_uses(data, tmp_path):
-    imported = imported_by(
+    imported, _ = imported_by(
         *TINY,
         *DPO,
         f"dataset_sources.hh={data}",
@@ -172,41 +161,44 @@ def test_a_run_imports_only_what_it_uses(data, tmp_path):
     assert not {"datasets", "pandas", "pyarrow", "bs4", "multiprocess", "wandb", "torchvision"} & imported
 
 
-def test_help_lists_every_key_within_3_seconds():
-    start = time.monotonic()
-    result = run_python(SCRIPT, "--help")
-    assert time.monotonic() - start < 3
+def test_help_shows_every_key_with_its_comment_without_torch():
+    imported, result = imported_by("--help", "loss=dpo")
 
-    assert result.returncode == 0
-    keys = yaml.safe_load((ROOT / "config" / "config.yaml").read_text()).keys() - {"defaults", "hydra"}
-    assert [key for key in keys if f"{key}:" not in result.stdout] == []
-    assert "model: blank_model, blank_model_bfloat16, demo, " in result.stdout
+    assert_quick(imported)
+    assert (result.returncode, result.stdout) == (0, f"{help_text()}\n")
+    shown = [line.strip() for line in result.stdout.splitlines()]
+    for file in ("config.yaml", "model/blank_model.yaml", "loss/dpo.yaml", "loss/ipo.yaml"):
+        text = (ROOT / "config" / file).read_text().split("\ndefaults:")[0]
+        assert [line for line in text.splitlines() if line.strip() not in shown] == []
+    assert "  # how strongly the policy is held to the reference; 0.1 to 0.5 are usual\n  beta: ???" in result.stdout
 
 
 def test_the_composed_config_can_be_shown_before_it_is_complete():
-    result = run_python(SCRIPT, "--cfg", "job", "loss=ipo", "lr=1e-6")
+    imported, result = imported_by("--cfg", "job", "loss=ipo", "lr=1e-6")
 
-    assert result.returncode == 0, result.stderr
+    assert_quick(imported)
     shown = yaml.safe_load(result.stdout)
     assert list(shown["loss"].items())[:2] == [("name", "ipo"), ("beta", "???")]
     assert (float(shown["lr"]), shown["exp_name"]) == (1e-6, "???")
 
 
-def test_the_shell_completes_group_options_and_keys():
-    def completions(line: str) -> list[str]:
-        result = run_python(SCRIPT, "-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
-        assert result.returncode == 0, result.stderr
-        return result.stdout.split()
-
-    assert completions("python train.py loss=") == [f"loss={name}" for name in sorted(LOSSES)]
-    assert "warmup_steps=" in completions("python train.py warm")
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [("loss=", [f"loss={name}" for name in sorted(LOSSES)]), ("warm", ["warmup_steps="])],
+)
+def test_the_shell_completes_group_options_and_keys(line, completions):
+    line = f"python train.py {line}"
+    imported, result = imported_by("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert_quick(imported)
+    assert result.stdout.split() == completions
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
 
 
 def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
-    result = train("exp_nam=x", "model=pythia2", "lrr=1", "optimizer=AdmW", "loss=dpo", "lr=-1", cwd=tmp_path)
+    problems = ("exp_nam=x", "model=pythia2", "lrr=1", "optimizer=AdmW", "loss=dpo", "lr=-1")
+    result = train(*problems, cwd=tmp_path)
 
     assert result.returncode == 2
     assert result.stdout == ""
@@ -229,60 +221,16 @@ def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("trainer=Trainer",), "trainer=Trainer is not one of BasicTrainer"),
-        (("loss=dpoo",), "loss=dpoo is not there: did you mean dpo"),
-        (("model.policy_dtype=fp32",), "model.policy_dtype=fp32 is not one of bfloat16, float16, float32"),
-        (("loss=dpo", "loss.beta=0.1,0.5"), "loss.beta"),  # a sweep without -m
-        (("lr==1",), "lr==1"),
-        (("~lr",), "lr"),
-        (("exp_name=${NAME}",), "exp_name"),
-        (("trainer=[BasicTrainer]",), "trainer=['BasicTrainer'] must be a name"),
-    ],
-)
-def test_one_bad_override_gets_one_problem_and_status_2(overrides, message, main):
-    result = main("datasets=[demo]", "debug=true", *overrides)
-
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    title, problem = result.stderr.splitlines()
-    assert title == "bad configuration:"
-    assert message in problem
-
-
-def test_a_key_of_another_loss_is_not_suggested_as_itself(main):
-    result = main("datasets=[demo]", "loss=sft", "loss.beta=0.1")  # loss=dpo was forgotten
-
-    assert result.returncode == 2
-    assert "loss.beta" in result.stderr
-    assert "did you mean loss.beta?" not in result.stderr
-
-
 def bad_input(kind: str, folder: Path) -> tuple[tuple[str, ...], str]:
     """Overrides that ask for something impossible, and a pattern of the message."""
-    train_file, test_file = folder / "data" / "train.jsonl", folder / "data" / "test.jsonl"
-    write_rows(train_file, hh_rows(8))
-    write_rows(test_file, hh_rows(8))
+    write_rows(folder / "data" / "train.jsonl", hh_rows(8))
+    write_rows(folder / "data" / "test.jsonl", hh_rows(8))
     match kind:
-        case "no test split":
-            test_file.unlink()
-            return (), rf"{folder}/data has no test split: it needs one of .*; it holds train\.jsonl"
         case "row without a field":
-            write_rows(train_file, [*hh_rows(8), {"chosen": "x"}])
+            write_rows(folder / "data" / "train.jsonl", [*hh_rows(8), {"chosen": "x"}])
             return (), rf"record 9 of {folder}/data .*rejected is missing"
-        case "empty data":
-            train_file.write_text("")
-            return (), rf"{train_file} holds no records"
         case "fewer rows than a batch":
             return ("batch_size=16",), r"the train split of hh has 8 examples, too few .*batch_size=16"
-        case "no such directory":
-            return (f"dataset_sources.hh={folder}/nowhere",), rf"{folder}/nowhere does not exist"
-        case "a directory without a model":
-            return (f"model.name_or_path={folder}",), rf"'{folder}' cannot be loaded"
-        case "no such archive":
-            return (f"model.archive={folder}/none.pt",), rf"{folder}/none\.pt"
         case "archive of another architecture":
             state = {"transformer.wte.weight": torch.zeros(2, 2)}
             torch.save({"step_idx": 0, "state": state, "metrics": None}, folder / "policy.pt")
@@ -296,18 +244,13 @@ def bad_input(kind: str, folder: Path) -> tuple[tuple[str, ...], str]:
 @pytest.mark.parametrize(
     "kind",
     [
-        "no test split",
         "row without a field",
-        "empty data",
         "fewer rows than a batch",
-        "no such directory",
-        "a directory without a model",
-        "no such archive",
         "archive of another architecture",
         "a directory that holds a run",
     ],
 )
-def test_what_cannot_be_trained_on_gets_one_message_and_status_2(kind, main, tmp_path):
+def test_an_impossible_run_gets_one_message_and_status_2(kind, main, tmp_path):
     overrides, pattern = bad_input(kind, tmp_path)
 
     result = main(f"dataset_sources.hh={tmp_path / 'data'}", f"local_run_dir={tmp_path / 'run'}", *overrides)
@@ -376,56 +319,17 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(main, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_sweep_gives_each_job_its_directory_and_offline_wandb_run(data, tmp_path):
+def test_each_job_of_a_sweep_has_its_own_offline_wandb_run(data, tmp_path):
     result = train(
-        *("-m", *TINY, "loss=dpo", "loss.beta=0.1,0.5", f"dataset_sources.hh={data}", "n_examples=8"),
+        *("-m", *TINY, "loss=dpo", "loss.beta=0.1,0.5", f"dataset_sources.hh={data}", "n_examples=4"),
         *("wandb.enabled=true", f"local_run_dir={tmp_path / 'sweep'}", f"hydra.sweep.dir={tmp_path / 'hydra'}"),
         HOME=str(tmp_path),  # no ~/.netrc with a key
     )
 
     assert result.returncode == 0, result.stderr
-    assert sorted(p.name for p in (tmp_path / "sweep").glob("*=*")) == ["0_loss.beta=0.1", "1_loss.beta=0.5"]
-    offline = []
-    for job, beta in enumerate([0.1, 0.5]):
-        run = tmp_path / "sweep" / f"{job}_loss.beta={beta}"
-        config = yaml.safe_load((run / "config.yaml").read_text())
-        assert (config["loss"]["beta"], config["local_run_dir"]) == (beta, str(run))
-        assert [m["examples"] for m in read_metrics(run, "train")] == [4, 8]
-        assert [m["examples"] for m in read_metrics(run, "eval")] == [0, 8]
-        (folder,) = (run / "wandb").glob("offline-run-*")
-        assert f"upload with: wandb sync {folder}" in result.stdout
-        assert list(folder.glob("run-*.wandb"))
-        offline.append(folder.name.rsplit("-", 1)[1])
-    assert offline[0] != offline[1]
-
-
-@pytest.mark.slow
-def test_a_sweep_without_a_directory_gives_each_job_its_own_under_local_dirs(main, data, tmp_path, monkeypatch):
-    monkeypatch.setenv("LOGNAME", "somebody")
-    result = main(
-        *("-m", "seed=0,1", "debug=true", f"dataset_sources.hh={data}", "n_examples=4", "sample_during_eval=false"),
-        *(f"local_dirs=[{tmp_path}]", f"hydra.sweep.dir={tmp_path / 'hydra'}"),
-    )
-
-    assert result.returncode == 0, result.stderr
-    runs = sorted((tmp_path / "somebody").glob("test_*"))
-    assert [yaml.safe_load((run / "config.yaml").read_text())["seed"] for run in runs] == [0, 1]
-
-
-def test_own_data_is_named_by_its_source(main, tmp_path):
-    for split, n in (("train", 8), ("test", 4)):
-        rows = [{"prompt": f"What is {i} plus 1?", "chosen": f" It is {i + 1}.", "rejected": " No."} for i in range(n)]
-        write_rows(tmp_path / "mine" / f"{split}.jsonl", rows)
-
-    result = main(
-        *DPO, "datasets=[mine]", f"dataset_sources.mine={tmp_path / 'mine'}", f"local_run_dir={tmp_path / 'run'}"
-    )
-
-    assert result.returncode == 0, result.stderr
-    assert [m["examples"] for m in read_metrics(tmp_path / "run", "train")] == [4, 8]
-    assert "What is 0 plus 1?" in {
-        json.loads(line)["prompt"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-    }
+    folders = [folder for job in (tmp_path / "sweep").glob("*=*") for folder in (job / "wandb").glob("offline-run-*")]
+    assert len({folder.name.rsplit("-", 1)[1] for folder in folders}) == 2
+    assert all(f"upload with: wandb sync {folder}" in result.stdout for folder in folders)
 
 
 # --- keys and what they do -----------------------------------------------------------------------------------------
@@ -434,10 +338,7 @@ def test_own_data_is_named_by_its_source(main, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "updates"),
     [
-        ((), 4),  # one epoch of 16 examples, 4 a batch
-        (("n_epochs=2",), 8),
-        (("n_epochs=null", "n_examples=24"), 6),
-        (("n_epochs=2", "n_examples=12"), 3),
+        (("n_epochs=2", "n_examples=12"), 3),  # 16 examples, 4 a batch
         (("batch_size=8",), 2),
     ],
 )
@@ -460,13 +361,10 @@ def test_lr_warmup_clipping_and_optimizer_make_the_step(trained, tiny_llama):
     assert torch.load(run / "LATEST" / "scheduler.pt", weights_only=True)["state"]["last_epoch"] == 1
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "state"), [("RMSprop", {"step", "square_avg"}), ("AdamW", {"step", "exp_avg", "exp_avg_sq"})]
-)
-def test_the_optimizer_is_the_class_of_that_name(optimizer, state, trained):
-    run, _ = trained(f"optimizer={optimizer}", "n_examples=4")
+def test_the_optimizer_is_the_class_of_that_name(trained):
+    run, _ = trained("optimizer=AdamW", "n_examples=4")
     saved = torch.load(run / "LATEST" / "optimizer.pt", weights_only=True)["state"]
-    assert saved["state"][0].keys() == state
+    assert saved["state"][0].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_the_seed_orders_the_data(trained):
@@ -474,8 +372,7 @@ def test_the_seed_orders_the_data(trained):
         directory, _ = trained(f"seed={seed}", "lr=1e-30", "batch_size=1", "debug=true", run=run)
         return [round(update["loss/train"], 3) for update in read_metrics(directory, "train")]
 
-    first, again, other = losses(0, "a"), losses(0, "b"), losses(1, "c")
-    assert first == again
+    first, other = losses(0, "a"), losses(1, "b")
     assert first != other
     assert sorted(first) == pytest.approx(sorted(other), abs=2e-3)  # the same examples
 
@@ -483,10 +380,10 @@ def test_the_seed_orders_the_data(trained):
 def test_the_terminal_gets_training_metrics_at_most_every_interval(trained):
     lines = {}
     for interval in ("0", "1000"):
-        run, stdout = trained(f"minimum_log_interval_secs={interval}", "debug=true", run=interval)
-        lines[interval] = len(re.findall(r"^update \d/4  \d+/16 examples  loss ", stdout, re.MULTILINE))
-        assert len(read_metrics(run, "train")) == 4  # the file gets every one
-    assert lines == {"0": 4, "1000": 1}
+        run, stdout = trained(f"minimum_log_interval_secs={interval}", "debug=true", "n_examples=8", run=interval)
+        lines[interval] = len(re.findall(r"^update \d/2  \d+/8 examples  loss ", stdout, re.MULTILINE))
+        assert len(read_metrics(run, "train")) == 2  # the file gets every one
+    assert lines == {"0": 2, "1000": 1}
 
 
 def test_first_evaluation_self_test_and_sampling_can_be_switched(trained):

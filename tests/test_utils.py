@@ -1,4 +1,4 @@
-"""The reference's small helpers: each does what its name says, and says so when it cannot."""
+"""The reference's small helpers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The report that a run keeps of itself: `python -m dpo.analysis RUN OUT [--ended]`.
+"""The report that a run keeps of itself.
+
+    python -m dpo.analysis RUN OUT [--ended]
 
 People use `scripts.report`.
 """

@@ -1,4 +1,4 @@
-"""Curves of runs, each as one SVG for light and dark pages and a PNG.
+"""Curves of runs, as SVG for light and dark pages, and PNG.
 
 Every update is a thin line under the running mean, evaluations are dots. Drawn with matplotlib's own canvas: no window,
 no state of pyplot.
@@ -10,7 +10,7 @@ import io
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -20,19 +20,18 @@ from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from dpo.analysis.runs import Log, Run
+from dpo.analysis.runs import Run
 from dpo.numbers import figure as in_words
 from dpo.numbers import percent
 
 SIZE, DPI = (4.8, 3.0), 200
-SIDES = ("chosen", "rejected")
 FEWEST_TO_SMOOTH = 8
 MOST_POINTS = 500  # of a line: more than a picture's width shows
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a page; those of lines are Okabe and Ito's, which colour-blind readers tell apart."""
+    """Colours of a page."""
 
     background: str
     ink: str
@@ -46,6 +45,7 @@ class Theme:
         return {"--card": self.background, "--ink": self.ink, "--muted": self.muted, "--grid": self.grid, **named}
 
 
+# lines have the colours of Okabe and Ito, which colour-blind readers tell apart
 LIGHT = Theme(
     "#ffffff",
     "#1b1f24",
@@ -62,17 +62,14 @@ DARK = Theme(
 )
 
 
-def _define_colors() -> str:
-    light, dark = ("".join(f"{name}:{c};" for name, c in theme.variables().items()) for theme in (LIGHT, DARK))
-    return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
-
-
-COLORS = _define_colors()  # CSS for pages and pictures of either theme
+_light, _dark = ("".join(f"{name}:{c};" for name, c in theme.variables().items()) for theme in (LIGHT, DARK))
+# CSS for pages and pictures of either theme
+COLORS = f":root{{{_light}}}@media(prefers-color-scheme:dark){{:root{{{_dark}}}}}"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of one metric, or of one metric for both sides of pairs."""
+    """A picture of one metric, perhaps for both sides of pairs."""
 
     name: str  # of the file
     title: str
@@ -104,28 +101,22 @@ class Line(NamedTuple):
     color: int  # index in the theme's
     label: str
 
+    def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
+        """(examples, values) of evaluations."""
+        examples, values = self.run.eval.points(self.metric.replace("SPLIT", "eval"))
+        # equal models have an accuracy of 0, as every pair is a tie
+        ties = (examples == 0) & (values == 0) & self.metric.endswith("accuracies")
+        return examples[~ties], values[~ties]
 
-def charts_for(runs: Sequence[Run]) -> list[Chart]:
-    """List the charts that runs may have, in the page's order.
 
-    Different losses get separate pictures."""
-    losses = list(dict.fromkeys(run.loss for run in runs))
-
-    def chart_each(name: str, title: str, *metrics: str) -> list[Chart]:
-        if len(losses) == 1:
-            return [Chart(name, title, metrics)]
-        files = [re.sub(r"\W", "_", loss) or "_" for loss in losses]
-        return [
-            Chart(f"{name}-{file}", f"{title}, {loss}", metrics, loss=loss)
-            for file, loss in zip(files, losses, strict=True)
-        ]
-
-    return [
-        *chart_each("loss", "Loss", "loss/SPLIT"),
+def list_charts(runs: Sequence[Run]) -> list[Chart]:
+    """List the charts that runs may have, in the page's order."""
+    charts = [
+        Chart("loss", "Loss", ("loss/SPLIT",)),
         Chart("accuracy", "Reward accuracy", ("rewards_SPLIT/accuracies",), share=True, level=0.5),
         Chart("margin", "Reward margin", ("rewards_SPLIT/margins",), level=0.0),
-        Chart("rewards", "Rewards", tuple(f"rewards_SPLIT/{side}" for side in SIDES), level=0.0),
-        *chart_each("logps", "Log-probabilities", *(f"logps_SPLIT/{side}" for side in SIDES)),
+        Chart("rewards", "Rewards", ("rewards_SPLIT/chosen", "rewards_SPLIT/rejected"), level=0.0),
+        Chart("logps", "Log-probabilities", ("logps_SPLIT/chosen", "logps_SPLIT/rejected")),
         Chart("grad_norm", "Gradient norm", ("grad_norm",), log_scale=True),
         Chart("lr", "Learning rate", ("lr",), log_scale=True, smooth=False),
         Chart("online_score", "Scores of answers", ("online/score_best", "online/score", "online/score_worst")),
@@ -136,65 +127,61 @@ def charts_for(runs: Sequence[Run]) -> list[Chart]:
         Chart("throughput", "Throughput", ("tokens_per_second",), unit="tokens per second", from_zero=True),
         Chart("memory", "Peak memory", ("memory/peak_gb",), unit="GB", from_zero=True, smooth=False),
     ]
+    losses = list(dict.fromkeys(run.loss for run in runs))
+    found = []
+    for chart in charts:
+        if len(losses) > 1 and chart.name in ("loss", "logps"):
+            files = [re.sub(r"\W", "_", loss) or "_" for loss in losses]
+            found += [
+                replace(chart, name=f"{chart.name}-{file}", title=f"{chart.title}, {loss}", loss=loss)
+                for file, loss in zip(files, losses, strict=True)
+            ]
+        else:
+            found.append(chart)
+    return found
 
 
 def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
     """Draw each chart for which a run has values."""
-    for chart in charts_for(runs):
-        lines = make_lines(chart, runs)
-        if lines:
+    for chart in list_charts(runs):
+        if lines := make_lines(chart, runs):
             svg, png = draw(chart, lines, several=len(runs) > 1)
             yield Picture(chart.name, chart.title, describe(chart, lines), svg, png)
 
 
 def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
-    """Make the lines of a chart: a colour per run, or per side of one."""
+    """Make a chart's lines: a colour per run, or per side."""
     several, found = len(runs) > 1, []
     for i, run in enumerate(runs):
         if chart.loss is not None and chart.loss != run.loss:
             continue
         for side, metric in enumerate(chart.metrics):
-            if any(len(log.points(metric.replace("SPLIT", split))[1]) for split, log in split_logs(run)):
+            if any(len(log.points(metric.replace("SPLIT", split))[1]) for split, log in run.splits):
                 what = metric.rpartition("/")[2] if len(chart.metrics) > 1 else ""
                 label = " ".join(filter(None, (run.name if several else "", what)))
                 found.append(Line(run, metric, i if several else side, label))
     return found
 
 
-def split_logs(run: Run) -> tuple[tuple[str, Log], tuple[str, Log]]:
-    return ("train", run.train), ("eval", run.eval)
+def smooth(values: np.ndarray, *, width: int | None = None, robust: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Running mean, or median if `robust`.
+
+    Returns at most MOST_POINTS indices, and the values there.
+
+    Each is of the `width` values around an index, by default a fifteenth of all, odd, at least 5. There are fewer at
+    the ends; NaN does not count.
+    """
+    n = len(values)
+    at = np.unique(np.linspace(0, max(n - 1, 0), min(n, MOST_POINTS)).astype(int))
+    half = (width or max(5, n // 15 | 1)) // 2
+    windows = (values[max(0, i - half) : i + half + 1] for i in at)
+    finite = (window[np.isfinite(window)] for window in windows)
+    middle = np.median if robust else np.mean
+    return at, np.array([middle(window) if len(window) else np.nan for window in finite])
 
 
-def evaluated(line: Line) -> tuple[np.ndarray, np.ndarray]:
-    """(examples, values) of a line's evaluations, without an accuracy of equal models, where every pair is a tie."""
-    examples, values = line.run.eval.points(line.metric.replace("SPLIT", "eval"))
-    ties = (examples == 0) & (values == 0) & line.metric.endswith("accuracies")
-    return examples[~ties], values[~ties]
-
-
-def smoothed(values: np.ndarray, width: int, *, robust: bool = False) -> np.ndarray:
-    """Running mean, or median if `robust`, of the `width` values around each.
-
-    There are fewer at the ends; NaN does not count."""
-    there, half, n = np.isfinite(values), width // 2, len(values)
-    if robust:  # in a long run only at as many places as a picture can show
-        at = places(n)
-        windows = (values[max(0, i - half) : i + half + 1] for i in at)
-        medians = [np.median(w[np.isfinite(w)]) if np.isfinite(w).any() else np.nan for w in windows]
-        return np.interp(np.arange(n), at, medians)
-    sums, counts = (np.concatenate([[0.0], np.cumsum(v)]) for v in (np.where(there, values, 0.0), there))
-    low, high = np.maximum(np.arange(n) - half, 0), np.minimum(np.arange(n) + half + 1, n)
-    size = counts[high] - counts[low]
-    return np.where(size > 0, (sums[high] - sums[low]) / np.maximum(size, 1), np.nan)
-
-
-def places(n: int) -> np.ndarray:
-    """At most MOST_POINTS indices of n, evenly spread."""
-    return np.unique(np.linspace(0, max(n - 1, 0), min(n, MOST_POINTS)).astype(int))
-
-
-def extremes(values: np.ndarray) -> np.ndarray:
-    """Indices of values to draw: of a long run, both extremes of each part."""
+def find_extremes(values: np.ndarray) -> np.ndarray:
+    """Indices to draw: both extremes of each part of a long run."""
     if len(values) <= 2 * MOST_POINTS:
         return np.arange(len(values))
     found = []
@@ -204,20 +191,15 @@ def extremes(values: np.ndarray) -> np.ndarray:
     return np.unique(found)
 
 
-def choose_width(n: int) -> int:
-    """Width of the running mean: a fifteenth of n updates, odd, at least 5."""
-    return max(5, n // 15 | 1)
-
-
-# --- drawing ----------------------------------------------------------------------------------------------------------
+STYLE = {
+    **{"font.size": 9, "font.sans-serif": ["DejaVu Sans"], "text.parse_math": False},  # names hold no formulas
+    **{"svg.fonttype": "none", "svg.hashsalt": "curves", "path.simplify_threshold": 0.5},  # equal runs, equal files
+}
 
 
 def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, bytes]:
-    """Draw a chart as SVG, for light and dark pages, and as PNG."""
-    settings = {"font.size": 9, "text.parse_math": False, "path.simplify_threshold": 0.5}  # names hold no formulas
-    settings |= {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
-    settings |= {"svg.hashsalt": "curves"}  # equal runs give equal files
-    with mpl.rc_context(settings), warnings.catch_warnings():
+    """Draw a chart as SVG and as PNG."""
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in a script that the font lacks
         picture = Figure(figsize=SIZE, dpi=DPI, facecolor=LIGHT.background, layout="constrained")
         canvas = FigureCanvasAgg(picture)
@@ -230,42 +212,45 @@ def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, 
             _dress(axis, chart, panel)
             if len(panels) > 1:
                 axis.set_title(panel[0].metric.rpartition("/")[2], color=LIGHT.muted, fontsize=9, loc="left")
-        _add_title_and_legend(picture, chart, panels, several=several)
+        _add_title_and_legend(picture, chart, lines, several=several)
         png, svg = io.BytesIO(), io.BytesIO()
         canvas.draw()  # once; savefig would draw again for the layout
         imsave(png, np.asarray(canvas.buffer_rgba()), format="png", metadata={"Software": None})
         picture.set_layout_engine("none")
         picture.savefig(svg, format="svg", dpi=72, metadata={"Date": None})
-    return _use_variables(svg.getvalue().decode()).encode(), png.getvalue()
-
-
-def _use_variables(svg: str) -> str:
-    """Replace colours by CSS variables, and shorten numbers to hundredths of a point."""
+    text = svg.getvalue().decode()
+    # matplotlib writes fixed colours; as variables they follow the page's theme
     for name, color in LIGHT.variables().items():
-        svg = svg.replace(f": {color}", f": var({name})")
-    svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)
-    return svg.replace("<defs>", f"<defs><style>{COLORS}</style>", 1)
+        text = text.replace(f": {color}", f": var({name})")
+    text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)  # hundredths of a point are enough
+    return text.replace("<defs>", f"<defs><style>{COLORS}</style>", 1).encode(), png.getvalue()
 
 
 def _draw_line(axis: Any, chart: Chart, line: Line, *, several: bool) -> None:
     color = LIGHT.colors[line.color % len(LIGHT.colors)]
     style = "-" if line.color < len(LIGHT.colors) else (0, (4, 1.5))
-    train = line.run.train
-    values = train[line.metric.replace("SPLIT", "train")]
-    n, drawn = int(np.isfinite(values).sum()), extremes(values)
+    examples, values = line.run.train.examples, line.run.train[line.metric.replace("SPLIT", "train")]
+    n, drawn = int(np.isfinite(values).sum()), find_extremes(values)
     if n >= FEWEST_TO_SMOOTH and chart.smooth:
-        course, at = smoothed(values, choose_width(n), robust=line.metric == "grad_norm"), places(len(values))
-        axis.plot(train.examples[drawn], values[drawn], color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
-        axis.plot(train.examples[at], course[at], style, color=color, linewidth=1.7)
+        at, course = smooth(values, robust=line.metric == "grad_norm")
+        axis.plot(examples[drawn], values[drawn], color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
+        axis.plot(examples[at], course, style, color=color, linewidth=1.7)
     elif n:
-        marker = "." if n == 1 else None
-        axis.plot(train.examples[drawn], values[drawn], style, color=color, linewidth=1.7, marker=marker)
+        axis.plot(examples[drawn], values[drawn], style, color=color, linewidth=1.7, marker="." if n == 1 else None)
     if "SPLIT" in line.metric:
-        examples, held_out = evaluated(line)
-        dots = {"marker": "o", "markersize": 4.6 if len(examples) <= 30 else 2.6, "markeredgewidth": 1.2, "zorder": 3}
-        dots |= {"markerfacecolor": LIGHT.background, "markeredgecolor": color}
-        dotted = (0, (1, 1.8)) if len(examples) > 2 else "none"  # two points are not a course
-        axis.plot(examples, held_out, color=color, linestyle=dotted, linewidth=1.1, **dots)
+        examples, held_out = line.evaluations()
+        axis.plot(
+            *(examples, held_out),
+            color=color,
+            linestyle=(0, (1, 1.8)) if len(examples) > 2 else "none",  # two points are not a course
+            linewidth=1.1,
+            marker="o",
+            markersize=4.6 if len(examples) <= 30 else 2.6,
+            markeredgewidth=1.2,
+            markerfacecolor=LIGHT.background,
+            markeredgecolor=color,
+            zorder=3,
+        )
 
 
 def _dress(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
@@ -275,7 +260,7 @@ def _dress(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
     if chart.share:
-        axis.set_ylim(_least(lines) - 0.06 if chart.level else -0.03, 1.03)
+        axis.set_ylim(_find_least(lines) - 0.06 if chart.level else -0.03, 1.03)
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
     if chart.from_zero:
         axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
@@ -300,17 +285,16 @@ def _dress(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
 def _spans_decades(lines: Sequence[Line]) -> bool:
     """Return whether all values are above 0 and span a wide range."""
     values = [line.run.train.points(line.metric)[1] for line in lines]
-    usual = [float(np.median(v)) for v in values]
-    peaks = max(float(v.max()) for v in values) / min(usual) if min(usual) > 0 else 0.0
-    return peaks > 20 and min(float(v.min()) for v in values) > 0
+    usual = min(float(np.median(v)) for v in values)
+    return min(float(v.min()) for v in values) > 0 and max(float(v.max()) for v in values) > 20 * usual
 
 
-def _least(lines: Sequence[Line]) -> float:
+def _find_least(lines: Sequence[Line]) -> float:
     """Lowest accuracy of evaluations and smoothed training curves; at most 0.45."""
     found = [0.45]
     for line in lines:
         values = line.run.train.points(line.metric.replace("SPLIT", "train"))[1]
-        found += [*evaluated(line)[1], *smoothed(values, choose_width(len(values)))]
+        found += [*line.evaluations()[1], *smooth(values)[1]]
     return float(min(found))
 
 
@@ -322,24 +306,19 @@ def _abbreviate(value: float, _: Any = None) -> str:
     return f"{value:g}"
 
 
-def _printable(text: str) -> str:
-    """Replace control characters and halves of letters, which no SVG may hold."""
-    return "".join(c if c.isprintable() else " " for c in text)
+def _add_title_and_legend(picture: Any, chart: Chart, lines: Sequence[Line], *, several: bool) -> None:
+    def printable(text: str) -> str:  # no SVG may hold control characters and halves of letters
+        return "".join(c if c.isprintable() else " " for c in text)
 
-
-def _add_title_and_legend(picture: Any, chart: Chart, panels: list[list[Line]], *, several: bool) -> None:
     title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
-    picture.suptitle(_printable(title), color=LIGHT.ink, fontsize=10.5, fontweight="bold", x=0.02, ha="left")
-    shown = {line.color: (line.run.name if several else line.label) for panel in panels for line in panel}
+    picture.suptitle(printable(title), color=LIGHT.ink, fontsize=10.5, fontweight="bold", x=0.02, ha="left")
+    shown = {line.color: (line.run.name if several else line.label) for line in lines}
     if not several and len(shown) == 1:
         return
     handles = [mpl.lines.Line2D([], [], color=LIGHT.colors[i % len(LIGHT.colors)], linewidth=2.2) for i in shown]
-    names = [_printable(name if len(name) <= 24 else f"{name[:22]}...") for name in shown.values()]
+    names = [printable(name if len(name) <= 24 else f"{name[:22]}...") for name in shown.values()]
     place = {"loc": "outside lower left", "ncols": min(len(names), 3), "frameon": False}
     picture.legend(handles, names, fontsize=8, labelcolor=LIGHT.ink, **place)
-
-
-# --- in words ---------------------------------------------------------------------------------------------------------
 
 
 def describe(chart: Chart, lines: Sequence[Line]) -> str:
@@ -347,12 +326,11 @@ def describe(chart: Chart, lines: Sequence[Line]) -> str:
     say = percent if chart.share else in_words
     parts = []
     for line in lines:
-        of_splits = []
-        for split, log in split_logs(line.run):
+        told = []
+        for (split, log), name in zip(line.run.splits, ("training", "evaluation"), strict=True):
             values = log.points(line.metric.replace("SPLIT", split))[1]
             if len(values) and (split == "train" or "SPLIT" in line.metric):
-                name = "training" if split == "train" else "evaluation"
                 first, last, least, most = (say(v) for v in (values[0], values[-1], values.min(), values.max()))
-                of_splits.append(f"{name} from {first} to {last}, between {least} and {most}")
-        parts.append((f"{line.label}: " if line.label else "") + "; ".join(of_splits))
+                told.append(f"{name} from {first} to {last}, between {least} and {most}")
+        parts.append((f"{line.label}: " if line.label else "") + "; ".join(told))
     return f"{chart.title} against examples. " + ". ".join(parts) + "."

@@ -1,7 +1,7 @@
-"""The report of runs: curves, and `report.html`, one file that needs no network and runs no code.
+"""The report of runs: curves, and `report.html`, one file.
 
-The template is `page.html.jinja`. Every text is escaped, and the page's content policy forbids scripts and requests,
-because samples and settings come from models and users.
+The page needs no network and runs no code: every text is escaped, and its content policy forbids scripts and requests,
+because samples and settings come from models and users. The template is `page.html.jinja`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from dpo.analysis import summary
 from dpo.analysis.curves import COLORS, LIGHT, Picture, draw_all
 from dpo.analysis.findings import WARNING, Finding, find_all
-from dpo.analysis.measures import Cost, margin_parts, measure_cost
+from dpo.analysis.measures import Cost, MarginParts, margin_parts, measure_cost
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
-from dpo.numbers import shortened
+from dpo.numbers import figure, shortened, signed
 from dpo.system.plain_files import replacing
 from dpo.system.run_directory import REPORT
 
@@ -52,22 +52,13 @@ class Section(NamedTuple):
     color: str  # CSS variable of its curves' colour
     about: str
     verdict: str
-    tiles: list[summary.Tile]
-    findings: list[Finding]
-    margin: summary.Bars | None
+    tiles: dict[str, summary.Tile]  # by label
+    warnings: list[Finding]
+    notes: list[Finding]
+    margin: MarginParts | None
+    margin_bars: list[tuple[str, float, str]]
     settings: list[summary.Row]
     ledger: LedgerSummary | None
-
-    @property
-    def warnings(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.level == WARNING]
-
-    @property
-    def notes(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.level != WARNING]
-
-    def tile(self, label: str) -> summary.Tile | None:
-        return next((tile for tile in self.tiles if tile.label == label), None)
 
 
 def write_report(
@@ -78,7 +69,9 @@ def write_report(
     find_texts: FindTexts | None = None,
     ended: bool = False,
 ) -> Path:
-    """Write the curves of runs and `report.html` into `out`. Returns the page's path.
+    """Write the curves of runs and `report.html` into `out`.
+
+    Returns the page's path.
 
     `find_texts` finds the texts of a ledger's pairs. `ended`: the runs have ended, though they may hold their locks.
 
@@ -105,17 +98,16 @@ def render(
     lead: Lead | None = None,
     find_texts: FindTexts | None = None,
 ) -> str:
-    """Render the page."""
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters["data_uri"] = lambda image, kind: f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
-    jinja.filters["shortened"] = shortened
+    jinja.filters |= {"shortened": shortened, "figure": figure, "signed": signed}
     costs = [measure_cost(run) for run in runs]
-    sections = [_section(i, run, cost, find_texts) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
+    sections = [_make_section(i, run, cost, find_texts) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
     context: dict[str, Any] = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         "sections": sections,
-        "columns": dict.fromkeys(tile.label for section in sections for tile in section.tiles),
+        "columns": dict.fromkeys(label for section in sections for label in section.tiles),
         "lead": lead,
         "colors": COLORS,
         "pictures": pictures,
@@ -125,63 +117,54 @@ def render(
         "settings": summary.setting_rows(runs),
         "data": summary.data_rows(runs),
         "machines": summary.machine_rows(runs, costs),
-        "parts": [
-            ("Summary", True),
-            ("Findings", True),
-            ("Curves", bool(pictures)),
-            ("Samples", any(run.samples for run in runs)),
-            ("Drawn", any(run.drawn for run in runs)),
-            ("Ledger", any(run.ledger is not None for run in runs)),
-            ("Settings", any(run.config for run in runs)),
-            ("Data", any(run.preflight for run in runs)),
-            ("Cost", True),
-        ],
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
         "several": len(runs) > 1,
-        "best": _best(sections),
+        "best": _find_best(sections),
     }
     return jinja.get_template("page.html.jinja").render(context)
 
 
-def _section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Section:
+def _make_section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Section:
     findings = find_all(run)
     return Section(
         run,
-        f"--plot-{i % len(LIGHT.colors)}",
-        summary.about(run),
-        summary.verdict(run, findings),
-        summary.tiles(run, cost),
-        findings,
-        summary.margin_bars(margin_parts(run)),
-        summary.make_rows([summary.list_settings(run)]),
-        summarize_ledger(run, find_texts),
+        color=f"--plot-{i % len(LIGHT.colors)}",
+        about=summary.describe_run(run),
+        verdict=summary.give_verdict(run, findings),
+        tiles={tile.label: tile for tile in summary.make_tiles(run, cost)},
+        warnings=[finding for finding in findings if finding.level == WARNING],
+        notes=[finding for finding in findings if finding.level != WARNING],
+        margin=(parts := margin_parts(run)),
+        margin_bars=summary.list_margin_parts(parts),
+        settings=summary.setting_rows([run], different=False),
+        ledger=summarize_ledger(run, find_texts),
     )
 
 
 def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSummary | None:
-    """Summary of a run's ledger, with texts if `find_texts` finds them; None without a ledger."""
+    """Summary of a run's ledger, if any, perhaps with texts."""
     if run.ledger is None:
         return None
     from dpo.analysis.ledger import summarize  # needs pyarrow, which most runs do not
 
-    summary = summarize(run.ledger, top=LEDGER_PAIRS)
+    found = summarize(run.ledger, top=LEDGER_PAIRS)
     if find_texts is not None:
-        summary = summary.find_texts(run, find_texts)
-    of_data = [pair for pair in summary.listed if pair.scores is None]
+        found = found.find_texts(run, find_texts)
+    of_data = [pair for pair in found.listed if pair.scores is None]
     if of_data and not any(pair.texts for pair in of_data):
         command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
-        summary = replace(summary, note="; ".join(filter(None, (summary.note, command))))
-    return summary
+        found = replace(found, note="; ".join(filter(None, (found.note, command))))
+    return found
 
 
-def _best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
+def _find_best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
     """(run, label) of the best tiles among two or more comparable ones."""
-    groups: dict[tuple[str, ...], list[tuple[float, Path]]] = {}
+    groups: dict[tuple[str, str], list[tuple[float, Path]]] = {}
     for section in sections:
-        for tile in section.tiles:
+        for label, tile in section.tiles.items():
             if section.run.config and math.isfinite(tile.worth):
                 settings = [section.run.setting(key) for key in (*MEASURED_ON, *tile.scale)]
-                key = (tile.label, json.dumps(settings, sort_keys=True))
+                key = (label, json.dumps(settings, sort_keys=True))
                 groups.setdefault(key, []).append((tile.worth, section.run.path))
     return {
         (path, label)

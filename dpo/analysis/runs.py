@@ -1,4 +1,4 @@
-"""A run as read from its directory: settings, environment, data, metrics, samples, and state.
+"""A run as read from its directory.
 
 A run may still train, have crashed, or lack files: unreadable parts are listed in `Run.problems`, and left out.
 Imports no torch.
@@ -10,7 +10,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,25 +27,34 @@ from dpo.system.run_directory import PARQUET, STREAM, is_locked
 
 RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
 MOST = 1e100  # sums and pictures of larger numbers overflow
-STEP = re.compile(r"step-(\d+)")
-NONFINITE = re.compile(r"nonfinite-(\d+)")  # directory with the examples of an update that was NaN or infinite
 
 
 def number(value: Any) -> float:
-    """A number as a float; NaN for other types, for null (a logged NaN), and from `MOST` on."""
+    """A number as a float; NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST:
         return math.nan
     return float(value)
 
 
+def first_tenth(values: np.ndarray) -> np.ndarray:
+    """The first tenth of the values, at least 10."""
+    return values[: max(10, len(values) // 10)]
+
+
+def last_tenth(values: np.ndarray) -> np.ndarray:
+    """The last tenth of the values, at least 10."""
+    return values[-max(10, len(values) // 10) :]
+
+
 class Log:
-    """Metrics of one split: a row per update or evaluation, in the file's order; NaN where a value is missing."""
+    """Metrics of one split by row, NaN where missing."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]] = ()) -> None:
         self.lines = lines
-        self.examples = np.array([number(line.get("examples")) for line in lines])
-        self.updates = np.array([number(line.get("updates")) for line in lines])
         self._columns: dict[str, np.ndarray] = {}
+        self.examples, self.updates = self["examples"], self["updates"]
+        # names of metrics, in order of appearance
+        self.names = list(dict.fromkeys(name for line in (*lines[:1], *lines[-1:]) for name in line))
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -62,12 +72,10 @@ class Log:
         return self.examples[there], values[there]
 
     def first(self, name: str) -> float:
-        values = self.points(name)[1]
-        return float(values[0]) if len(values) else math.nan
+        return float(next(iter(self.points(name)[1]), math.nan))
 
     def last(self, name: str) -> float:
-        values = self.points(name)[1]
-        return float(values[-1]) if len(values) else math.nan
+        return float(next(iter(self.points(name)[1][::-1]), math.nan))
 
 
 class State(NamedTuple):
@@ -93,12 +101,16 @@ class Run:
     eval: Log = field(default_factory=Log)
     samples: list[dict[str, Any]] = field(default_factory=list)
     drawn: list[dict[str, Any]] = field(default_factory=list)  # prompts with scored answers, by the last updates
-    nonfinite: list[int] = field(default_factory=list)  # updates whose examples were set aside
+    nonfinite: list[int] = field(default_factory=list)  # updates whose examples were set aside: NaN or infinite
     saved: list[int] = field(default_factory=list)  # number of examples at each checkpoint
     best: int | None = None  # number of examples at the checkpoint that BEST names
     ledger: Any = None  # a pyarrow.Table, if the run has one
     problems: list[str] = field(default_factory=list)
     state: State = NOTHING
+
+    @property
+    def splits(self) -> tuple[tuple[str, Log], tuple[str, Log]]:
+        return ("train", self.train), ("eval", self.eval)
 
     def setting(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key."""
@@ -115,18 +127,18 @@ class Run:
         return trainable, total
 
     @property
+    def has_pairs(self) -> bool:
+        """Return whether chosen and rejected responses were compared."""
+        return any(name.startswith("rewards_") for _, log in self.splits for name in log.names)
+
+    @property
     def loss(self) -> str:
-        """The loss's name; if the settings are lost, dpo or sft by the metrics' names."""
-        kind = (
-            "dpo"
-            if any(name.startswith("rewards_") for log in (self.train, self.eval) for name in names_in(log))
-            else "sft"
-        )
-        return str(self.setting("loss.name") or kind)
+        """Name of the loss, guessed by metrics if settings are lost."""
+        return str(self.setting("loss.name") or ("dpo" if self.has_pairs else "sft"))
 
     @property
     def objective(self) -> Loss | None:
-        """The run's loss in the table of losses; None if its settings are lost or name an unknown loss."""
+        """The run's row in the table of losses; None if unknown."""
         config = self.setting("loss")
         if not isinstance(config, Mapping) or str(config.get("name")) not in LOSSES:
             return None
@@ -134,19 +146,19 @@ class Run:
         return find_loss(config) if isinstance(parts, Mapping) and parts.keys() <= LOSSES.keys() else None
 
     @property
-    def has_reference(self) -> bool:
-        """Return whether rewards are relative to a reference, as far as is known."""
-        return self.objective is not None and self.objective.reference
+    def is_per_token(self) -> bool:
+        """Return whether rewards are means over tokens, or may be."""
+        return self.objective is None or bool(self.objective.per_token)
 
     @property
-    def has_pairs(self) -> bool:
-        """Return whether chosen and rejected responses were compared."""
-        return any("rewards_" in name for log in (self.train, self.eval) for name in names_in(log))
+    def has_reference(self) -> bool:
+        """Return whether rewards are known to be relative to a reference."""
+        return self.objective is not None and self.objective.reference
 
     @property
     def online(self) -> bool:
         """Return whether pairs were drawn from the policy."""
-        return self.setting("online.name") == "online" or "online/score" in names_in(self.train)
+        return self.setting("online.name") == "online" or "online/score" in self.train.names
 
     @property
     def updates(self) -> int:
@@ -159,23 +171,31 @@ class Run:
 
     @property
     def total_updates(self) -> int | None:
-        """Number of updates of the whole run, as counted by the preflight; None if unknown."""
+        """Number of updates that the preflight counted; None if unknown."""
         total = self.count("updates")
         return int(total) if total > 0 else None
 
+    def ends(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The first and last tenth of a training metric's values."""
+        values = self.train.points(name)[1]
+        return first_tenth(values), last_tenth(values)
+
     def tail(self, split: str, name: str) -> float:
-        """Value at the last evaluation, or mean over the last tenth of the updates, at least 10."""
-        values = self.train.points(name)[1] if split == "train" else self.eval.points(name)[1][-1:]
-        return float(values[-max(10, len(values) // 10) :].mean()) if len(values) else math.nan
+        """Value at the last evaluation, or mean over the last updates."""
+        if split == "eval":
+            return self.eval.last(name)
+        values = self.ends(name)[1]
+        return float(values.mean()) if len(values) else math.nan
 
-
-def names_in(log: Log) -> list[str]:
-    """Names of a log's metrics, in order of appearance."""
-    return list(dict.fromkeys(name for line in (*log.lines[:1], *log.lines[-1:]) for name in line))
+    def samples_at(self, place: int) -> list[dict[str, Any]]:
+        """Samples of the first (0) or the last (-1) evaluation."""
+        return [sample for sample in self.samples if sample["examples"] == self.samples[place]["examples"]]
 
 
 def read_run(path: Path, *, ended: bool = False) -> Run:
-    """Read a run's directory. `ended`: the run says so itself, though it still holds its lock.
+    """Read a run's directory.
+
+    `ended`: the run says so itself, though it still holds its lock.
 
     Raises InputError if the path is not a run's directory.
     """
@@ -187,7 +207,6 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
 
 
 def read_config(path: Path) -> Run:
-    """Read the config alone of a run."""
     run = Run(path.resolve(), path.resolve().name)
     run.config = redact(_read_mapping(run, "config.yaml"))
     return run
@@ -199,19 +218,21 @@ def _read(path: Path, *, ended: bool) -> Run:
     run.preflight = _read_mapping(run, "preflight.json")
     lines = _read_lines(run, "metrics.jsonl", lambda line: line.get("split") in ("train", "eval"))
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
-    lines = []
     if (run.path / "samples.jsonl").exists() or run.setting("sample_during_eval", True):
         lines = _read_lines(run, "samples.jsonl", lambda line: _is_sample(line) or _is_drawn(line))
-    run.samples, run.drawn = ([line for line in lines if is_one(line)] for is_one in (_is_sample, _is_drawn))
+        run.samples, run.drawn = ([line for line in lines if is_one(line)] for is_one in (_is_sample, _is_drawn))
     run.ledger = _read_ledger(run)
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
-    run.nonfinite = sorted(int(found[1]) for name in folders if (found := NONFINITE.fullmatch(name)))
-    run.saved = sorted(int(found[1]) for name in folders if (found := STEP.fullmatch(name)))
-    best = STEP.fullmatch((run.path / "BEST").resolve().name)
-    run.best = int(best[1]) if best and int(best[1]) in run.saved else None
+    run.nonfinite, run.saved = (
+        sorted(int(name.removeprefix(kind)) for name in folders if re.fullmatch(rf"{kind}\d+", name))
+        for kind in ("nonfinite-", "step-")
+    )
+    best = (run.path / "BEST").resolve().name
+    # the link may lead nowhere, or to a checkpoint that was deleted
+    run.best = next((n for n in run.saved if f"step-{n}" == best), None)
     name = run.setting("exp_name")
     run.name = redact(name if isinstance(name, str) and name.strip() else run.path.name)
-    run.state = find_state(run, locked=not ended and is_locked(run.path), ended=ended)
+    run.state = _find_state(run, locked=not ended and is_locked(run.path), ended=ended)
     return run
 
 
@@ -226,74 +247,69 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
     return runs
 
 
-def find_state(run: Run, *, locked: bool, ended: bool = False) -> State:
-    """State of a run; `locked` by a process that trains, or `ended` in order, as it says itself."""
+def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
+    """State of a run, `locked` by a process or `ended` in order."""
     done, total = run.updates, run.total_updates
-    of = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
-    evaluated = _largest(run.eval.updates)
-    if total and done >= total and evaluated >= total:
-        return State("complete", f"complete after {of}")
+    progress = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
+    if total and done >= total and _largest(run.eval.updates) >= total:
+        return State("complete", f"complete after {progress}")
     if locked:
-        return State("training", f"still training, {of} so far")
+        return State("training", f"still training, {progress} so far")
     if not len(run.train) and not len(run.eval):
         return run.state
     if run.nonfinite and run.nonfinite[-1] > done:
         return State("aborted", f"aborted at update {run.nonfinite[-1]:,}: loss or gradient was NaN or infinite")
     if ended:  # its last checkpoint may still be written
-        return State("stopped", f"stopped after {of}")
+        return State("stopped", f"stopped after {progress}")
     if done and run.saved and run.saved[-1] == run.examples:
-        return State("stopped", f"stopped after {of}, and saved there: resume=auto continues it")
+        return State("stopped", f"stopped after {progress}, and saved there: resume=auto continues it")
     if total is None:
-        return State("ended", f"ended after {of}; of how many, preflight.json would say")
+        return State("ended", f"ended after {progress}; of how many, preflight.json would say")
     lost = f", the last checkpoint is of {count(run.saved[-1], 'example')}" if run.saved else ", without a checkpoint"
-    return State("ended", f"crashed or killed after {of}{lost}")
+    return State("ended", f"crashed or killed after {progress}{lost}")
 
 
 def _check_is_run(path: Path) -> None:
     if not path.is_dir():
         what = "is not a directory" if os.path.lexists(path) else "does not exist"
         raise InputError(f"{path} {what}: give the directory of a run, which has config.yaml and metrics.jsonl")
-    if STEP.fullmatch(path.resolve().name):
+    if re.fullmatch(r"step-\d+", path.resolve().name):
         raise InputError(f"{path} is a checkpoint: give the directory of its run, {path.resolve().parent}")
     if not any((path / name).is_file() for name in RECORDS):
         raise InputError(f"{path} is no run: it has neither {' nor '.join(RECORDS)}; give the directory of a run")
 
 
-def _read_bytes(run: Run, name: str) -> bytes | None:
-    """Read a file; None, and a problem, if it is missing or unreadable."""
-    path = run.path / name
+@contextmanager
+def _noting_problems(run: Run, name: str) -> Iterator[None]:
+    """Inside, an unreadable part becomes one of the run's problems."""
     try:
-        check_readable(path)
-        return path.read_bytes()
+        yield
     except FileNotFoundError:
         run.problems.append(f"{name} is missing")
     except (InputError, OSError) as error:
         run.problems.append(f"{name} cannot be read: {error}")
-    return None
 
 
 def _read_mapping(run: Run, name: str) -> dict[str, Any]:
-    """Read the mapping in a YAML or JSON file; empty, and a problem, without one."""
-    try:
+    """Read the mapping in a YAML or JSON file; empty without one."""
+    found: dict[str, Any] = {}
+    with _noting_problems(run, name):
         value = read_json(run.path / name) if name.endswith(".json") else read_yaml(run.path / name)
-        value = json.loads(json.dumps(value, default=str))  # no dates
-    except FileNotFoundError:
-        run.problems.append(f"{name} is missing")
-        return {}
-    except (InputError, OSError, TypeError) as error:  # TypeError: keys of a mapping that are not names
-        run.problems.append(f"{name} cannot be read: {error}")
-        return {}
-    if not isinstance(value, dict):
-        run.problems.append(f"{name} cannot be read: it holds no mapping")
-        return {}
-    return value
+        if not isinstance(value, dict):
+            raise InputError("it holds no mapping")
+        try:
+            found = json.loads(json.dumps(value, default=str))  # no dates
+        except TypeError as error:  # keys of a mapping that are not names
+            raise InputError(str(error)) from error
+    return found
 
 
-def _read_lines(run: Run, name: str, is_one: Any) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file, one per line, that `is_one` accepts; other lines are counted as a problem."""
-    content = _read_bytes(run, name)
-    if content is None:
-        return []
+def _read_lines(run: Run, name: str, is_one: Callable[[dict], bool]) -> list[dict[str, Any]]:
+    """Read the objects of a file, one per line, that `is_one` accepts."""
+    content = b""
+    with _noting_problems(run, name):
+        check_readable(run.path / name)
+        content = (run.path / name).read_bytes()
     lines, odd = [], []
     rows = content.decode("utf-8", "replace").split("\n")
     for i, row in enumerate(rows, start=1):
@@ -320,43 +336,35 @@ def _read_ledger(run: Run) -> Any:
         return None  # most runs have none, and need no pyarrow
     from dpo.analysis.ledger_file import read_ledger
 
-    try:
-        table = read_ledger(run.path)
-    except (InputError, OSError) as error:
-        run.problems.append(f"the ledger cannot be read: {error}")
-        return None
-    return table if table is not None and len(table) else None
+    with _noting_problems(run, "the ledger"):
+        return read_ledger(run.path) or None
 
 
-def _is_sample(line: Mapping[str, Any]) -> bool:
-    """Return whether a line is a `Sample` with the number of examples trained on before it."""
-    texts = isinstance(line.get("prompt"), str) and isinstance(line.get("policy"), str)
+def _has(value: Any, *, numbers: Sequence[str] = (), **types: Any) -> bool:
+    """Return whether an object has finite `numbers` and these types."""
     return (
-        texts and isinstance(line.get("reference"), (str, type(None))) and math.isfinite(number(line.get("examples")))
+        isinstance(value, Mapping)
+        and all(math.isfinite(number(value.get(name))) for name in numbers)
+        and all(isinstance(value.get(name), kind) for name, kind in types.items())
     )
 
 
+def _is_sample(line: Mapping[str, Any]) -> bool:
+    """Return whether a line is a `Sample`."""
+    return _has(line, numbers=["examples"], prompt=str, policy=str, reference=(str, type(None)))
+
+
 def _is_drawn(line: Mapping[str, Any]) -> bool:
-    """Return whether a line is a prompt with the answers drawn by an update."""
-    answers = line.get("completions")
-    if not isinstance(line.get("prompt"), str) or not math.isfinite(number(line.get("examples"))):
-        return False
-    if not isinstance(answers, list) or not all(map(_is_completion, answers)):
-        return False
-    return all(type(line.get(which)) is int and 0 <= line[which] < len(answers) for which in ("best", "worst"))
-
-
-def _is_completion(answer: Any) -> bool:
+    """Return whether a line is a prompt with drawn answers."""
     return (
-        isinstance(answer, Mapping)
-        and isinstance(answer.get("text"), str)
-        and isinstance(answer.get("ended"), bool)
-        and all(math.isfinite(number(answer.get(name))) for name in ("score", "tokens"))
+        _has(line, numbers=["examples", "best", "worst"], prompt=str, completions=list, best=int, worst=int)
+        and all(_has(a, numbers=["score", "tokens"], text=str, ended=bool) for a in line["completions"])
+        and all(0 <= line[which] < len(line["completions"]) for which in ("best", "worst"))
     )
 
 
 def rank_answers(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The answers in a record of `Run.drawn` with their ranks, best first: best, another, worst."""
+    """Rank the answers in a record of `Run.drawn`, best first."""
     answers, names = record["completions"], {record["worst"]: "worst", record["best"]: "best"}
     others = [place for place in range(len(answers)) if place not in names]
     places = dict.fromkeys((record["best"], *others, record["worst"]))

@@ -1,7 +1,7 @@
-"""Checksums of files: computed while a file is written, so that it is not read again, and verified in parallel.
+"""Checksums of files, computed while writing and verified in parallel.
 
-The SHA-256 of a whole file, as printed by `sha256sum`, can only be computed sequentially. So each block of BLOCK bytes
-has its own checksum, and all cores verify blocks in parallel.
+A file is not read again for its checksums. The SHA-256 of a whole file, as printed by `sha256sum`, can only be computed
+sequentially. So each block of BLOCK bytes has its own checksum, and all cores verify blocks in parallel.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ SYNC_EVERY = 2**30  # bytes; so that the last sync need not write the whole file
 IN_THREADS = 2**20  # bytes; smaller pieces are hashed in the calling thread
 
 
-def no_progress() -> None:
-    """The default progress callback: does nothing."""
-
-
 class HashedFile:
-    """A new append-only file, sufficient for `torch.save`, with its checksums."""
+    """A new file, written by appending as `torch.save` does, with its checksums.
 
-    def __init__(self, path: Path, progress: Callable[[], None] = no_progress) -> None:
+    `progress` is called after every block.
+    """
+
+    def __init__(self, path: Path, progress: Callable[[], None] = lambda: None) -> None:
         self._file, self._progress = path.open("wb"), progress
         self._threads = ThreadPoolExecutor(3, thread_name_prefix="hash")  # file hash, block hash, sync
         self._whole, self._block = hashlib.sha256(), hashlib.sha256()
@@ -47,52 +46,45 @@ class HashedFile:
         left = data
         while left:
             piece = left[: BLOCK - self._n_bytes % BLOCK]
-            self._append(piece)
             left = left[len(piece) :]
+            self._append(piece)
+            self._n_bytes += len(piece)
+            if self._n_bytes % BLOCK == 0:
+                self._blocks.append(self._block.hexdigest())
+                self._block = hashlib.sha256()
+                self._progress()
+            if self._n_bytes % SYNC_EVERY == 0:
+                self.flush()
+                self._syncing = self._threads.submit(os.fdatasync, self._file.fileno())
         return len(data)
 
     def _append(self, piece: memoryview) -> None:
+        digests = self._whole, self._block
         if len(piece) < IN_THREADS:
-            self._whole.update(piece)
-            self._block.update(piece)
             self._file.write(piece)
-        else:
-            hashing = [self._threads.submit(digest.update, piece) for digest in (self._whole, self._block)]
-            try:
-                self._file.write(piece)
-            finally:
-                wait(hashing)
-        self._n_bytes += len(piece)
-        if self._n_bytes % BLOCK == 0:
-            self._end_block()
-
-    def _end_block(self) -> None:
-        self._blocks.append(self._block.hexdigest())
-        self._block = hashlib.sha256()
-        if self._n_bytes % SYNC_EVERY == 0:
-            self._finish_syncing()
-            self._file.flush()
-            self._syncing = self._threads.submit(os.fdatasync, self._file.fileno())
-        self._progress()
-
-    def _finish_syncing(self) -> None:
-        """Wait for the last sync and raise its error, which the system reports only once."""
-        if self._syncing is not None:
-            self._syncing.result()
+            for digest in digests:
+                digest.update(piece)
+            return
+        hashing = [self._threads.submit(digest.update, piece) for digest in digests]
+        try:
+            self._file.write(piece)
+        finally:
+            wait(hashing)  # also after an error: torch may free the memory of `piece` then
 
     def flush(self) -> None:
+        if self._syncing is not None:
+            self._syncing.result()  # the system reports a failed sync only once
         self._file.flush()
 
     def sync(self) -> tuple[dict[str, Any], list[str]]:
-        """Sync the file to the disk. Returns its checksum and size, and the checksums of its blocks."""
-        self._finish_syncing()
-        self._file.flush()
+        """Sync to the disk; return checksum and size, and the blocks' checksums."""
+        self.flush()
         os.fsync(self._file.fileno())
         rest = [self._block.hexdigest()] * (self._n_bytes % BLOCK > 0)
         return {"sha256": self._whole.hexdigest(), "bytes": self._n_bytes}, self._blocks + rest
 
 
-class Part(NamedTuple):
+class Block(NamedTuple):
     """A part of a file and its expected checksum."""
 
     path: Path
@@ -101,34 +93,35 @@ class Part(NamedTuple):
     sha256: str
 
     def is_right(self) -> bool:
-        """Return whether the part is complete and its checksum matches."""
+        """Return whether the block is complete and its checksum matches."""
         digest, left = hashlib.sha256(), self.n_bytes
-        buffer = memoryview(bytearray(min(left, 2**20)))
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start)
-            while left and (n := file.readinto(buffer[:left])):
-                digest.update(buffer[:n])
-                left -= n
+            while left and (piece := file.read(min(left, IN_THREADS))):
+                digest.update(piece)
+                left -= len(piece)
         return digest.hexdigest() == self.sha256
 
 
-def split_into_blocks(path: Path, n_bytes: int, checksums: Sequence[str]) -> list[Part]:
-    """The blocks of a file of `n_bytes`. Raises ValueError unless there is one checksum for each."""
+def split_into_blocks(path: Path, n_bytes: int, checksums: Sequence[str]) -> list[Block]:
+    """The blocks of a file of `n_bytes`.
+
+    Raises ValueError unless there is one checksum for each.
+    """
     if len(checksums) != math.ceil(n_bytes / BLOCK):
         raise ValueError(f"{len(checksums)} checksums for {n_bytes} bytes")
     starts = range(0, n_bytes, BLOCK)
-    return [Part(path, s, min(BLOCK, n_bytes - s), digest) for s, digest in zip(starts, checksums, strict=True)]
+    return [Block(path, s, min(BLOCK, n_bytes - s), digest) for s, digest in zip(starts, checksums, strict=True)]
 
 
-def find_wrong(parts: Sequence[Part], progress: Callable[[], None] = no_progress) -> Part | None:
-    """The first part whose checksum does not match, None if all match; several threads read at a time."""
-    with ThreadPoolExecutor(thread_name_prefix="verify") as threads:
-        answers = [threads.submit(part.is_right) for part in parts]
-        try:
-            for part, answer in zip(parts, answers, strict=True):
-                if not answer.result():
-                    return part
-                progress()
-        finally:
-            threads.shutdown(cancel_futures=True)
+def find_wrong(blocks: Sequence[Block], progress: Callable[[], None] = lambda: None) -> Block | None:
+    """The first block whose checksum does not match, if any."""
+    threads = ThreadPoolExecutor(thread_name_prefix="verify")
+    try:
+        for block, is_right in zip(blocks, threads.map(Block.is_right, blocks), strict=True):
+            if not is_right:
+                return block
+            progress()
+    finally:
+        threads.shutdown(cancel_futures=True)
     return None

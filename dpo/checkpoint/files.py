@@ -1,4 +1,4 @@
-"""The files of a checkpoint: complete or absent, checked against their manifest, written in the background, pruned.
+"""The files of a checkpoint: written, verified, pruned.
 
 A checkpoint is a directory `step-EXAMPLES` with a file `NAME.pt` for each part of a run (`dpo.checkpoint.parts`), such
 as the reference's `policy.pt`, `optimizer.pt` and `scheduler.pt`, and files in other formats, such as PEFT's. Each
@@ -16,15 +16,14 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dpo.checkpoint.checksums import HashedFile, find_wrong, no_progress, split_into_blocks
-from dpo.errors import InputError, RunError
+from dpo.checkpoint.checksums import HashedFile, find_wrong, split_into_blocks
+from dpo.errors import InputError, RunError, one_sentence
 from dpo.system.plain_files import check_link, check_readable, read_json, remove, replacing
 
 MANIFEST = "manifest.json"
@@ -46,14 +45,14 @@ def write_checkpoint(
     step_idx: int,
     metrics: Mapping | None,
     facts: Mapping,
-    progress: Callable[[], None] = no_progress,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a checkpoint into a temporary directory that is renamed at the end.
+    """Write a checkpoint, complete or not at all.
 
-    Writes `NAME.pt` for each (name, state), or a file NAME if the state is bytes, and the manifest. Each file is synced
-    before the manifest is written, and each state freed before the next is requested; `progress` is called after every
-    block of a file. Raises RunError if writing fails; then no partial checkpoint remains, and an earlier one at the
-    same step is kept.
+    Writes `NAME.pt` for each (name, state), or a file NAME if the state is bytes, and the manifest, into a temporary
+    directory that is renamed at the end. Each file is synced before the manifest is written, and each state freed
+    before the next is requested; `progress` is called after every block of a file. Raises RunError if writing fails;
+    then no partial checkpoint remains, and an earlier one at the same step is kept.
     """
     temporary, former = (directory.with_name(f".{directory.name}.{kind}") for kind in ("tmp", "former"))
     try:
@@ -112,11 +111,16 @@ def sync_directory(directory: Path) -> None:
 
 
 def point(link: Path, target: Path) -> None:
-    """Make `link` (LATEST, BEST) a symbolic link to `target`, a sibling directory, atomically."""
+    """Make a link (LATEST, BEST) to a sibling directory, atomically."""
     check_link(link)  # it is a directory if the run was copied with links followed
     with replacing(link) as beside:
         beside.symlink_to(target.name, target_is_directory=True)
     sync_directory(link.parent)
+
+
+def parse_step(directory: Path) -> int:
+    """The number of examples after which a `step-N` was saved."""
+    return int(directory.name.removeprefix("step-"))
 
 
 def find_checkpoints(run_dir: Path) -> list[Path]:
@@ -125,45 +129,49 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(found, key=parse_step, reverse=True)
 
 
+def prune(run_dir: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints, BEST and LATEST."""
+    named = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
+    for directory in find_checkpoints(run_dir)[max(keep, ALWAYS_KEPT) :]:
+        if os.path.realpath(directory) not in named:
+            doomed = directory.with_name(f".{directory.name}.pruned")
+            remove(doomed)
+            directory.rename(doomed)  # so that there is never a partial checkpoint
+            shutil.rmtree(doomed, ignore_errors=True)  # leftovers are removed when the run is resumed
+
+
 def tidy(run_dir: Path) -> None:
-    """Clean up after a run that was killed while writing, and restore a checkpoint that it was replacing."""
+    """Clean up after a run that was killed while writing.
+
+    Restores a checkpoint that it was replacing.
+    """
     for former in run_dir.glob(".step-*.former"):
         directory = run_dir / former.name.removeprefix(".").removesuffix(".former")
         if not os.path.lexists(directory):
             former.rename(directory)
-    for kind in ("tmp", "former", "pruned"):
-        for rest in run_dir.glob(f".step-*.{kind}"):
+    for pattern in (".step-*.tmp", ".step-*.former", ".step-*.pruned", f"step-*/.{EXPORTED}.*.tmp"):
+        for rest in run_dir.glob(pattern):
             remove(rest)
-    for rest in run_dir.glob(f"step-*/.{EXPORTED}.*.tmp"):
-        remove(rest)
-
-
-def parse_step(directory: Path) -> int:
-    """The number of examples after which a `step-N` was saved."""
-    return int(directory.name.removeprefix("step-"))
 
 
 def check_complete(
-    directory: Path, progress: Callable[[], None] = no_progress, *, only: Collection[str] | None = None
+    directory: Path, progress: Callable[[], None] = lambda: None, *, only: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Verify every byte of a checkpoint, in several threads, and return its manifest.
+    """Verify every byte of a checkpoint; return its manifest.
 
     `progress` is called after every block. `only` names the files to verify, None: all. Raises DamagedCheckpoint if the
     checkpoint is not intact.
     """
-    parts = []
+    blocks = []
     try:
         manifest = _read_manifest(directory)
-        for name, expected in manifest["files"].items():
-            if only is not None and name not in only:
-                continue
-            check_readable(directory / name)
-            if (size := (directory / name).stat().st_size) != expected["bytes"]:
-                raise DamagedCheckpoint(
-                    f"{directory / name}: checksum mismatch ({size} bytes, not {expected['bytes']})"
-                )
-            parts += split_into_blocks(directory / name, expected["bytes"], manifest["blocks"][name])
-        if wrong := find_wrong(parts, progress):
+        for name in manifest["files"] if only is None else manifest["files"].keys() & only:
+            path, n_bytes = directory / name, manifest["files"][name]["bytes"]
+            check_readable(path)
+            if (size := path.stat().st_size) != n_bytes:
+                raise DamagedCheckpoint(f"{path}: checksum mismatch ({size} bytes, not {n_bytes})")
+            blocks += split_into_blocks(path, n_bytes, manifest["blocks"][name])
+        if wrong := find_wrong(blocks, progress):
             raise DamagedCheckpoint(f"{wrong.path}: checksum mismatch")
     except DamagedCheckpoint:
         raise
@@ -185,78 +193,27 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_parts(directory: Path, files: Iterable[str], progress: Callable[[], None] = no_progress) -> None:
-    """Raises DamagedCheckpoint unless every part among the files can be read. Reads no tensor data."""
-    for name in files:
-        if name.endswith(".pt"):
-            read_state(directory / name)
-            progress()
-
-
 def read_state(path: Path) -> Any:
     """The `state` in a checkpoint's file, read by `read_file`."""
     return read_file(path)["state"]
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """Read a checkpoint's file, `state` and more, as data. Raises DamagedCheckpoint if it holds anything else.
+    """Read a checkpoint's file, `state` and more, as data.
 
     Tensors are memory-mapped: the system reads pages on demand and drops them when memory is short. The caller must
-    copy tensors that it keeps, as the file may be deleted.
+    copy tensors that it keeps, as the file may be deleted. Raises DamagedCheckpoint if it holds anything else.
     """
     try:
         check_readable(path)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_be_mapped(path))
+        is_mapped = zipfile.is_zipfile(path)  # torch's format before 1.6 cannot be
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except (MemoryError, DamagedCheckpoint):
         raise
     except pickle.UnpicklingError as error:  # its message advises to run the code
         raise DamagedCheckpoint(f"{path} is damaged or holds more than data; nothing was loaded") from error
     except Exception as error:  # reading damaged or forged bytes can raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        raise DamagedCheckpoint(f"{path} cannot be read: {reason}") from error
+        raise DamagedCheckpoint(f"{path} cannot be read: {one_sentence(error) or type(error).__name__}") from error
     if not isinstance(content, Mapping) or "state" not in content:
         raise DamagedCheckpoint(f"{path} has no 'state'")
     return content
-
-
-def _can_be_mapped(path: Path) -> bool:
-    """Return whether tensors are stored uncompressed and can be mapped, unlike in torch's format before 1.6."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as file:
-        return all(entry.compress_type == zipfile.ZIP_STORED for entry in file.infolist())
-
-
-def prune(run_dir: Path, keep: int) -> None:
-    """Remove all checkpoints except the `keep` newest (at least two) and those that BEST and LATEST name."""
-    named = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
-    for directory in find_checkpoints(run_dir)[max(keep, ALWAYS_KEPT) :]:
-        if os.path.realpath(directory) not in named:
-            doomed = directory.with_name(f".{directory.name}.pruned")
-            remove(doomed)
-            directory.rename(doomed)  # so that there is never a partial checkpoint
-            shutil.rmtree(doomed, ignore_errors=True)  # leftovers are removed when the run is resumed
-
-
-class BackgroundWriter:
-    """Runs one write at a time in a thread; the next call raises the write's exception, if any."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._running: Future[None] | None = None
-
-    def start(self, write: Callable[[], None]) -> None:
-        """Wait for the previous write, then begin this one."""
-        self.wait()
-        self._running = self._pool.submit(write)
-
-    def check(self) -> None:
-        """Raise the exception of a write that has ended, if any."""
-        if self._running is not None and self._running.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait until nothing is being written, and raise the write's exception, if any."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()

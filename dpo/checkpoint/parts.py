@@ -1,9 +1,9 @@
-"""The parts of a checkpoint: what each saves of a run, and how it continues from that."""
+"""The parts of a checkpoint, and how a run continues from each."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,10 @@ class Stateful(Protocol):
 
 
 class Part:
-    """The whole state of `source`, in a file NAME.pt of rank 0. Every process must call `gather` and `restore`."""
+    """The whole state of `source`, in a file NAME.pt.
+
+    Every process must call `gather` and `restore`; rank 0 has the file.
+    """
 
     n_bytes = 0  # taken by a copy of the state; 0: little
 
@@ -34,11 +37,14 @@ class Part:
         self.name, self.source = name, source
 
     def gather(self, *, copy: bool) -> Any:
-        """The whole state on rank 0. With `copy` it does not change while training continues."""
+        """The whole state, on rank 0.
+
+        With `copy` it does not change while training continues.
+        """
         return full_state(self.source.state_dict(), copy=copy)
 
     def convert(self, state: Any) -> Mapping[str, bytes]:
-        """Other formats of a gathered state that are saved too: the content of files by name."""
+        """The content of further files, by name, made of a gathered state."""
         return {}
 
     def restore(self, file: Path) -> None:
@@ -66,10 +72,13 @@ class OptimizerPart(Part):
 
     @property
     def n_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in tensors_in(list(self.source.state.values())))
+        return sum(tensor.nbytes for state in self.source.state.values() for tensor in state.values())
 
     def restore(self, file: Path) -> None:
-        """Load the shards of this process. Raises DamagedCheckpoint if the state does not fit."""
+        """Load this process's shards.
+
+        Raises DamagedCheckpoint if the state does not fit.
+        """
         state = None
         if is_rank_0():
             state = read_state(file)
@@ -81,42 +90,38 @@ class OptimizerPart(Part):
 
 
 class RandomPart(Part):
-    """The random states of all processes; another number of processes continues without them."""
+    """The random states of all processes.
+
+    A run with another number of processes continues without them.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__("random", None)
         self.mesh = mesh
 
     def gather(self, *, copy: bool) -> dict[str, Any]:
-        return {"states": self.mesh.gather_all(random_state())}
+        kind, keys, *rest = np.random.get_state()
+        state = {  # in types allowed in a checkpoint
+            "python": random.getstate(),
+            "numpy": [kind, keys.tolist(), *rest],
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all(),
+        }
+        return {"states": self.mesh.gather_all(state)}
 
     def restore(self, file: Path) -> None:
         states = from_rank_0(read_state(file)["states"] if is_rank_0() else None)
-        if len(states) == self.mesh.world_size:
-            set_random_state(states[self.mesh.rank])
-
-
-def random_state() -> dict[str, Any]:
-    """The random states of Python, numpy and torch in this process, in types allowed in a checkpoint."""
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, keys.tolist(), *rest],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all(),
-    }
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore a `random_state()`, for as many GPUs as this process has now."""
-    random.setstate(state["python"])
-    kind, keys, place, *rest = state["numpy"]
-    if not 0 <= place <= len(keys):  # numpy would accept it
-        raise ValueError(f"{place} is not an index into {len(keys)} keys")
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, *rest))
-    torch.set_rng_state(state["torch"])
-    for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(gpu_state, device)
+        if len(states) != self.mesh.world_size:
+            return
+        state = states[self.mesh.rank]
+        random.setstate(state["python"])
+        kind, keys, place, *rest = state["numpy"]
+        if not 0 <= place <= len(keys):  # numpy would accept it
+            raise ValueError(f"{place} is not an index into {len(keys)} keys")
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, *rest))
+        torch.set_rng_state(state["torch"])
+        for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # there may be fewer now
+            torch.cuda.set_rng_state(gpu_state, device)
 
 
 class ReferenceState(Protocol):
@@ -125,7 +130,7 @@ class ReferenceState(Protocol):
 
 
 class RunState:
-    """The counters of a run, the cached reference log-probabilities, and the states of other parts.
+    """The counters of a run, and the states of other parts.
 
     Without a reference, `frozen` is, on rank 0, the digest of the base under an adapter, which is not saved either.
     """
@@ -133,9 +138,13 @@ class RunState:
     def __init__(self, reference: ReferenceState | None, frozen: str | None, *, rank: int, **parts: Stateful) -> None:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
-        self.evaluated_at = self.saved_at = -1  # number of examples; an evaluation outdates an earlier checkpoint
-        self._frozen = reference.digest if reference else frozen
-        self._reference, self._rank, self._parts = reference, rank, parts
+        self.evaluated_at: int | None = None  # example_counter at the last evaluation
+        self.saved_at: int | None = None  # at the last checkpoint, unless an evaluation came after it
+        self._rank, self._parts = rank, dict(parts)
+        self._frozen, self._frozen_name = frozen, "base"
+        if reference:
+            self._frozen, self._frozen_name = reference.digest, "reference"
+            self._parts["reference_logps"] = reference.logps
 
     def count(self, n_examples: int) -> tuple[int, int]:
         """Count one more update of `n_examples`. Returns (updates, examples) including it."""
@@ -147,80 +156,42 @@ class RunState:
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             "reference": self._frozen,
-            **({"reference_logps": self._reference.logps.state_dict()} if self._reference else {}),
             **{name: part.state_dict() for name, part in self._parts.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict()`. Raises InputError if the reference has changed."""
         if self._rank == 0 and state["reference"] != self._frozen:
-            what = "reference" if self._reference else "base"
-            raise InputError(f"the {what} model has changed since the checkpoint: model.name_or_path or model.archive")
+            name = self._frozen_name
+            raise InputError(f"the {name} model has changed since the checkpoint: model.name_or_path or model.archive")
         for name in COUNTERS:
             setattr(self, name, state[name])
-        if self._reference:
-            self._reference.logps.load_state_dict(state["reference_logps"])
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
 
 
 def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """Why a state of the right form does not fit this optimizer; None if it does.
-
-    Parameters are counted in `optimizer.state_dict()`, which is that of the whole model even if devices hold slices.
-    """
-    ours, theirs = optimizer.state_dict()["param_groups"], state["param_groups"]
-    numbers = [[*range(n, n + len(group["params"]))] for n, group in _numbered(ours)]
-    if [list(group["params"]) for group in theirs] != numbers:
-        return f"it has {sum(len(group['params']) for group in theirs)} parameters, not {sum(map(len, numbers))}"
-    for our, their in zip(ours, theirs, strict=True):
-        if odd := [key for key in our if key in their and not _alike(our[key], their[key])]:
-            return f"its settings {', '.join(odd)} should be {', '.join(str(our[key]) for key in odd)}"
-    shapes: list[Any] = [parameter.shape for group in optimizer.param_groups for parameter in group["params"]]
-    if len(shapes) != sum(map(len, numbers)):
-        shapes = [None] * sum(map(len, numbers))  # shapes of slices cannot be compared
+    """The reason why a state does not fit this optimizer, if any."""
+    # that of the whole model, even if devices hold slices
+    ours, theirs = ([list(group["params"]) for group in s["param_groups"]] for s in (optimizer.state_dict(), state))
+    if ours != theirs:
+        return f"it has {sum(map(len, theirs))} parameters, not {sum(map(len, ours))}"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    is_whole = len(parameters) == sum(map(len, ours))  # shapes of slices cannot be compared
     for number, values in state["state"].items():
-        if number >= len(shapes):
-            return f"it has state for parameter {number} of only {len(shapes)}"
-        if odd := _find_odd_state(type(optimizer), values, shapes[number]):
-            return f"parameter {number}: {odd}"
+        shape = parameters[number].shape if is_whole else None
+        keys = _list_state_keys(type(optimizer), 2 if shape is None else len(shape))
+        if set(values) != keys:
+            return f"parameter {number}: its keys are {', '.join(values)}, not {', '.join(sorted(keys))}"
+        for key, value in values.items():
+            if shape is not None and isinstance(value, torch.Tensor) and not _spreads_to(value.shape, shape):
+                return f"parameter {number}: {key} has shape {tuple(value.shape)}, not {tuple(shape)}"
     return None
-
-
-def _find_odd_state(
-    kind: type[torch.optim.Optimizer], values: Mapping[str, Any], shape: torch.Size | None
-) -> str | None:
-    keys = _list_state_keys(kind, 2 if shape is None else len(shape))
-    if set(values) != keys:
-        return f"its keys are {', '.join(values)}, not {', '.join(sorted(keys))}"
-    for key, value in values.items():
-        if shape is not None and isinstance(value, torch.Tensor) and not _spreads_to(value.shape, shape):
-            return f"{key} has shape {tuple(value.shape)}, not {tuple(shape)}"
-    return None
-
-
-def _numbered(groups: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields each group with the number of parameters before it."""
-    before = 0
-    for group in groups:
-        yield before, group
-        before += len(group["params"])
-
-
-def _alike(ours: Any, theirs: Any) -> bool:
-    """Return whether two settings have the same type; numbers all match, and None, lists and tuples match anything."""
-    if _is_number(ours):
-        return _is_number(theirs)
-    return ours is None or theirs is None or isinstance(theirs, type(ours)) or isinstance(ours, (list, tuple))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @cache
 def _list_state_keys(kind: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
-    """The keys of an optimizer class's state per parameter, found by updating one."""
+    """The keys of an optimizer's state per parameter, found by an update."""
     parameter = torch.nn.Parameter(torch.zeros((2,) * ndim))
     parameter.grad = torch.zeros_like(parameter)
     probe = kind([parameter], lr=1.0)
@@ -229,17 +200,5 @@ def _list_state_keys(kind: Callable[..., torch.optim.Optimizer], ndim: int) -> s
 
 
 def _spreads_to(shape: torch.Size, whole: torch.Size) -> bool:
-    """Return whether a shape broadcasts to a parameter's: the same, one value in all, or one per row or column."""
+    """Return whether a shape broadcasts to a parameter's."""
     return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
-
-
-def tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in a nested state."""
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from tensors_in(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from tensors_in(value)

@@ -1,11 +1,11 @@
-"""Resuming a run: its directory, the checkpoint to continue from, and the check that config and data are unchanged."""
+"""Resuming a run: its directory, its checkpoint, and what must be unchanged."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -16,10 +16,10 @@ from dpo.checkpoint.files import (
     STEP,
     DamagedCheckpoint,
     check_complete,
-    check_parts,
     find_checkpoints,
     parse_step,
     point,
+    read_state,
     sync_directory,
     tidy,
 )
@@ -48,7 +48,7 @@ class ResumePoint(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run's directory, locked by this process, and the checkpoint in it from which the run resumes."""
+    """A run's directory, locked by this process, and its resume point."""
 
     directory: Path
     lock: IO
@@ -59,34 +59,33 @@ class Run(NamedTuple):
         return None if self.found is None else self.found.path
 
     def is_finished(self, updates: int) -> bool:
-        """Return whether the checkpoint comes after the last of `updates` and includes the final evaluation."""
+        """Return whether all updates and the final evaluation are done."""
         if self.found is None:
             return False
         return self.found.manifest["updates"] >= updates and self.found.manifest["evaluated"]
 
 
 def look_at_run(plan: Plan) -> ResumePoint | None:
-    """The checkpoint that `open_run` would continue from. Raises the same InputErrors, and writes nothing."""
+    """The checkpoint that `open_run` would continue from.
+
+    Raises the same InputErrors, and writes nothing.
+    """
     path = _real(plan.run.local_run_dir)
     if (path / LOCK).exists():
         lock_run_dir(path).close()
     if plan.run.resume is None:
         check_free(path)
         return None
-    source = _source(plan)
-    found = _find_whole(source, plan)
-    if not _belongs_to(source, path):
-        if not _is_begun(path, found):
-            check_free(path)
-        elif find_checkpoints(path):
-            return _find_whole(path, plan)
-    elif found is not None and _is_named(source):
-        _refuse_going_back(found, plan.run.resume)
-    return found
+    source, elsewhere = _find_source(plan, path)
+    if elsewhere is None:
+        return _find_own(source, plan)
+    if not _is_begun(path, elsewhere):
+        check_free(path)
+    return elsewhere
 
 
 def open_run(plan: Plan, logs: Sequence[str]) -> Run:
-    """Create or reopen the directory of a run, and find the checkpoint from which it resumes, if any.
+    """Create or reopen a run's directory, and find its resume point.
 
     A run that resumes in another directory starts with copies of that checkpoint and of the files named `logs`. Raises
     InputError if the directory holds another run or is locked, if a named checkpoint is missing, and if the config is
@@ -94,16 +93,31 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
     """
     if plan.run.resume is None:
         return _claim(plan, logs, continued=False)
-    path, source = _real(plan.run.local_run_dir), _source(plan)
-    if _belongs_to(source, path):
-        return _continue_here(plan, source, logs)
-    found = _find_whole(source, plan)
-    begun = _is_begun(path, found)
-    if begun and find_checkpoints(path):  # the same command was run before
-        return _continue_here(plan, path, logs)
-    run = _claim(plan, logs, continued=begun)
-    _begin_with(found, run.directory, logs)
-    return _go_on(run, found)
+    path = _real(plan.run.local_run_dir)
+    source, found = _find_source(plan, path)
+    if found is not None:
+        run = _claim(plan, logs, continued=_is_begun(path, found))
+        _begin_with(found, run.directory, logs)
+    else:
+        run = _claim(plan, logs, continued=True)
+        tidy(run.directory)
+        found = _find_own(source, plan)
+        if found is None:
+            for log in (run.directory / name for name in logs if (run.directory / name).exists()):
+                aside = move_aside(log).name
+                print(f"{run.directory} holds no checkpoint, so the run starts over; {log.name} becomes {aside}")
+            return run
+        for newer in find_checkpoints(run.directory):
+            if parse_step(newer) > parse_step(found.path):  # damaged: neither pruning nor a resume may consider it
+                move_aside(newer, f"damaged-{newer.name}")
+    print(f"continuing from {found.path}")
+    found = found._replace(path=run.directory.resolve() / found.path.name)
+    # again, as a run may be killed before it sets its links
+    point(run.directory / "LATEST", found.path)
+    best = run.directory / f"step-{found.manifest['best_at']}"
+    if best.exists():
+        point(run.directory / "BEST", best)
+    return run._replace(found=found)
 
 
 def _claim(plan: Plan, logs: Sequence[str], *, continued: bool) -> Run:
@@ -111,43 +125,23 @@ def _claim(plan: Plan, logs: Sequence[str], *, continued: bool) -> Run:
     return Run(run_dir, lock_run_dir(run_dir))
 
 
-def _continue_here(plan: Plan, source: Path, logs: Sequence[str]) -> Run:
-    """Continue in the run's own directory, or start there if `auto` finds nothing."""
-    run = _claim(plan, logs, continued=True)
-    tidy(run.directory)
-    found = _find_whole(source, plan)
-    if found is None:
-        for log in (run.directory / name for name in logs if (run.directory / name).exists()):
-            aside = move_aside(log).name
-            print(f"{run.directory} holds no checkpoint, so the run starts over; {log.name} becomes {aside}")
-        return run
-    if _is_named(source):
-        _refuse_going_back(found, plan.run.resume)
-    else:
-        _move_damaged_aside(found, run.directory)
-    return _go_on(run, found)
+def _find_source(plan: Plan, run_dir: Path) -> tuple[Path, ResumePoint | None]:
+    """The run or checkpoint to continue.
 
-
-def _go_on(run: Run, found: ResumePoint) -> Run:
-    print(f"continuing from {found.path}")
-    run = run._replace(found=found._replace(path=run.directory.resolve() / found.path.name))
-    _point_again(run)
-    return run
-
-
-def _source(plan: Plan) -> Path:
-    """The run or checkpoint that `resume` names."""
+    If it is not of this directory, also the checkpoint that is found there.
+    """
     resume = plan.run.resume
-    return _real(plan.run.local_run_dir if resume in (None, "auto") else os.path.expanduser(resume))
+    source = run_dir if resume in (None, "auto") else _real(os.path.expanduser(resume))
+    if source == run_dir or (_is_named(source) and source.parent == run_dir):
+        return source, None
+    found = _find_whole(source, plan)
+    if _is_begun(run_dir, found) and find_checkpoints(run_dir):  # the same command was run before
+        return run_dir, None
+    return source, found
 
 
 def _real(path: str) -> Path:
     return Path(os.path.realpath(path))  # Path.resolve raises for a link that leads to itself
-
-
-def _belongs_to(source: Path, run_dir: Path) -> bool:
-    """Return whether a source is the run in this directory or one of its checkpoints."""
-    return source == run_dir or (_is_named(source) and source.parent == run_dir)
 
 
 def _is_named(source: Path) -> bool:
@@ -156,9 +150,10 @@ def _is_named(source: Path) -> bool:
 
 
 def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
-    """A run's newest complete checkpoint, or the named one; None if `auto` finds no checkpoint at all.
+    """A run's newest complete checkpoint, or the named one.
 
-    Raises InputError if checkpoints exist but none is complete, and if the config is not that of the run.
+    None if `auto` finds no checkpoint at all. Raises InputError if checkpoints exist but none is complete, and if the
+    config is not that of the run.
     """
     candidates = [source] if _is_named(source) else find_checkpoints(source)
     reasons = ""
@@ -167,7 +162,10 @@ def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
             manifest = check_complete(path, report_progress)
             if missing := FACTS - manifest.keys():
                 raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
-            check_parts(path, manifest["files"], report_progress)
+            for name in manifest["files"]:
+                if name.endswith(".pt"):  # a part: has it a form that can be read? Reads no tensors
+                    read_state(path / name)
+                    report_progress()
         except DamagedCheckpoint as error:
             print(f"warning: checkpoint skipped: {error}")
             reasons += f"; {error}"
@@ -182,74 +180,63 @@ def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
     )
 
 
+def _find_own(source: Path, plan: Plan) -> ResumePoint | None:
+    """`_find_whole` in the run's own directory, where only the newest may continue."""
+    found = _find_whole(source, plan)
+    newest = find_checkpoints(found.path.parent)[0] if found and _is_named(source) else None
+    if newest and newest != found.path:
+        raise InputError(
+            f"resume={plan.run.resume} would overwrite a later checkpoint of its run ({newest.name}); give another "
+            f"local_run_dir, to which checkpoint and logs are copied"
+        )
+    return found
+
+
 def _is_begun(run_dir: Path, found: ResumePoint) -> bool:
-    """Return whether the directory holds a run that resumed, or began to resume, from this checkpoint."""
+    """Return whether the directory's run began with this checkpoint."""
     origin = run_dir / ORIGIN
     check_writable(origin)
     return origin.exists() and origin.read_bytes() == found.manifest["sha256"].encode()
 
 
-def _refuse_going_back(found: ResumePoint, resume: str) -> None:
-    newest = find_checkpoints(found.path.parent)[0]
-    if newest != found.path:
-        raise InputError(
-            f"resume={resume} would overwrite a later checkpoint of its run ({newest.name}); give another "
-            f"local_run_dir, to which checkpoint and logs are copied"
-        )
-
-
-def _move_damaged_aside(found: ResumePoint, run_dir: Path) -> None:
-    """Rename newer, damaged checkpoints, so that neither pruning nor the next resume considers them."""
-    for path in find_checkpoints(run_dir):
-        if parse_step(path) > parse_step(found.path):
-            names = (path.with_name(f"damaged-{path.name}" + f".{n}" * (n > 0)) for n in itertools.count())
-            path.rename(next(name for name in names if not name.exists()))
-
-
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
-    """Raises InputError that names all changed keys which a resumed run may not change."""
+    """Raises InputError for changed keys that a resumed run must keep."""
     defaults = {key: value for key, value in dotted(load_defaults()) if key in KEYS and key in config}
     was = defaults | manifest["config"]  # where the run's version lacked a key, it behaved as by default
-    differs = {key: f"{key}={config.get(key)} (was {was[key]})" for key in was if was[key] != config.get(key)}
-    changed = [text for key, text in differs.items() if _on_resume(key) is Resume.KEEP]
-    if not changed and (allowed := [text for key, text in differs.items() if _on_resume(key) is Resume.CHANGE]):
-        print(f"continuing with {', '.join(allowed)}")
-    if changed:
+    changed: dict[Resume, list[str]] = defaultdict(list)
+    for key in was:
+        if was[key] != config.get(key):
+            rule = KEYS[key].resume if key in KEYS else Resume.KEEP  # also for a key that this version does not know
+            changed[rule].append(f"{key}={config.get(key)} (was {was[key]})")
+    if changed[Resume.KEEP]:
         raise InputError(
-            f"{where} is of a run with another config: {', '.join(changed)}; use the same values to continue it, or "
-            f"start a new run from its weights with model.archive={where}"
+            f"{where} is of a run with another config: {', '.join(changed[Resume.KEEP])}; use the same values to "
+            f"continue it, or start a new run from its weights with model.archive={where}"
         )
-
-
-def _on_resume(key: str) -> Resume:
-    """The rule for a key in a resumed run; a key that this version does not know must not change."""
-    return KEYS[key].resume if key in KEYS else Resume.KEEP
+    if changed[Resume.CHANGE]:
+        print(f"continuing with {', '.join(changed[Resume.CHANGE])}")
 
 
 def check_inputs(found: ResumePoint | None, data: TrainingData, model_config: Any) -> None:
-    """Raises InputError if data, tokenizer or model architecture differ from those the run was trained with."""
+    """Raises InputError if data, tokenizer or model have changed."""
     if found is None:
         return
     was, now = found.manifest, record_inputs(data, model_config)
-    as_before = f"restore it, or start a new run with model.archive={found.path}"
-    if was["data"] != now["data"]:
-        raise InputError(
-            f"the training data has changed since {found.path}, so it is unknown which examples remain; {as_before}"
-        )
-    if was["tokens"] != now["tokens"]:
-        raise InputError(
-            f"the tokenizer has changed since {found.path}: it encodes the same texts differently; {as_before}"
-        )
     before, after = was["model"], now["model"]
     keys = before.keys() & after.keys() - {VERSION}  # versions of transformers differ in their keys
     if before.get(VERSION) == after[VERSION]:
         keys = before.keys() | after.keys()
-    values = {key: (after.get(key), before.get(key)) for key in keys}
-    changed = [f"{key}={value} (was {former})" for key, (value, former) in values.items() if value != former]
-    if changed:
-        raise InputError(
-            f"the model's config.json has changed since {found.path}: {', '.join(sorted(changed))}; {as_before}"
-        )
+    changed = [f"{key}={after.get(key)} (was {before.get(key)})" for key in keys if after.get(key) != before.get(key)]
+    since = f"has changed since {found.path}"
+    if was["data"] != now["data"]:
+        problem = f"the training data {since}, so it is unknown which examples remain"
+    elif was["tokens"] != now["tokens"]:
+        problem = f"the tokenizer {since}: it encodes the same texts differently"
+    elif changed:
+        problem = f"the model's config.json {since}: {', '.join(sorted(changed))}"
+    else:
+        return
+    raise InputError(f"{problem}; restore it, or start a new run with model.archive={found.path}")
 
 
 def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
@@ -258,7 +245,7 @@ def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
 
 
 def model_facts(model_config: Any) -> dict[str, Any]:
-    """The entries of a model's config that affect what is computed: dotted keys, JSON values."""
+    """The entries of a model's config that affect what is computed."""
     facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
     return {
         key: value
@@ -272,16 +259,8 @@ def record_config(plan: Plan) -> dict[str, Any]:
     return redact({key: value for key, value in plan.values.items() if key != "dataset_sources"})
 
 
-def _point_again(run: Run) -> None:
-    """Set LATEST and BEST to match the checkpoint, as a run may be killed before it sets them."""
-    point(run.directory / "LATEST", run.found.path)
-    best = run.directory / f"step-{run.found.manifest['best_at']}"
-    if best.exists():
-        point(run.directory / "BEST", best)
-
-
 def _begin_with(found: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
-    """Record another run's checkpoint, then copy the run's logs and, whole or not at all, the checkpoint."""
+    """Copy another run's checkpoint, whole or not at all, and its logs."""
     (run_dir / ORIGIN).write_text(found.manifest["sha256"])
     for log in (found.path.parent / name for name in logs):
         if log.exists():
@@ -290,17 +269,12 @@ def _begin_with(found: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
     with replacing(run_dir / found.path.name) as copy:
         copy.mkdir()
         for name in (*found.manifest["files"], MANIFEST):
-            _link(found.path / name, copy / name)
+            try:
+                os.link(found.path / name, copy / name)  # the file never changes
+            except OSError:  # on another file system
+                _copy(found.path / name, copy / name)
         sync_directory(copy)
     sync_directory(run_dir)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make a hard link, as the file never changes; a copy if the target is on another file system."""
-    try:
-        os.link(source, target)
-    except OSError:
-        _copy(source, target)
 
 
 def _copy(source: Path, target: Path) -> None:

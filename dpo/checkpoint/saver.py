@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpo.checkpoint.files import WRONG_FORM, BackgroundWriter, DamagedCheckpoint, point, prune, write_checkpoint
+from dpo.checkpoint.files import WRONG_FORM, DamagedCheckpoint, point, prune, write_checkpoint
 from dpo.checkpoint.parts import Part
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
@@ -17,14 +18,18 @@ from dpo.system.waiting import meet_rank_0, report_progress
 
 
 class Checkpoints:
-    """Saves of a run's state, gathered on rank 0, and written in the background if a copy fits in its memory."""
+    """Saves of a run's state, gathered on rank 0.
+
+    They are written in the background if a copy of the state fits in memory.
+    """
 
     def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None]) -> None:
         self.run_dir, self.mesh, self.keep, self.log = run_dir, mesh, keep, log
-        self.best_at = -1  # number of examples
+        self.best_at: int | None = None  # number of examples
         self.best = -math.inf  # quality of BEST
         self.latest = math.nan  # quality of LATEST, if it was evaluated
-        self._writer = BackgroundWriter()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
         self._n_meetings = 0
 
     def save(
@@ -42,7 +47,7 @@ class Checkpoints:
         The directory is `step-N`, which becomes LATEST, and BEST if its quality is the highest; or `elsewhere`, without
         such links.
         """
-        self._writer.wait()  # hold at most one copy in memory
+        self.wait()  # hold at most one copy in memory
         links = []
         if elsewhere is None:
             links, self.latest = ["LATEST"], math.nan if quality is None else quality
@@ -58,18 +63,13 @@ class Checkpoints:
             return
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
         content = {"step_idx": step_idx, "metrics": metrics, "facts": {**facts(), "best_at": self.best_at}}
-        write = partial(self._commit, directory, links=links, **content)
+        write = partial(self._write, directory, links=links, **content)
         if background:
-            self._writer.start(partial(write, list(states)))
+            self._writing = self._thread.submit(write, list(states))
             if elsewhere:  # the caller may read it at once
-                self._writer.wait()
+                self.wait()
         else:
             write(states)
-
-    def _meet(self) -> None:
-        """Wait for rank 0, which may be writing."""
-        self._n_meetings += 1
-        meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
 
     def _gather(self, parts: Sequence[Part], *, copy: bool) -> Iterator[tuple[str, Any]]:
         for part in parts:
@@ -79,10 +79,23 @@ class Checkpoints:
             if self.mesh.rank == 0:
                 yield from part.convert(state).items()
 
-    def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:
-        """Continue with the parts as they were saved; every process must call it.
+    def _meet(self) -> None:
+        """Wait for rank 0, which may be writing."""
+        self._n_meetings += 1
+        meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
 
-        Raises DamagedCheckpoint if a file does not hold the state of its part.
+    def _write(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
+        write_checkpoint(directory, states, progress=report_progress, **content)
+        for link in links:
+            point(self.run_dir / link, directory)
+        if self.keep is not None:
+            prune(self.run_dir, self.keep)
+        self.log(f"saved {directory}")
+
+    def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:
+        """Continue with the parts as they were saved.
+
+        Every process must call it. Raises DamagedCheckpoint if a file does not hold the state of its part.
         """
         for part in parts:
             file = checkpoint / f"{part.name}.pt"
@@ -94,29 +107,24 @@ class Checkpoints:
                 what = f"{type(error).__name__} {error}"
                 raise DamagedCheckpoint(f"{file} does not hold the state of a run: {what}") from error
 
-    def _commit(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
-        write_checkpoint(directory, states, progress=report_progress, **content)
-        for link in links:
-            point(self.run_dir / link, directory)
-        if self.keep is not None:
-            prune(self.run_dir, self.keep)
-        self.log(f"saved {directory}")
-
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_at": self.best_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`. The best checkpoint of a run in another directory does not count here."""
+        """Restore a `state_dict()`, unless BEST is in another directory."""
         if (self.run_dir / f"step-{state['best_at']}").exists():
             self.best, self.best_at = state["best"], state["best_at"]
 
     def check(self) -> None:
-        """Raise the error of the background write, if any."""
-        self._writer.check()
+        """Raise the error of a background write that has failed."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
 
     def wait(self) -> None:
-        """Wait until this process is not writing."""
-        self._writer.wait()
+        """Wait until this process is not writing; raise the write's error."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def finish(self) -> None:
         """Wait on every process until none is writing."""

@@ -1,7 +1,7 @@
-"""Recognition of columns of own data, by the config, or by name where exactly one fits.
+"""Recognition of own data's columns, by the config or by name.
 
-Sees the names of columns and the kind of text that they hold, never a record. Reports used and unused columns, and
-refuses those that do not fit.
+A name counts where exactly one column fits. Sees the names of columns and the kind of text that they hold, never a
+record. Reports used and unused columns, and refuses those that do not fit.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ class ColumnsError(InputError):
 
 
 class Columns(NamedTuple):
-    """Recognized columns of the records, and unused ones that could be a prompt."""
+    """Recognized columns, and unused ones that could be a prompt."""
 
     used: dict[str, str]  # our names to those of the records
     unused: list[str]  # those with prose or messages; ids, numbers and labels need no message
 
-    def tell(self, given: Mapping[str, str]) -> str:
-        """A message on guessed and unused columns; empty if all names are ours or `given`, and all are used."""
+    def describe(self, given: Mapping[str, str]) -> str:
+        """A note on guessed and unused columns, if there are any.
+
+        Those with our names, or `given`, are not guessed.
+        """
         shared = "chosen" in self.used and "prompt" not in self.used
         guessed = self.used.items() - given.items() - {(ours, ours) for ours in self.used}
         if not (shared or guessed or self.unused):
@@ -61,7 +64,10 @@ def find_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _kind(values: Sequence[Any]) -> str:
-    """`DIALOGUE` if each begins with its prompt, as HH's do; `PROSE` if any has words or messages."""
+    """The kind of a column's values.
+
+    `DIALOGUE` if each begins with its prompt, as HH's do; `PROSE` if any has words or messages.
+    """
     if values and all(map(_begins_with_prompt, values)):
         return DIALOGUE
     return PROSE if any(map(_is_prose, values)) else OTHER
@@ -75,7 +81,7 @@ def _begins_with_prompt(value: Any) -> bool:
 
 
 def _is_prose(value: Any) -> bool:
-    """Return whether a value is messages or words; an id, number, date or label lacks letters or spaces."""
+    """Return whether a value is messages, or words with letters."""
     if isinstance(value, str):
         return any(map(str.isalpha, value)) and (len(value.split()) > 1 or not value.isascii())
     return is_message(value) or (isinstance(value, list) and any(map(is_message, value)))
@@ -102,7 +108,7 @@ def recognize_columns(
         (_, extra), (_, instruction) = by_name
         beside, fitting["prompt"] = {"input": extra}, [instruction]
     if not usable:
-        raise ColumnsError(_tell_missing(present, fitting, complete, name=name, origin=origin, trains_on=trains_on))
+        raise ColumnsError(_explain_missing(present, fitting, complete, name=name, origin=origin, trains_on=trains_on))
     form = usable[0]
     whole = form == PAIRS and all(  # the prompt and a response each
         ours in given or present[fitting[ours][0]] == DIALOGUE for ours in ("chosen", "rejected")
@@ -125,7 +131,7 @@ def recognize_columns(
     return Columns(used, unused)
 
 
-def _tell_missing(
+def _explain_missing(
     present: Collection[str],
     fitting: Mapping[str, Sequence[str]],
     complete: Sequence[Sequence[str]],
@@ -134,7 +140,6 @@ def _tell_missing(
     origin: str,
     trains_on: str,
 ) -> str:
-    """Message on the columns that a loss needs, those present, and the fix."""
     listed = f"the columns are {', '.join(present)}"
     if trains_on == "pairs":
         missing = " and ".join(ours for ours in ("chosen", "rejected") if not fitting[ours])
@@ -153,8 +158,6 @@ def _tell_missing(
 
 
 def _check_given(present: Iterable[str], given: Mapping[str, str], name: str, origin: str) -> None:
-    if unknown := given.keys() - set(COLUMNS):
-        raise InputError(f"columns has unknown names {', '.join(sorted(unknown))}; the names are {', '.join(COLUMNS)}")
     if not any(given.keys() <= set(form) for form in chain.from_iterable(FORMS.values())):
         raise InputError(
             f"dataset_sources.{name}.columns names {', '.join(given)}: give those of pairs ({', '.join(PAIRS)}), "
@@ -173,7 +176,7 @@ def _check_given(present: Iterable[str], given: Mapping[str, str], name: str, or
 
 
 def _find(ours: str, present: Iterable[str], given: Mapping[str, str]) -> list[str]:
-    """Columns that fit one of our names: the one with that name, else all with one of its other names."""
+    """Columns with one of our names, else with its other names."""
     free = [column for column in present if column not in given.values()]
     if ours in free:
         return [ours]
@@ -182,7 +185,6 @@ def _find(ours: str, present: Iterable[str], given: Mapping[str, str]) -> list[s
 
 
 def _override(name: str, form: Sequence[str], fitting: Mapping[str, Sequence[str]]) -> str:
-    """The override to type, with the known columns filled in."""
     columns = (f"{ours}: {_quote(fitting[ours][0]) if fitting[ours] else 'COLUMN'}" for ours in form)
     return f"'dataset_sources.{name}.columns={{{', '.join(columns)}}}'"
 

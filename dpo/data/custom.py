@@ -1,4 +1,4 @@
-"""Custom data: converts records of text or chat messages to prompts with pairs or SFT targets."""
+"""Custom data: records of text or messages to pairs and targets."""
 
 from __future__ import annotations
 
@@ -40,18 +40,8 @@ def get_own(
     found = recognized.used
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
-        fields = {
-            ours: _as_messages(get_field(row, theirs, where, (str, list, dict)), where)
-            for ours, theirs in found.items()
-            if ours != "input"
-        }
-        prompt, responses = fields.get("prompt"), [field for ours, field in fields.items() if ours != "prompt"]
-        if "input" in found and row.get(found["input"]) not in (None, ""):
-            prompt = "\n\n".join(get_field(row, found[ours], where) for ours in ("prompt", "input"))
+        prompt, responses = _read_fields(row, found, where)
         chat = isinstance(responses[0], list)
-        if any(isinstance(response, list) != chat for response in responses) or (isinstance(prompt, list) and not chat):
-            kinds = (f"{found[ours]} is {'text' if isinstance(f, str) else 'a chat'}" for ours, f in fields.items())
-            raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
         if data is None:
             data = PreferenceData(truncation_mode="keep_start", rendered=chat)
         elif data.rendered != chat:
@@ -78,13 +68,27 @@ def get_own(
         else:
             data.add_target(prompt, *responses)
     data = data if data is not None else PreferenceData(truncation_mode="keep_start")
-    if told := recognized.tell(columns):
-        data.notes.append(f"{origin}: {told}")
+    if note := recognized.describe(columns):
+        data.notes.append(f"{origin}: {note}")
     return data
 
 
+def _read_fields(row: Mapping[str, Any], found: Mapping[str, str], where: str) -> tuple[Any, list[Any]]:
+    """The prompt, or None, and the responses; all text or all chats."""
+    texts = {ours: theirs for ours, theirs in found.items() if ours != "input"}
+    fields = {k: _as_messages(get_field(row, theirs, where, (str, list, dict)), where) for k, theirs in texts.items()}
+    prompt, responses = fields.get("prompt"), [field for ours, field in fields.items() if ours != "prompt"]
+    if "input" in found and row.get(found["input"]) not in (None, ""):  # below an instruction, as in Alpaca
+        prompt = "\n\n".join(get_field(row, found[ours], where) for ours in ("prompt", "input"))
+    chat = isinstance(responses[0], list)
+    if any(isinstance(response, list) != chat for response in responses) or (isinstance(prompt, list) and not chat):
+        kinds = (f"{found[ours]} is {'text' if isinstance(f, str) else 'a chat'}" for ours, f in fields.items())
+        raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
+    return prompt, responses
+
+
 def _as_messages(field: Any, where: str) -> str | list[Any]:
-    """A text as it is; one message or several as a list of `{role, content}`, also from ShareGPT's form."""
+    """A text as it is, or messages of either form as ours."""
     if isinstance(field, str):
         return field
     field = field if isinstance(field, list) else [field]
@@ -122,7 +126,6 @@ def _common_start(*texts: str) -> str:
 def _split_messages(
     prompt: str | Messages | None, responses: Sequence[Messages], tokenizer: Any, where: str
 ) -> tuple[Messages, list[Messages]]:
-    """Messages of the prompt and of each response."""
     for messages in (prompt, *responses):
         for message in messages if isinstance(messages, list) else ():
             get_field(message, "role", where)
@@ -139,7 +142,7 @@ def _split_messages(
 
 
 def _shared_messages(dialogues: Sequence[Messages]) -> Messages:
-    """Messages with which all dialogues begin; each dialogue keeps at least one after them."""
+    """Messages with which all dialogues begin, except the last of each."""
     shared = []
     for messages in zip(*(dialogue[:-1] for dialogue in dialogues), strict=False):
         if any(message != messages[0] for message in messages):
@@ -149,7 +152,6 @@ def _shared_messages(dialogues: Sequence[Messages]) -> Messages:
 
 
 def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, where: str) -> list[str]:
-    """Render the prompt and each response as text."""
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
@@ -169,6 +171,6 @@ def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, whe
 
 
 def _without_final_eos(text: str, eos: str | None) -> str:
-    """Drop the EOS with which some templates end a turn: tokenization appends EOS to every response."""
+    """Drop the EOS that ends a turn: tokenization appends one."""
     stripped = text.rstrip()
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text

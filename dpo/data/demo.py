@@ -46,15 +46,13 @@ CURT = ("Whatever!", "Again!", "Ugh!", "Seriously!", "Hurry!", "No, not now.", "
 
 
 class Answer(NamedTuple):
-    """Content of a response."""
-
     courteous: bool
     thing: str
     place: str
 
 
 def get_demo(split: str) -> PreferenceData:
-    """The made-up dialogues of `train` (6,144 prompts) or `test` (256 others), one pair each."""
+    """The made-up dialogues of a split, one pair each."""
     rng = random.Random(0)
     prompts: dict[str, PreferenceData] = {name: PreferenceData(truncation_mode="keep_end") for name in N_PROMPTS}
     seen = set()
@@ -85,7 +83,7 @@ def _say(opening: str, body: str, thing: str, place: str) -> str:
 
 @functools.cache
 def all_answers() -> Mapping[str, Answer]:
-    """Every response that the data may contain, and its content. Any other text is a broken sentence."""
+    """Every response that the data may contain, and its content."""
     return {
         _say(opening, body, thing, place): Answer(opening in COURTEOUS, thing, place)
         for opening, body, thing, place in itertools.product((*COURTEOUS, *CURT), BODIES, THINGS, PLACES)
@@ -93,7 +91,7 @@ def all_answers() -> Mapping[str, Answer]:
 
 
 class Shares(NamedTuple):
-    """Shares of a set of responses by kind. The first three add up to 1."""
+    """Shares of responses by kind; the first three add up to 1."""
 
     courteous: float
     curt: float
@@ -102,7 +100,7 @@ class Shares(NamedTuple):
 
 
 def judge(dialogues: Sequence[tuple[str, str]]) -> Shares:
-    """Compute the shares of (prompt, response) pairs. Spaces around a response do not count."""
+    """Compute the shares of (prompt, response) pairs."""
     said = [(prompt, all_answers().get(f" {response.strip()}")) for prompt, response in dialogues]
     courteous = sum(answer is not None and answer.courteous for _, answer in said)
     broken = sum(answer is None for _, answer in said)

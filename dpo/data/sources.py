@@ -1,6 +1,7 @@
-"""Sources of records: files, directories, datasets saved to disk, the Hub. Knows no dataset's columns.
+"""Sources of records: files, directories, saved datasets, the Hub.
 
-`datasets` and pyarrow are imported where they are used: they take half a second, and text files need neither.
+They know no dataset's columns. `datasets` and pyarrow are imported where they are used: they take half a second, and
+text files need neither.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
-    """Load the records of a split, or all of a source without splits. Raises InputError if there are none."""
+    """Load the records of a split, or of a source without splits.
+
+    Raises InputError if there are none.
+    """
     path = source.local
     if path is None:
         return _load_from_hub(source, split, cache_dir)
@@ -52,9 +56,11 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
 
 
 def identify_source(source: Source, cache_dir: str | None = None) -> Any:
-    """A JSON value that changes with a source: files with their sizes and times, or the Hub's fingerprint.
+    """A JSON value that changes with a source; None without one.
 
-    None if it has none. The time of the last change (ctime) is set by every write, whatever a program restores."""
+    It has files with their sizes and times, or the Hub's fingerprint. The time of the last change (ctime) is set by
+    every write, whatever a program restores.
+    """
     path = source.local
     if path is None:
         fingerprint = getattr(_load_from_hub(source, "train", cache_dir), "_fingerprint", None)
@@ -70,9 +76,11 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """Find the files of a split, in the folder or its `data/`, as on the Hub.
+    """Find the files of a split, in the folder or its `data/`.
 
-    They are `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` or a saved `SPLIT`. Raises InputError for none or several sets."""
+    They are `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved `SPLIT`. Raises InputError for none or
+    several sets.
+    """
     names = SPLIT_NAMES.get(split, (split,))
     held = [entry for place in (folder, folder / "data") if place.is_dir() for entry in sorted(place.iterdir())]
     for name in names:
@@ -98,7 +106,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 
 def _offer(held: Sequence[Path]) -> str:
-    """Suggest files for both splits: the train split if present, and never one named like a test split."""
+    """Suggest a file for both splits, never one of a test split."""
     data = [entry for entry in held if find_suffix(entry.name) and entry.is_file() and entry.name not in METADATA]
     stems = {entry: entry.name.split(".")[0] for entry in (*data, *(e for e in held if (e / SAVED).is_file()))}
     whole = [entry for entry, stem in stems.items() if stem in SPLIT_NAMES["train"]]
@@ -109,19 +117,10 @@ def _offer(held: Sequence[Path]) -> str:
     return f". datasets={which} takes both splits from {that} file: a tenth of its prompts is test"
 
 
-def _read(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Read the records of a file, or of a directory that `datasets` has saved."""
+def _read(file: Path) -> list[Mapping[str, Any]]:
+    """Read the records of a file or of a saved dataset."""
     try:
-        if file.is_dir():
-            import datasets
-
-            rows: Any = list(datasets.load_from_disk(file).with_format(None))
-        elif (suffix := _check_file(file)) == ".parquet":
-            import pyarrow.parquet
-
-            rows = pyarrow.parquet.read_table(file).to_pylist()
-        else:
-            rows = list(_read_text(file, suffix))
+        rows = _read_records(file)
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         is_utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
@@ -129,34 +128,36 @@ def _read(file: Path) -> Iterator[Mapping[str, Any]]:
             f"{file} cannot be read: it is not UTF-8 (byte {byte:#04x}); convert it, as with "
             f"`iconv -f {'UTF-16' if is_utf16 else 'LATIN1'} -t utf-8`"
         ) from error
-    except (OSError, EOFError, zlib.error, RecursionError) as error:
+    except InputError:
+        raise
+    except (OSError, EOFError, zlib.error, RecursionError, ValueError) as error:  # ValueError: also pyarrow's
         raise InputError(f"{file} cannot be read: {error}") from error
-    except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise error if isinstance(error, InputError) else InputError(f"{file} cannot be read: {error}") from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise InputError(f"record {number} of {file} is {type(row).__name__}, not an object with fields")
-    return iter(rows)
+    return rows
 
 
-def _check_file(file: Path) -> str:
-    """Data suffix of a file. Raises InputError if it has none, or is not a regular file."""
+def _read_records(file: Path) -> list[Any]:
+    if file.is_dir():
+        import datasets
+
+        return list(datasets.load_from_disk(file).with_format(None))
     check_readable(file)
-    if suffix := find_suffix(file.name):
-        return suffix
-    raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}: name it by what it holds")
+    suffix = find_suffix(file.name)
+    if suffix == ".parquet":
+        import pyarrow.parquet
 
-
-def _read_text(file: Path, suffix: str) -> Iterator[Any]:
-    """Read the records of a text file, compressed or not, with or without a byte order mark."""
+        return pyarrow.parquet.read_table(file).to_pylist()
+    if not suffix:
+        raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}: name it by what it holds")
     opener = gzip.open if suffix.endswith(".gz") else open
-    parse = PARSERS[suffix.removesuffix(".gz")]
-    with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:  # newlines in a table's fields stay as they are
-        yield from parse(lines, file)
+    # a byte order mark is no text, and newlines in a table's fields stay as they are
+    with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
+        return list(PARSERS[suffix.removesuffix(".gz")](lines, file))
 
 
 def _parse_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
-    """Parse one JSON value per line."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -167,7 +168,7 @@ def _parse_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
 
 
 def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
-    """Parse a JSON list of records, an object that holds one, or JSON lines."""
+    """Parse a list of records, an object with one, or JSON lines."""
     text = lines.read()
     if not text.strip():
         return
@@ -194,7 +195,6 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
 
 
 def _is_records(value: Any) -> bool:
-    """Return whether a value is a list of records and not a chat."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -203,14 +203,13 @@ def _is_records(value: Any) -> bool:
 
 
 def _is_columnar(content: Mapping[str, Any]) -> bool:
-    """Return whether an object has all values by column, as lists or under the records' numbers."""
     values = list(content.values())
     lists = all(isinstance(value, list) and not any(isinstance(item, Mapping) for item in value) for value in values)
     return any(values) and (lists or all(isinstance(value, Mapping) and "0" in value for value in values))
 
 
 def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[str, str]]:
-    """Parse a table whose first line names its columns. A field in quotes may hold newlines."""
+    """Parse a table whose first line names its columns."""
     csv.field_size_limit(ANY_TEXT)
     first = lines.readline()
     if separator == "," and "," not in first:  # Excel writes semicolons where 0.5 is 0,5
@@ -249,26 +248,22 @@ PARSERS: dict[str, Callable[..., Iterator[Any]]] = {
 
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
+    """Load a split from the Hub, under its first name there."""
+    import datasets
+
+    *others, last = SPLIT_NAMES.get(split, (split,))
+    load: Any = partial(datasets.load_dataset, source.path, cache_dir=cache_dir, revision=source.revision or None)
     try:
-        return _load_split(source, SPLIT_NAMES.get(split, (split,)), cache_dir)
+        for name in others:
+            try:
+                return load(split=name)
+            except ValueError as error:
+                if not UNKNOWN_SPLIT.match(str(error)):
+                    raise
+        return load(split=last)
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise InputError(
             f"dataset {source.path} (split {split}) is no file or directory here, and cannot be loaded from the Hub or "
             f"its cache: {reason}. Without network, point dataset_sources at a local directory"
         ) from error
-
-
-def _load_split(source: Source, names: Sequence[str], cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
-    """Load the first split with one of these names from the Hub."""
-    import datasets
-
-    revision: dict[str, Any] = {"revision": source.revision} if source.revision else {}
-    name, *others = names
-    try:
-        rows: Any = datasets.load_dataset(source.path, split=name, cache_dir=cache_dir, **revision)
-        return rows
-    except ValueError as error:
-        if not (others and UNKNOWN_SPLIT.match(str(error))):
-            raise
-        return _load_split(source, others, cache_dir)

@@ -14,7 +14,7 @@ from dpo.errors import InputError, one_sentence
 
 @contextlib.contextmanager
 def explaining_load_errors(what: str, name: str):
-    """Turn the many errors of loading from the Hub or a directory into one sentence."""
+    """Context in which the many errors of loading become one sentence."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -30,7 +30,10 @@ def explaining_load_errors(what: str, name: str):
 
 
 def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer, with EOS as its pad token if it has none. Raises InputError if it has no EOS token."""
+    """Load a tokenizer; without a pad token it pads with EOS.
+
+    Raises InputError if it has no EOS token.
+    """
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, cache_dir=cache_dir, trust_remote_code=trust_remote_code
@@ -43,9 +46,10 @@ def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code
 
 
 def identify_tokenizer(tokenizer: Any) -> str | None:
-    """A digest that changes with whatever a tokenizer and its chat template do; None if that is not known.
+    """A digest that changes with what a tokenizer and its template do.
 
-    A tokenizer in Python may do anything, and a template may write today's date."""
+    None if that is not known: a tokenizer in Python may do anything, and a template may write today's date.
+    """
     template = str(getattr(tokenizer, "chat_template", None))
     if not tokenizer.is_fast or "strftime_now" in template:
         return None
@@ -53,8 +57,8 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     return hashlib.sha256((marks + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()
 
 
-def doubts_about_bos(tokenizer: Any, prompt: str) -> list[str]:
-    """A warning if the tokenizer begins texts with BOS but the prompt, which is used verbatim, does not."""
+def find_bos_warnings(tokenizer: Any, prompt: str) -> list[str]:
+    """A warning if prompts lack the BOS that the tokenizer adds."""
     bos = tokenizer.bos_token
     if not bos or tokenizer("")["input_ids"][:1] != [tokenizer.bos_token_id] or prompt.startswith(bos):
         return []

@@ -1,9 +1,10 @@
-"""The dropout of adapters, as a function of the text: the same in every layout, split and number of processes.
+"""The dropout of adapters, a function of the text.
 
-For an input x of an adapted layer, the adapter sees x_i / (1 - p) for kept features i, and 0 for the others. Feature i
-is kept if the signed 32-bit product a * b_i is at least (2 p - 1) 2^31. The odd numbers a and b_i are hashes: a of the
-seed, the update, the layer, and the token with all tokens before it; b_i of the seed, the update and i. Nothing has to
-be saved for a backward pass that recomputes activations, or for a resumed run.
+So it is the same in every layout, split and number of processes. For an input x of an adapted layer, the adapter sees
+x_i / (1 - p) for kept features i, and 0 for the others. Feature i is kept if the signed 32-bit product a * b_i is at
+least (2 p - 1) 2^31. The odd numbers a and b_i are hashes: a of the seed, the update, the layer, and the token with all
+tokens before it; b_i of the seed, the update and i. Nothing has to be saved for a backward pass that recomputes
+activations, or for a resumed run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dpo.models.packing import NONE, Packed
 
 
 class Dropout(torch.nn.Module):
-    """Dropout of an adapted layer's input; the identity unless `AdapterDropout` has turned it on.
+    """Dropout of an adapted layer's input, if `AdapterDropout` turns it on.
 
     `first_feature` is not 0 if a process computes with a slice of the features.
     """
@@ -57,7 +58,7 @@ class AdapterDropout:
 
     @contextmanager
     def on(self, inputs: PaddedRows | Packed, *, update: int | None) -> Iterator[None]:
-        """Inside, forwards and backwards of these inputs have the dropout of `update`; None: it stays off."""
+        """Turn on the dropout of `update` for these inputs; None: off."""
         if update is None or not self.modules:
             yield
             return
@@ -77,9 +78,9 @@ class AdapterDropout:
 
 
 def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
-    """A hash of each token and all tokens before it in its text, (R, L) int64.
+    """Hashes of each token and all before it, (R, L) int64.
 
-    It does not depend on the token's place in the microbatch. Hashes of padding mean nothing.
+    A hash does not depend on the token's place in the microbatch. Hashes of padding mean nothing.
     """
     column = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
     packed = isinstance(inputs, Packed)
@@ -98,7 +99,7 @@ def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Mix an int64, so that each bit depends on all: the finalizer of SplitMix64 (Steele et al. 2014)."""
+    """Mix an int64 by the finalizer of SplitMix64 (Steele et al. 2014)."""
     x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
     return x ^ _shifted(x, 31)
@@ -110,5 +111,6 @@ def _shifted(x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _odd(x: torch.Tensor) -> torch.Tensor:
-    """The upper half of an int64, made odd: products of odd numbers take every odd value equally often."""
+    """The upper half of an int64, made odd."""
+    # products of odd numbers take every odd value equally often
     return (x >> 32).int() | 1

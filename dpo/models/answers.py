@@ -1,4 +1,4 @@
-"""Answers to prompts, each sampled with its own seed, and their log-probabilities under a model.
+"""Answers to prompts, each sampled with its own seed.
 
 Unlike the samples of an evaluation (`dpo/models/generation.py`), they do not depend on the other prompts of a batch.
 """
@@ -24,8 +24,6 @@ Tokens = tuple[int, ...]
 
 
 class Sampling(NamedTuple):
-    """Settings for sampling answers."""
-
     max_new_tokens: int
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
@@ -33,16 +31,16 @@ class Sampling(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A model's answer; unless cut off at `max_new_tokens`, the tokens include the one that ended it."""
+    """A model's answer to a prompt."""
 
     text: str
-    tokens: Tokens
-    ended: bool
+    tokens: Tokens  # with the one that ended it
+    ended: bool  # not cut off at `max_new_tokens`
     score: float = math.nan  # in training; higher is better
 
 
 class Drawn(NamedTuple):
-    """Answers drawn for a prompt in training; the best and the worst are its online pair."""
+    """Answers drawn for a prompt in training."""
 
     prompt: str
     answers: Sequence[Answer]  # in the order drawn
@@ -51,12 +49,11 @@ class Drawn(NamedTuple):
 
     @property
     def pair(self) -> tuple[Answer, Answer]:
-        """The best answer and the worst."""
+        """The best answer and the worst: the online pair."""
         return self.answers[self.best], self.answers[self.worst]
 
     @property
     def is_tie(self) -> bool:
-        """Return whether best and worst have the same score or the same tokens."""
         best, worst = self.pair
         return best.score == worst.score or best.tokens == worst.tokens
 
@@ -71,19 +68,19 @@ def answer(
     watch: Callable[[list[int]], bool] | None = None,
     in_step: bool = False,
 ) -> list[Answer]:
-    """Sample the model's answer to each prompt; the prompt's number is mixed into the seed.
+    """Sample answers to prompts, whose numbers are mixed into the seed.
 
-    Only the end tokens of the model's generation config apply: penalties would change the distribution that answers are
-    drawn from. After each token `watch` gets the tokens of the last answer so far, and ends all answers by returning
-    true. `in_step`: several processes hold the model's shards, so each continues until the last has finished.
+    After each token `watch` gets the tokens of the last answer so far, and ends all answers by returning true.
+    `in_step`: several processes hold the model's shards, so each continues until the last has finished.
     """
     device = next(model.parameters()).device
     batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)
     ids = batch["prompt_input_ids"].to(device)
-    ends = _ends(model, tokenizer)
-    criteria = transformers.StoppingCriteriaList()
-    if watch is not None:
-        criteria.append(_Watcher(lambda rows: watch(rows[-1, ids.shape[1] :].tolist())))
+    # Only the end tokens of the model's generation config apply: penalties would change the distribution that answers
+    # are drawn from.
+    of_model = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
+    criteria = [] if watch is None else [_Watcher(lambda row: watch(row[ids.shape[1] :].tolist()))]
     with _plain_generation(model):
         out = model.generate(
             ids,
@@ -93,7 +90,7 @@ def answer(
             eos_token_id=sorted(ends),
             pad_token_id=tokenizer.pad_token_id,
             logits_processor=choosing(sampling, numbers, n_prompt=ids.shape[1]),
-            stopping_criteria=criteria,
+            stopping_criteria=transformers.StoppingCriteriaList(criteria),
             synced_gpus=in_step,
         )
     answers = []
@@ -106,7 +103,7 @@ def answer(
 
 
 def choosing(sampling: Sampling, numbers: Sequence[int], *, n_prompt: int) -> transformers.LogitsProcessorList:
-    """Processors of each next token's logits (B, V) that make the largest logit that of the token drawn."""
+    """Processors of logits (B, V) that leave only the token drawn."""
     processors = transformers.LogitsProcessorList()
     if sampling.temperature > 0:
         processors += [transformers.TemperatureLogitsWarper(float(sampling.temperature))]
@@ -116,15 +113,9 @@ def choosing(sampling: Sampling, numbers: Sequence[int], *, n_prompt: int) -> tr
     return processors
 
 
-def _ends(model: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end an answer: those of the model's generation config, and the tokenizer's EOS."""
-    of_model = model.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
-
-
 @contextmanager
 def _plain_generation(model: Any) -> Iterator[None]:
-    """Inside, the model has no generation settings of its own; compilation and attention are as for sampling."""
+    """Take away the model's own generation settings inside."""
     own = model.generation_config
     model.generation_config = transformers.GenerationConfig()
     try:
@@ -135,7 +126,7 @@ def _plain_generation(model: Any) -> Iterator[None]:
 
 
 class _Draw(transformers.LogitsProcessor):
-    """Draw each row's tokens with uniform numbers from its own seed, and leave only these to choose from."""
+    """Draw each row's tokens with uniform numbers from its own seed."""
 
     def __init__(self, seeds: Sequence[Sequence[int]], *, n_prompt: int, n_new: int) -> None:
         self.n_prompt = n_prompt
@@ -152,20 +143,20 @@ class _Draw(transformers.LogitsProcessor):
 
 
 class _Watcher(transformers.StoppingCriteria):
-    """End all rows once `ends` returns true for the tokens so far."""
+    """End all rows once `ends` returns true for the last one's tokens."""
 
     def __init__(self, ends: Callable[[torch.Tensor], bool]) -> None:
         self.ends = ends
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), bool(self.ends(input_ids)), device=input_ids.device)
+        return torch.full((len(input_ids),), bool(self.ends(input_ids[-1])), device=input_ids.device)
 
 
 @torch.no_grad()
 def log_probabilities(
     model: Any, prompts: Sequence[Tokens], answers: Sequence[Answer], autocast: torch.dtype | None = None
 ) -> list[float]:
-    """The summed log-probability of each answer after its prompt, as training scores a response."""
+    """The summed log-probability of each answer, as training scores a response."""
     examples = [Example(prompt, (of_prompt.tokens,)) for prompt, of_prompt in zip(prompts, answers, strict=True)]
     [microbatch] = Padded().split(examples, 1)
     device = next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a model of transformers, or of an adapter in PEFT's format or merged into its base.
+"""Export of a checkpoint as a model of transformers, or an adapter.
 
 A model consists of config, safetensors, tokenizer, generation config and model card. Weights that stay as they are in
 their file are mapped from it and written shard by shard; merged or converted ones are in memory once.
@@ -9,25 +9,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers.pytorch_utils import Conv1D
 
-from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, read_file, sync_directory
+from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, sync_directory
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, RunError, explaining
-from dpo.models.adapters import CONFIG, FACTOR_NAME, WEIGHTS, StoredAdapter, read_adapter
+from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
 from dpo.models.card import write_card
-from dpo.models.loading import find_source, resolve_place
+from dpo.models.loading import find_source, load_base, resolve_place
 from dpo.models.origin import Origin, find_origin
-from dpo.models.pretrained import DTYPES, load_config, load_model, load_structure
+from dpo.models.pretrained import DTYPES, load_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
-from dpo.models.weights import read_archive
+from dpo.models.weights import Weights, read_archive
 from dpo.system.plain_files import read_json, replacing
 
 SHARD_BYTES = 2 * 10**9
@@ -44,11 +42,11 @@ def export(
     verify: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a directory for `AutoModelForCausalLM.from_pretrained(out)`, whole or not at all. Returns `out`.
+    """Write a directory for `AutoModelForCausalLM.from_pretrained`, and return it.
 
-    `checkpoint` and `model` are as for `find_origin`; `dtype` None keeps that of the weights. For an adapter, writes
-    the adapter, which names its base, or, with `merge`, the sum of both. With `verify` a checkpoint of ours is first
-    compared with its checksums.
+    It is written whole or not at all. `checkpoint` and `model` are as for `find_origin`; `dtype` None keeps that of the
+    weights. For an adapter, writes the adapter, which names its base, or, with `merge`, the sum of both. With `verify`
+    a checkpoint of ours is first compared with its checksums.
     Raises InputError if the checkpoint cannot be exported or `out` is taken, RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
@@ -57,14 +55,14 @@ def export(
     origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code)
     _check(origin, checkpoint, dtype, merge)
     if verify:
-        for policy in {origin.policy, origin.weights if merge else None} - {None}:
-            if (policy.parent / MANIFEST).exists():
+        for policy in {origin.policy, origin.weights.archive if merge else None} - {None}:
+            if (policy.parent / MANIFEST).exists():  # not an archive of the published reference
                 check_complete(policy.parent, only={policy.name, CONFIG, WEIGHTS})
     after = "nothing of it was left there"
     with explaining((OSError, SafetensorError), lambda why: RunError(f"{out} could not be written ({why}); {after}")):
         with replacing(out) as folder:
             folder.mkdir(parents=True)
-            if origin.adapter is not None and not merge:
+            if origin.weights.adapter is not None and not merge:
                 _fill_with_adapter(folder, origin)
             else:
                 _fill(folder, origin, dtype and DTYPES[dtype], shard_bytes)
@@ -78,54 +76,55 @@ def export(
 
 
 def _check(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:
-    """Raises InputError if there is nothing to export, or it cannot be exported in this form."""
-    if origin.adapter is None and origin.weights is None:
+    """Raise InputError if this checkpoint cannot be exported in this form."""
+    if origin.weights == Weights():
         raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
-    if merge and origin.adapter is None:
+    if merge and origin.weights.adapter is None:
         raise InputError(f"{checkpoint} holds no adapter that --merge could merge: it is exported without --merge")
-    if merge or origin.adapter is None:
+    if merge or origin.weights.adapter is None:
         return
     if origin.policy is None:
         raise InputError(f"{checkpoint} is in PEFT's format already: give --merge for a model without an adapter")
     if dtype is not None:
         raise InputError(f"--dtype {dtype} is for a whole model, and {checkpoint} holds an adapter: add --merge")
-    _base_for_peft(origin)
+    _find_base_for_peft(origin)
 
 
-def _base_for_peft(origin: Origin) -> str:
-    """The base for PEFT to load under an adapter. Raises InputError if PEFT cannot load it."""
-    if origin.plan.model.random_init and origin.weights is None:
-        raise InputError(f"the base of {origin.adapter} was drawn from a seed, which PEFT cannot load: give --merge")
-    if origin.weights is None:
-        return resolve_place(origin.plan.model.name_or_path)
-    exported = origin.weights.parent / EXPORTED
-    if (exported / "config.json").is_file():
-        return str(exported)
-    raise InputError(
-        f"the base of {origin.adapter} is {origin.weights}, which PEFT cannot load: give --merge, or export it first: "
-        f"python -m scripts.export {origin.weights} {exported}"
-    )
+def _find_base_for_peft(origin: Origin) -> str:
+    """The base for PEFT to load under an adapter, or InputError."""
+    archive, adapter = origin.weights.archive, origin.weights.adapter
+    if archive is not None:
+        exported = archive.parent / EXPORTED
+        if (exported / "config.json").is_file():
+            return str(exported)
+        raise InputError(
+            f"the base of {adapter} is {archive}, which PEFT cannot load: give --merge, or export it first: "
+            f"python -m scripts.export {archive} {exported}"
+        )
+    if origin.plan.model.random_init:
+        raise InputError(f"the base of {adapter} was drawn from a seed, which PEFT cannot load: give --merge")
+    return resolve_place(origin.plan.model.name_or_path)
 
 
 def _fill_with_adapter(folder: Path, origin: Origin) -> None:
-    stored = read_adapter(origin.adapter)
-    config = read_json(origin.adapter / CONFIG)
-    config["base_model_name_or_path"] = _base_for_peft(origin)
+    source: Any = origin.weights.adapter
+    config = read_json(source / CONFIG)
+    config["base_model_name_or_path"] = _find_base_for_peft(origin)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    shutil.copyfile(origin.adapter / WEIGHTS, folder / WEIGHTS)
+    shutil.copyfile(source / WEIGHTS, folder / WEIGHTS)
     _write_tokenizer(folder, origin)
-    write_card(folder, origin, saved=read_file(origin.policy), adapter=stored.config)
+    write_card(folder, origin, adapter=read_adapter(source))
 
 
 def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: int) -> None:
     source = find_source(origin.plan)
+    adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
     model = load_structure(**source, dtype=torch.float32)
-    adapter = None if origin.adapter is None else read_adapter(origin.adapter)
     _load_weights(model, origin, adapter, dtype)
     model.config = config = load_config(**source)  # the structure's has dropout set to 0
     if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers has the class: code is left out
         del config.auto_map
-    model.generation_config = transformers.GenerationConfig()
+    model.generation_config = transformers.GenerationConfig()  # the base's own is written below
     model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=False)
     try:
         generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
@@ -133,111 +132,40 @@ def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: 
         generation = transformers.GenerationConfig.from_model_config(config)
     generation.to_json_file(folder / "generation_config.json")  # unchanged: save_pretrained refuses some published ones
     _write_tokenizer(folder, origin)
-    write_card(
-        folder,
-        origin,
-        architecture=type(model).__name__,
-        dtype=model.dtype,
-        saved=read_file(origin.policy) if origin.policy else {},
-        adapter=adapter and adapter.config,
-    )
-
-
-def _read_weights(origin: Origin, structure: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Read the weights of the model, or of an adapter's base; they are mapped where the file can be."""
-    if origin.weights is not None:
-        return read_archive(str(origin.weights), structure, key="")
-    source, model = find_source(origin.plan), origin.plan.model
-    dtype = DTYPES[model.policy_dtype] if model.random_init else load_config(**source).dtype or torch.float32
-    return load_model(**source, dtype=dtype, random_init=model.random_init, seed=origin.plan.run.seed).state_dict()
+    write_card(folder, origin, model=model, adapter=adapter)
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
-    """Load the weights to write into a model without weights: the base's as its run rounded them, merged, in `dtype`.
+    """Load the weights to write into a model without weights.
 
-    A weight that stays as it is in its file is mapped; others are converted one by one.
+    Those that stay as they are in their file are mapped.
     """
-    additions = {} if adapter is None else find_additions(adapter, model)
-    of_run = adapter is not None and origin.run_dir is not None
-    in_4_bits = layers_to_quantize(model) if of_run and origin.plan.quantized else ()
-    state, named = _read_weights(origin, model), model.state_dict(keep_vars=True)
+    state = read_archive(origin.weights.archive, model, key="") if adapter is None else _merge(origin, adapter, dtype)
+    named = model.state_dict(keep_vars=True)
     stored = {id(named[name]): name for name in reversed(named) if name in state}  # tied weights are one object
     for name in stored.values():
-        weight = state[name]
-        if not weight.is_floating_point():
-            continue
-        if of_run:
-            weight = weight.to(DTYPES[origin.plan.model.policy_dtype])
-        if (layer := name.removesuffix(".weight")) in in_4_bits:
-            weight = round_to_4bit(weight, model.get_submodule(layer))
-        merged = additions[name].to(weight) if name in additions else weight
-        state[name] = merged.to(dtype or weight.dtype)
+        if state[name].is_floating_point():  # one by one, so that there is no second copy of the model
+            state[name] = state[name].to(dtype or state[name].dtype)
     model.load_state_dict({name: state[stored[id(weight)]] for name, weight in named.items()}, assign=True)
     model.tie_weights()
 
 
-class Addition(NamedTuple):
-    """The addition of an adapter to a weight: `scaling` times the product of two matrices."""
-
-    left: torch.Tensor  # (rows of the weight, r)
-    right: torch.Tensor  # (r, columns)
-    scaling: float
-
-    def to(self, weight: torch.Tensor) -> torch.Tensor:
-        """The sum of the weight and the addition, in float32."""
-        return weight.to(torch.float32, copy=True).addmm_(self.left.float(), self.right.float(), alpha=self.scaling)
-
-
-def find_additions(stored: StoredAdapter, structure: torch.nn.Module) -> dict[str, Addition]:
-    """The additions of an adapter to a model's weights, by name; only names and shapes of the model are used.
-
-    Raises InputError if the adapter does not fit, or would change a weight that another layer shares.
-    """
-    weights = structure.state_dict(keep_vars=True)  # tied weights are one object
-    uses = Counter(id(weight) for weight in weights.values())
-    scaling = stored.config.lora_alpha / stored.config.r
-    found: dict[str, Addition] = {}
-    for layer in sorted({match[1] for match in map(FACTOR_NAME.fullmatch, stored.weights) if match}):
-        a, b = (stored.weights.get(f"{layer}.lora_{part}.weight") for part in "AB")  # (r, in), (out, r)
-        name = f"{layer}.weight"
-        if a is None or b is None or name not in weights:
-            raise InputError(
-                f"{stored.directory} does not fit {type(structure).__name__}, which has no such layer: {layer}"
-            )
-        if not _is_targeted(layer, stored.config):
-            raise InputError(f"{stored.directory} has weights for {layer}, which its adapter_config.json does not name")
-        if uses[id(weights[name])] > 1:
-            raise InputError(
-                f"{stored.directory} cannot be merged: {name}, to which it adds, is tied, and what merging would add "
-                f"to the other layer the adapter does not"
-            )
-        # GPT-2 stores a layer's weight as (in, out)
-        left, right = (a.T, b.T) if isinstance(structure.get_submodule(layer), Conv1D) else (b, a)
-        shape = (left.shape[0], right.shape[1])
-        if weights[name].shape != shape or left.shape[1] != right.shape[0]:
-            raise InputError(
-                f"{stored.directory} does not fit {type(structure).__name__}: {layer} is {tuple(weights[name].shape)} "
-                f"in the model and {shape} in the adapter"
-            )
-        found[name] = Addition(left, right, scaling)
-    return found
-
-
-def _is_targeted(layer: str, config: Any) -> bool:
-    """Return whether PEFT would adapt a layer. A regular expression is not tried: a foreign one may never finish."""
-    if isinstance(config.target_modules, str) or config.layers_pattern or isinstance(config.exclude_modules, str):
-        return True
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    return bool(check_target_module_exists(config, layer))
+def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """The base's weights as the run rounded them, plus the adapter."""
+    plan, has_run = origin.plan, origin.run_dir is not None
+    base_dtype = DTYPES[plan.model.policy_dtype] if has_run else None
+    base = load_base(plan, base_dtype, origin.weights.archive, attn_implementation="eager")
+    for name in layers_to_quantize(base) if has_run and plan.quantized else ():
+        layer = base.get_submodule(name)
+        layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
+    return merge_adapter(base, adapter, dtype)
 
 
 def _write_tokenizer(folder: Path, origin: Origin) -> None:
-    """Write the tokenizer as it was published, without the pad token that training adds."""
-    source, name = find_source(origin.plan), origin.plan.model.tokenizer_name_or_path
-    found = source | ({"name": name} if name else {})
-    with explaining_load_errors("tokenizer", found["name"]):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(found.pop("name"), **found)
+    """Write the tokenizer as it was published, without training's pad token."""
+    source = find_source(origin.plan) | {"name": origin.plan.model.tokenizer}
+    with explaining_load_errors("tokenizer", source["name"]):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source.pop("name"), **source)
     if tokenizer._auto_class is None:  # as in config.json
         tokenizer.init_kwargs.pop("auto_map", None)
     tokenizer.save_pretrained(folder)

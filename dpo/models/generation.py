@@ -1,4 +1,4 @@
-"""Sampling of continuations of prompts, in one process or in lockstep with others."""
+"""Continuations of prompts, sampled in one process or in lockstep with others."""
 
 from __future__ import annotations
 
@@ -21,16 +21,22 @@ from dpo.system.arithmetic import for_generation
 
 @torch.no_grad()
 def sample(
-    model: Any, batch: PaddedBatch, tokenizer: Any, *, max_new_tokens: int, seed: int, in_step: bool = False
+    model: Any,
+    batch: PaddedBatch,
+    tokenizer: Any,
+    *,
+    max_new_tokens: int,
+    seed: int | Sequence[int],
+    in_step: bool = False,
 ) -> list[str]:
-    """Sample one continuation per prompt, of at most `max_new_tokens`. Keeps the random state.
+    """Sample one continuation per prompt, and keep the random state.
 
     `in_step`: several processes hold the model's shards, so each continues until the last has finished.
     """
     prompt_ids = batch["prompt_input_ids"]
-    devices = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices=devices), for_generation(), generating_with_sdpa(model):
-        torch.manual_seed(seed)
+    gpus = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=gpus), for_generation(), generating_with_sdpa(model):
+        torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
         ids = model.generate(
             prompt_ids,
             attention_mask=batch["prompt_attention_mask"],
@@ -46,11 +52,11 @@ def sample(
 
 @contextmanager
 def generating_with_sdpa(model: Any) -> Iterator[None]:
-    """Inside, SDPA replaces FlexAttention, which is fast only if compiled, and generation is not compiled."""
+    """Replace FlexAttention by SDPA inside."""
     if model.config._attn_implementation != "flex_attention":
         yield
         return
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("sdpa")  # FlexAttention is fast only if compiled, and generation is not
     try:
         yield
     finally:
@@ -59,7 +65,7 @@ def generating_with_sdpa(model: Any) -> Iterator[None]:
 
 @contextmanager
 def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None]:
-    """Inside, `act` is called with 0, 1, ... before each forward of the model; generation runs a forward per token.
+    """Call `act` with 0, 1, ... before each forward inside: each token.
 
     Processes in lockstep call it in lockstep, so all can raise there together.
     """
@@ -71,23 +77,11 @@ def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None
         handle.remove()
 
 
-def sample_rows(
-    model: Any, batch: PaddedBatch, tokenizer: Any, mesh: Mesh, *, max_new_tokens: int, seed: list[int]
-) -> list[str]:
-    """Sample a continuation of each prompt in this process's part of a batch; the rank is mixed into `seed`."""
-    device = next(model.parameters()).device
-    rows = {key: batch[key].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
-    own_seed = np.random.SeedSequence([*seed, mesh.data_rank]).generate_state(1)[0]
-    return sample(
-        model, rows, tokenizer, max_new_tokens=max_new_tokens, seed=int(own_seed), in_step=mesh.world_size > 1
-    )
-
-
 CUT = "[...]"  # replaces the truncated part of a prompt
 
 
 def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: TextEncoder) -> list[str]:
-    """The prompts of examples as the model sees them, with CUT in place of truncated text."""
+    """The prompts of examples as fed, with CUT for truncated text."""
     texts = []
     for example in examples:
         text = prompts[example.id[0]].text
@@ -104,16 +98,16 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: 
 def sample_batches(
     model: Any, sample_batch: Callable[[Any, PaddedBatch], list[str]], batches: Iterable[PaddedBatch], mesh: Mesh
 ) -> list[str]:
-    """Continuations of all prompts of global batches, in order, with the model's weights gathered once.
+    """Continuations of all prompts of global batches, in order.
 
-    `sample_batch` returns those of this process's part of a batch. As all processes take part in every forward, one
-    without prompts continues the first prompt and discards the result.
+    Sharded weights are gathered once. `sample_batch` returns those of this process's part of a batch. As all processes
+    take part in every forward, one without prompts continues the first prompt and discards the result.
     """
-    texts = []
+    texts, device = [], next(model.parameters()).device
     with gathered_weights(model):
         for batch in batches:
             own = np.array_split(np.arange(len(batch["prompt_input_ids"])), mesh.data_size)[mesh.data_rank]
             fed = own if len(own) else [0]
-            rows: Any = {key: batch[key][fed] for key in ("prompt_input_ids", "prompt_attention_mask")}
+            rows: Any = {key: batch[key][fed].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
             texts += mesh.gather_list(sample_batch(model, rows)[: len(own)])
     return texts

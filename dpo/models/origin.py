@@ -1,4 +1,4 @@
-"""The model that a path on a command line names: a checkpoint with its run's config, an adapter, a directory."""
+"""The model that a path on a command line names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpo.errors import InputError
-from dpo.models.adapters import Base, find_adapter, find_base
-from dpo.models.weights import find_archive
+from dpo.models.weights import Weights, locate_weights
 from dpo.settings.places import HUB_ID
 from dpo.settings.plan import Plan
 from dpo.settings.recorded import plan_model, read_plan
@@ -19,20 +18,19 @@ MATTERS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets
 
 
 class Origin(NamedTuple):
-    """The sources of a model: architecture and tokenizer from `plan.model`, weights too unless given."""
+    """A model that a path names, with the architecture of `plan.model`."""
 
     plan: Plan  # of the run; without a run, of the known values and defaults
-    weights: Path | None  # a policy.pt; for an adapter, that of its base
-    run_dir: Path | None  # contains config.yaml
-    adapter: Path | None = None  # a directory in PEFT's format
+    weights: Weights = Weights()
+    run_dir: Path | None = None  # contains config.yaml
     had_own_code: bool = False  # whether the run was trained with the model's own Python code
 
     @property
     def policy(self) -> Path | None:
         """The checkpoint's own `policy.pt`, with the weights or the adapter."""
-        if self.adapter is None:
-            return self.weights
-        file = self.adapter / POLICY_FILE
+        if self.weights.adapter is None:
+            return self.weights.archive
+        file = self.weights.adapter / POLICY_FILE
         return file if file.is_file() else None
 
 
@@ -54,69 +52,42 @@ def find_origin(
     InputError if the path names no model, or `model` is not needed.
     """
     path = Path(path).expanduser()
-    is_model = (path / "config.json").is_file() and not (path / "policy.pt").exists()
+    is_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
     if is_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
         if model is not None and alone:
             raise InputError(f"{path} is a model of its own: --model {model} is for a policy.pt, whose base it names")
-        return Origin(_trust(plan_model(str(path)), trust_remote_code), None, None)
+        return Origin(plan_model(str(path)).change("model.trust_remote_code", trust_remote_code))
     if not path.exists():
         raise InputError(f"{path} does not exist: give a run's directory, one of its step-N, or a model's directory")
-    if adapter := find_adapter(path):
-        return _find_adapter_origin(adapter.resolve(), model, trust_remote_code, alone)
-    weights = find_archive(str(path), key="").resolve()
-    places = [place for place in (weights.parent, weights.parent.parent) if (place / CONFIG).is_file()]
-    if not places:
-        if model is None:
-            raise InputError(
-                f"{weights} has no {CONFIG} of its run beside it: give --model DIR_OR_HUB_ID, its base model"
-            )
-        return Origin(_trust(plan_model(model), trust_remote_code), weights, None)
-    recorded = read_plan(places[0] / CONFIG, keys=MATTERS)
-    plan = _trust(recorded, trust_remote_code)
-    if model is not None and (alone or _is_gone(plan.model.name_or_path)):
-        plan = plan.change("model.name_or_path", model)
-    if _is_gone(base := plan.model.name_or_path):
-        raise InputError(f"{base}, the base model of {places[0]}, is not there: give --model DIR_OR_HUB_ID")
-    return Origin(plan, weights, places[0], had_own_code=recorded.model.trust_remote_code is True)
-
-
-def _find_problem(base: Base, adapter: Path, run_dir: Path | None) -> str | None:
-    """Why an adapter's base cannot be loaded, if so; `run_dir` is that of its run, None for another program's."""
-    subject = f"{base.archive or base.name}, the base of {adapter},"
-    if base.archive is not None:
-        if not base.archive.is_file():
-            return f"{subject} is not there"
-        return None if run_dir else f"{subject} has no {CONFIG} of its run beside it"
-    if base.name is not None:
-        return f"{subject} is not there" if _is_gone(base.name) else None
-    return None if run_dir else f"{adapter} names no base"
-
-
-def _find_adapter_origin(adapter: Path, model: str | None, trust_remote_code: bool, alone: bool) -> Origin:
-    """The origin of an adapter, from a run or another program, on the base that it names, or on `model`."""
-    places = [adapter, adapter.parent] if (adapter / POLICY_FILE).is_file() else []
-    run_dir = next((place for place in places if (place / CONFIG).is_file()), None)
-    base = find_base(adapter)
-    problem = _find_problem(base, adapter, run_dir)
-    given = model is not None and (alone or problem is not None)
-    if given:
-        base = Base(name=model)
-    elif problem is not None:
-        raise InputError(f"{problem}: give --model DIR_OR_HUB_ID, the base as a model")
-    recorded = read_plan(run_dir / CONFIG, keys=MATTERS) if run_dir else plan_model(str(base.name))
-    plan = _trust(recorded, trust_remote_code)
-    if base.name is not None:
-        plan = plan.change("model.name_or_path", base.name)
-    if given:
+    weights = locate_weights(path, key="")
+    adapter, archive = (place and place.resolve() for place in (weights.adapter, weights.archive))
+    weights = weights._replace(adapter=adapter, archive=archive)
+    file = adapter / POLICY_FILE if adapter else archive  # another program's adapter has none, whatever lies around it
+    places = [place for place in (file.parent, file.parent.parent) if file.is_file() and (place / CONFIG).is_file()]
+    run_dir = places[0] if places else None
+    recorded = read_plan(run_dir / CONFIG, keys=MATTERS) if run_dir else None
+    base = weights.base or (recorded.model.name_or_path if recorded else None)
+    problem = _find_problem(weights, base)
+    if model is not None and (alone or problem):
+        base, weights = model, Weights(None if adapter else archive, adapter)
+        problem = _find_problem(weights, base)
+    if base is None or problem:
+        raise InputError(f"{problem}: give --model DIR_OR_HUB_ID")
+    plan = (recorded or plan_model(base)).change("model.name_or_path", base)
+    plan = plan.change("model.trust_remote_code", trust_remote_code)
+    if adapter and base == model:
         plan = plan.change("model.random_init", False)
-    if run_dir is None and list(adapter.glob("tokenizer*")):
+    if adapter and run_dir is None and list(adapter.glob("tokenizer*")):
         plan = plan.change("model.tokenizer_name_or_path", str(adapter))
-    return Origin(plan, base.archive, run_dir, adapter, recorded.model.trust_remote_code is True)
+    return Origin(plan, weights, run_dir, recorded is not None and recorded.model.trust_remote_code is True)
 
 
-def _trust(plan: Plan, trust_remote_code: bool) -> Plan:
-    return plan.change("model.trust_remote_code", trust_remote_code)
-
-
-def _is_gone(base: str) -> bool:
-    return not Path(base).expanduser().exists() and not HUB_ID.fullmatch(base) and "/" in base
+def _find_problem(weights: Weights, base: str | None) -> str | None:
+    """The reason why weights and base give no model, if any."""
+    subject = weights.adapter or weights.archive
+    if weights.archive is not None and not weights.archive.is_file():
+        return f"{weights.archive}, the base of {subject}, is not there"
+    if base is None:
+        return f"{subject} names no base model, and has no {CONFIG} of its run beside it"
+    is_gone = not Path(base).expanduser().exists() and not HUB_ID.fullmatch(base) and "/" in base
+    return f"{base}, the base of {subject}, is not there" if is_gone else None

@@ -23,7 +23,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in choices
 def load_config(
     name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False
 ) -> transformers.PretrainedConfig:
-    """A model's transformers config. Raises InputError if it cannot be loaded."""
+    """A model's transformers config, or InputError."""
     if (Path(name).expanduser() / CONFIG).is_file():
         raise InputError(
             f"model.name_or_path={name} is an adapter: give it as model.archive with lora=lora, and its base as "
@@ -34,9 +34,9 @@ def load_config(
 
 
 def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
-    """The wanted attention implementation; eager instead of SDPA for a model without SDPA (GPT-J, Gemma 2).
+    """The wanted attention implementation, or eager for a model without SDPA.
 
-    Raises InputError if FlashAttention is wanted and not available.
+    Such models are GPT-J and Gemma 2. Raises InputError if FlashAttention is wanted and not available.
     """
     if wanted == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
         raise InputError(
@@ -56,7 +56,7 @@ def load_structure(
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
 ) -> transformers.PreTrainedModel:
-    """The model of `load_model` without its weights, on the meta device; rank 0 sends the weights."""
+    """The model of `load_model` without its weights, on the meta device."""
     config = load_config(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
     attention = choose_attention(config, attn_implementation)
     with explaining_load_errors("model", name), torch.device("meta"):
@@ -71,7 +71,7 @@ def load_model(
     name: str,
     *,
     dtype: torch.dtype,
-    archive: str | None = None,
+    archive: str | Path | None = None,
     attn_implementation: str = "eager",
     random_init: bool = False,
     seed: int = 0,
@@ -85,90 +85,82 @@ def load_model(
     weights from the seed.
     Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
-    found = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
-    config = load_config(name, **found)
-    made = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
+    source = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
+    config = load_config(name, **source)
+    options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
     with explaining_load_errors("model", name):
         if random_init:
-            model = _random_model(config, **made, seed=seed, trust_remote_code=trust_remote_code)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                # drawn in float32, so that models of one seed are equal up to rounding
+                drawn: Any = transformers.AutoModelForCausalLM.from_config(
+                    config, **{**options, "dtype": torch.float32}, trust_remote_code=trust_remote_code
+                )
+            model = drawn.to(dtype)
             model.to(device_map[""] if isinstance(device_map, dict) else "cuda" if device_map else "cpu")
             if archive is not None:
                 load_archive(model, archive)
         elif archive is not None:
-            model = _load_from_archive(name, archive, found, **made, device_map=device_map)
+            model = _load_from_archive(name, archive, source, {**options, "device_map": device_map})
         else:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                name, **found, **made, device_map=device_map, output_loading_info=True
+                name, **source, **options, device_map=device_map, output_loading_info=True
             )
             model, loading = loaded
-            _refuse_gaps(name, loading)
+            refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
     disable_dropout(model)
     return model
 
 
-def _random_model(config: Any, *, dtype: torch.dtype, seed: int, **made: Any) -> transformers.PreTrainedModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **made).to(dtype)
-
-
 def _load_from_archive(
-    name: str, archive: str, found: Mapping[str, Any], *, device_map: str | dict | None, **made: Any
+    name: str, archive: str | Path, source: Mapping[str, Any], options: Mapping[str, Any]
 ) -> transformers.PreTrainedModel:
-    """Load a model with the archive's weights instead of its own, which are not read.
+    """Load a model with an archive's weights; its own are not read.
 
     transformers casts and places the weights one by one, so that there is no second copy.
     """
-    structure = load_structure(name, **found, **made)
+    structure = load_structure(name, dtype=options["dtype"], **source)  # the archive is checked before anything is made
     weights = read_archive(archive, structure)
     in_file = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
     kind: Any = type(structure)
     model, loading = kind.from_pretrained(
-        None,
-        config=load_config(name, **found),
-        state_dict=weights,
-        **made,
-        device_map=device_map,
-        output_loading_info=True,
+        None, config=load_config(name, **source), state_dict=weights, **options, output_loading_info=True
     )
     del weights
-    _refuse_gaps(name, loading)
+    refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
     for tensor in (*model.parameters(), *model.buffers()):  # tensors that were neither cast nor moved are still mapped
         if tensor.untyped_storage().data_ptr() in in_file:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
     model.name_or_path = model.config.name_or_path = name
     model.adjust_generation_fn(  # like from_pretrained at its end
         None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None, revision=None,
-        subfolder="", **found,
+        subfolder="", **source,
     )  # fmt: skip
     return model
 
 
-def _refuse_gaps(name: str, loading: Mapping[str, Any]) -> None:
-    if loading["missing_keys"]:  # transformers would initialize these randomly and continue
+def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:
+    """Raise InputError for missing weights, which transformers would draw at random."""
+    if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
-        raise InputError(f"model {name!r} has no weights for {missing}; were they saved with another class?")
+        raise InputError(f"{what} has no weights for {missing}: {advice}")
 
 
 def check_positions(model: Any, max_length: int) -> None:
-    """Raises InputError if the model has learned positions (GPT-2), but fewer than `max_length`.
-
-    Rotary positions have no limit.
-    """
-    if max_length > count_positions(model):
-        limit = count_positions(model)
+    """Raise InputError if a model has learned too few positions for `max_length`."""
+    if max_length > (limit := count_positions(model)):
         raise InputError(f"max_length={max_length} is more than the {limit} positions that {type(model).__name__} has")
 
 
 def count_positions(model: Any) -> float:
-    """The number of learned positions of a model; infinity if it learns none."""
+    """The number of learned positions, or infinity without (as with rotary ones)."""
     limit = getattr(model.config, "max_position_embeddings", None)
     tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not model.get_input_embeddings())
     return limit if limit is not None and any(table.num_embeddings == limit for table in tables) else math.inf
 
 
 def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
-    """Notes to print about a model, given the requested attention and `max_length`."""
+    """Notes on a model, for the requested attention and `max_length`."""
     name, used = type(model).__name__, model.config._attn_implementation
     limit = getattr(model.config, "max_position_embeddings", None)
     found = [] if used == attention else [f"{name} does not support {attention}; using {used} attention"]
@@ -181,7 +173,6 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Make a model recompute its blocks' activations in the backward pass instead of keeping them."""
     with warnings.catch_warnings():  # about a newer name, which not every transformers 5 has
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable({"use_reentrant": False})

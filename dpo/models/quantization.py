@@ -1,8 +1,9 @@
-"""QLoRA's base (arXiv 2305.14314): frozen linear layers in 4-bit NormalFloat with double quantization, by bitsandbytes.
+"""QLoRA's base (arXiv 2305.14314): frozen linear layers in 4 bits.
 
-The packed weights are buffers, not parameters: every process holds all of them, and FSDP, gradients and optimizers see
-only the other weights. bitsandbytes' own layer is not used: on a CPU with AVX512-BF16 it converts its weights to
-another form, with a loss of precision, as soon as it is evaluated.
+They are in 4-bit NormalFloat with double quantization, by the kernels of bitsandbytes. The packed weights are buffers,
+not parameters: every process holds all of them, and FSDP, gradients and optimizers see only the other weights.
+bitsandbytes' own layer is not used: on a CPU with AVX512-BF16 it converts its weights to another form, with a loss of
+precision, as soon as it is evaluated.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class Linear4bit(torch.nn.Linear):
 
 
 class _Multiply(torch.autograd.Function):
-    """input @ weight.T + bias; the backward pass dequantizes the weight again, so that no graph keeps it."""
+    """input @ weight.T + bias, dequantized again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, layer: Linear4bit) -> torch.Tensor:
-        ctx.layer = layer
+        ctx.layer = layer  # not its dequantized weight
         return torch.nn.functional.linear(input, layer.dequantized(input.dtype), bias)
 
     @staticmethod
@@ -67,7 +68,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The buffers of a weight; without values for a fake weight or one on the meta device."""
+    """The buffers of a weight, without values if it has none."""
     if weight.is_meta or isinstance(weight, FakeTensor):
         blocks, empty = weight.numel() // BLOCK, partial(torch.empty, device=weight.device)
         return {
@@ -90,33 +91,35 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
-    """Replace a model's linear layers, except its head, by 4-bit ones, one by one, on `device` if given.
+    """Replace a model's linear layers, except its head, by 4-bit ones.
 
-    A model without weights gets layers without weights. Raises InputError as `layers_to_quantize` does.
+    One by one, on `device` if given. A model without weights gets layers without weights. Raises InputError as
+    `layers_to_quantize` does.
     """
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)
         weight = _straight(layer.weight.detach(), layer)
         weight = weight.to(device) if device is not None and not weight.is_meta else weight
         model.set_submodule(name, Linear4bit(weight, layer.bias))
-    release_freed_memory()
+    release_freed_memory()  # of the weights that were quantized
     return model
 
 
 def round_to_4bit(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-    """The weight of `layer` rounded to 4 bits, in its dtype."""
+    """The weight of a layer, rounded to 4 bits, in its dtype."""
     return _straight(Linear4bit(_straight(weight, layer)).dequantized(weight.dtype), layer)
 
 
 def _straight(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-    """The weight as (out_features, in_features), transposed for GPT-2's Conv1D; and back."""
+    """Transpose the weight of GPT-2's Conv1D, to (out_features, in_features) or back."""
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
 def layers_to_quantize(model: Any) -> list[str]:
-    """The names of a model's linear layers, except its head, whose weights are whole blocks.
+    """The names of a model's linear layers that can be quantized.
 
-    Raises InputError if there are none, or bitsandbytes has no kernels for this machine.
+    These are those, except the head, whose weights are whole blocks. Raises InputError if there are none, or
+    bitsandbytes has no kernels for this machine.
     """
     _check_bitsandbytes()
     if getattr(model.config, "quantization_config", None) is not None:
@@ -133,7 +136,6 @@ def layers_to_quantize(model: Any) -> list[str]:
 
 
 def _check_bitsandbytes() -> None:
-    """Raises InputError if bitsandbytes is not installed, or has no kernels for this machine."""
     silence_bitsandbytes()
     try:
         from bitsandbytes.cextension import ErrorHandlerMockBNBNativeLibrary, lib

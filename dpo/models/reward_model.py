@@ -1,4 +1,4 @@
-"""A reward model: a sequence classification model of transformers with one output, which scores answers."""
+"""A reward model: a sequence classification model with one output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG
 from dpo.models.answers import Answer
-from dpo.models.pretrained import disable_dropout
+from dpo.models.pretrained import disable_dropout, refuse_gaps
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0
 from dpo.settings.plan import Plan
@@ -29,7 +29,7 @@ Ids = list[int]
 
 
 class RewardModel:
-    """Score answers with a model, `rows` at a time, in its tokenizer's chat template if it has one."""
+    """A model that scores answers, `rows` at a time."""
 
     def __init__(self, model: Any, tokenizer: Any, *, rows: int) -> None:
         self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
@@ -49,13 +49,13 @@ class RewardModel:
         return scores
 
     def check(self, prompt: Prompt) -> None:
-        """Raises InputError if the chat template rejects a prompt."""
+        """Raise InputError if the chat template rejects a prompt."""
         self.encode(prompt, "")
 
     def encode(self, prompt: Prompt, answer: str) -> Ids:
-        """The token ids of a prompt with its answer, truncated on the left to the model's positions.
+        """The token ids of prompt and answer, truncated on the left.
 
-        Raises InputError if the chat template rejects the prompt.
+        They are in the tokenizer's chat template if it has one. Raises InputError if that rejects the prompt.
         """
         has_template = bool(self.tokenizer.chat_template)
         text = prompt.text + answer
@@ -102,7 +102,7 @@ def load_reward_model(plan: Plan, device: torch.device, *, rows: int) -> tuple[R
 
 
 def find_reward_structure(plan: Plan) -> RewardModel:
-    """The reward model without weights, in one process. Raises InputError as `load_reward_model` does."""
+    """The reward model without weights, or the InputErrors of `load_reward_model`."""
     return _load(plan, torch.device("meta"), 1)
 
 
@@ -131,9 +131,7 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
             name, trust_remote_code=trusts, **found, dtype="auto", device_map={"": device}, output_loading_info=True
         )
         model, loading = loaded
-    if loading["missing_keys"]:  # transformers would draw them at random and continue
-        missing = ", ".join(sorted(loading["missing_keys"])[:5])
-        raise InputError(f"{key} has no weights for {missing}: {wanted}, saved with its head")
+    refuse_gaps(loading, key, f"{wanted}, saved with its head")
     with explaining_load_errors("tokenizer of the reward model", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trusts, **found)
     disable_dropout(model)
@@ -149,7 +147,7 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
 
 @contextlib.contextmanager
 def _silenced():
-    """Inside, transformers does not report on loading: serious problems are errors anyway."""
+    """Silence transformers' reports on loading inside: problems are errors."""
     logs = transformers.utils.logging
     verbosity, had_bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()
@@ -163,7 +161,7 @@ def _silenced():
 
 
 def _count_positions(model: Any, tokenizer: Any) -> int | None:
-    """The number of tokens that a model was made for; None if neither it nor its tokenizer declares one."""
+    """The number of tokens that a model was made for, if declared."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limits = [tokenizer.model_max_length] if tokenizer.model_max_length < 10**9 else []  # a huge number: not known
     if limit is not None and limit > 0:  # XLNet says -1

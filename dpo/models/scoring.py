@@ -1,4 +1,4 @@
-"""Scorers of the policy's answers in training, by name, and the check of their scores."""
+"""Scorers of the policy's answers in training, and checks of their scores."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dpo.checkpoint.parts import random_state, set_random_state
 from dpo.data.table import Prompt
 from dpo.errors import InputError, RunError, one_sentence
 from dpo.models.answers import Answer
@@ -34,7 +35,7 @@ LARGEST = 3.4e38  # largest float32
 
 
 class ScorerFailed(RunError):
-    """A scorer raised an error, or did not return a finite number for each answer."""
+    """An error of a scorer, or an invalid score."""
 
 
 class Scorer(NamedTuple):
@@ -49,13 +50,13 @@ class Scorer(NamedTuple):
     file: Path | None = None  # the user's code, whose line is named in errors
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """The scores, as floats. Raises ScorerFailed, which names the scorer, for any error in it."""
+        """The scores, or ScorerFailed for any error of the scorer."""
 
         def compute() -> list[float]:
             given = self.score(prompts, answers)
             if isinstance(given, (str, bytes, Mapping)):
                 raise TypeError(f"a number for each answer is expected, in a list, and not {given!r:.80}")
-            return [float(score) for score in itertools.islice(given, len(answers) + 1)]
+            return [float(score) for score in itertools.islice(given, len(answers) + 1)]  # it may be endless
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
@@ -69,28 +70,25 @@ class Scorer(NamedTuple):
 
 @contextmanager
 def seeded_generators(*numbers: int) -> Iterator[None]:
-    """Inside, Python's, numpy's and torch's global generators are seeded with these numbers; restores them."""
-    before, numpy_before = random.getstate(), np.random.get_state()
-    seeds = np.random.SeedSequence(numbers).generate_state(4)
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        random.seed(seeds.tobytes())
-        np.random.seed(seeds)
-        torch.manual_seed(int(seeds.view(np.uint64)[0]))
-        try:
-            yield
-        finally:
-            random.setstate(before)
-            np.random.set_state(numpy_before)
+    """Seed Python's, numpy's and torch's generators inside."""
+    before = random_state()
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)
 
 
 def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, file: Path | None) -> T:
-    """Return `code()`, run without gradients; raise its errors as one sentence with the line of `file`.
+    """Run code without gradients, and explain its errors.
 
-    Gradients are switched back afterwards, even if the code has switched them. Not a `@contextmanager`, which would
-    take an error raised from a StopIteration for its own, and let the StopIteration through.
+    Not a `@contextmanager`, which would take an error raised from a StopIteration for its own, and let the
+    StopIteration through.
     """
     try:
-        with torch.no_grad(), RaisingExit():
+        with torch.no_grad(), raising_exit():
             return code()
     except (PressedAgain, Stopped, kind):
         raise
@@ -98,25 +96,24 @@ def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, fil
         raise kind(f"{what}: {_tell(error, file)}") from error
 
 
-class RaisingExit:
-    """A context in which `os._exit` of this process raises: an unfinished run must not end with status 0."""
+@contextmanager
+def raising_exit() -> Iterator[None]:
+    """Let `os._exit` raise inside: no unfinished run may end with status 0."""
+    modules = os, sys.modules[os.name]  # both have it
+    leave, own = os._exit, os.getpid()
 
-    modules = os, sys.modules[os.name]  # the modules that have it: os and posix
+    def raise_exit(status: int) -> NoReturn:
+        if os.getpid() != own:  # a process that the code has forked
+            leave(status)
+        raise SystemExit(f"os._exit({status})")
 
-    def __enter__(self) -> None:
-        self.exit, own = os._exit, os.getpid()
-
-        def leave(status: int) -> NoReturn:
-            if os.getpid() != own:  # a process that the code has forked
-                self.exit(status)
-            raise SystemExit(f"os._exit({status})")
-
-        for module in self.modules:
+    try:
+        for module in modules:
+            module._exit = raise_exit
+        yield
+    finally:
+        for module in modules:
             module._exit = leave
-
-    def __exit__(self, *_: object) -> None:
-        for module in self.modules:
-            module._exit = self.exit
 
 
 def _tell(error: BaseException, file: Path | None) -> str:
@@ -130,22 +127,21 @@ def _tell(error: BaseException, file: Path | None) -> str:
 
 
 def _parse_file(place: str) -> Path:
-    """The file in `FILE.py:NAME`, the place of a function."""
+    """The file of `FILE.py:NAME`."""
     return Path(place.rpartition(":")[0]).expanduser().resolve()
 
 
 def shorter(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-    """Score answers by their number of tokens, negated."""
     return [-len(answer.tokens) for answer in answers]
 
 
 def count_keyword(keyword: str) -> Score:
-    """Make a score that counts a text in the answer, without overlaps."""
+    """Make a score that counts a text in the answer."""
     return lambda prompts, answers: [answer.text.count(keyword) for answer in answers]
 
 
 def load_function(place: str) -> Score:
-    """Load the function `FILE.py:NAME`, which gets two lists of texts: prompts and answers.
+    """Load the function `FILE.py:NAME` of lists of prompts and answers.
 
     Runs the file's code, which may import modules beside it. Raises InputError if it fails, or has no such function.
     """
@@ -153,7 +149,7 @@ def load_function(place: str) -> Score:
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(spec.name, module)  # for dataclasses and pickle
-    if str(path.parent) not in sys.path:
+    if str(path.parent) not in sys.path:  # for imports of modules beside it
         sys.path.append(str(path.parent))
     what = f"online.function={place}: {path} cannot be run"
     _run_users_code(lambda: spec.loader.exec_module(module), InputError, what, path)
@@ -168,9 +164,9 @@ def load_function(place: str) -> Score:
 
 
 def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
-    """Load the scorer that `plan.online` names; a reward model on `device`, for `rows` answers at a time.
+    """Load the scorer that `plan.online` names.
 
-    Raises InputError if it cannot be loaded.
+    A reward model is loaded on `device`, for `rows` answers at a time. Raises InputError if that fails.
     """
     online = plan.online
     if online.scorer == "reward_model":
@@ -189,9 +185,9 @@ def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
 
 
 def check_scorer(plan: Plan) -> tuple[str, ...]:
-    """Notes on the scorer that `plan.online` names; no reward model's weights are read.
+    """Notes on a plan's scorer, and the InputErrors of `load_scorer`.
 
-    Raises InputError as `load_scorer` does.
+    No reward model's weights are read.
     """
     if plan.online.scorer == "reward_model":
         return notes_on(find_reward_structure(plan), plan)

@@ -1,4 +1,4 @@
-"""Policies and their reference, answering the same prompts side by side, with the answers' implicit rewards."""
+"""Policies and their reference, which answer the same prompts, with implicit rewards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Event
+from threading import Event, Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +14,15 @@ import torch
 from dpo.checkpoint.files import read_state
 from dpo.data.asking import Asked, choose_form, render
 from dpo.data.tokenizer import load_tokenizer
-from dpo.errors import InputError
-from dpo.losses import LOSSES
-from dpo.models.adapters import CONFIG, add_adapter, load_adapter, read_adapter, switch
+from dpo.errors import InputError, explaining
+from dpo.models.adapters import add_stored_adapter, read_adapter, switch
 from dpo.models.answers import Answer, Sampling, Tokens, answer, log_probabilities
 from dpo.models.card import find_prompt_format
-from dpo.models.loading import Weights, find_source, resolve_place
+from dpo.models.loading import digest_reference, find_source, load_base, resolve_place
 from dpo.models.origin import Origin, find_origin
-from dpo.models.pretrained import DTYPES, count_positions, load_config, load_model
+from dpo.models.pretrained import DTYPES, count_positions
 from dpo.models.quantization import quantize
-from dpo.models.weights import find_archive, model_digest
+from dpo.models.weights import Weights, locate_weights
 from dpo.parallel.sharding import choose_device_map
 from dpo.system.arithmetic import for_generation
 from dpo.system.host import count_gpus
@@ -36,7 +34,7 @@ Rewards = dict[str, float | None]
 
 
 class Side(NamedTuple):
-    """A model that answers; sides may share a model, with different adapters or none."""
+    """A model that answers; sides may share one, with different adapters."""
 
     name: str  # policy, policy_2, ..., or REFERENCE
     model: Any
@@ -45,18 +43,16 @@ class Side(NamedTuple):
     adapter: str | None = None  # the model's adapter that it computes with
 
     def answer(self, tokenizer: Any, *asked: Any, **more: Any) -> list[Answer]:
-        """Call `answers.answer` with this side's model."""
         with switch(self.model, self.adapter)():
             return answer(self.model, tokenizer, *asked, **more)
 
     def log_probabilities(self, *said: Any) -> list[float]:
-        """Call `answers.log_probabilities` with this side's model."""
         with switch(self.model, self.adapter)():
             return log_probabilities(self.model, *said)
 
 
 class Panel:
-    """Models that answer the same prompts: the policies, then the reference, if any."""
+    """Models that answer the same prompts: policies, then the reference."""
 
     def __init__(self, sides: Sequence[Side], tokenizer: Any, form: str) -> None:
         self.sides, self.tokenizer, self.form = sides, tokenizer, form
@@ -64,11 +60,12 @@ class Panel:
         self.reference = next((side for side in sides if side.name == REFERENCE), None)
 
     def encode(self, asked: Asked, where: str, sampling: Sampling) -> Tokens:
-        """Encode a prompt as in training, without adding special tokens. Raises InputError if it does not fit."""
+        """Encode a prompt as in training, or raise InputError."""
         text = render(asked, self.form, self.tokenizer, where)
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise InputError(f"{where}: the prompt has no tokens")
+        # each side: a model given by --reference may have another vocabulary or fewer positions
         for side in self.sides:
             if max(ids) >= (n := side.model.get_input_embeddings().num_embeddings):
                 raise InputError(f"{where}: the {side.name} has {n} embeddings, and none for token id {max(ids)}")
@@ -81,66 +78,48 @@ class Panel:
         return ids
 
     def answer(self, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answers]:
-        """The answers of all sides to each prompt; its number is mixed into the seed."""
+        """All sides' answers to prompts, whose numbers are mixed into the seed."""
         by_side = [side.answer(self.tokenizer, prompts, numbers, sampling) for side in self.sides]
         names = [side.name for side in self.sides]
         return [dict(zip(names, of_prompt, strict=True)) for of_prompt in zip(*by_side, strict=True)]
 
     def stream(self, prompt: Tokens, number: int, sampling: Sampling, show: Callable[[str, str], None]) -> Answers:
-        """The answers of all sides to a prompt, generated at the same time.
+        """All sides' answers to a prompt, generated at the same time.
 
-        Sides that share a model answer one after the other. `show` gets (name of a side, its text so far).
-        KeyboardInterrupt ends all.
+        Sides that share a model answer one after the other. `show` gets (name of a side, its text so far), from one
+        thread at a time. KeyboardInterrupt ends all.
         """
-        news: SimpleQueue[tuple[str, list[int]] | None] = SimpleQueue()
-        stop = Event()
-        sharing: dict[int, list[Side]] = {}
-        for side in self.sides:
-            sharing.setdefault(id(side.model), []).append(side)
+        stop, showing = Event(), Lock()
+        made: dict[str, Answer] = {}
 
-        def work(sides: list[Side]) -> Answers:
-            def watch(name: str, tokens: list[int]) -> bool:
-                news.put((name, tokens))
-                return stop.is_set()
+        def watch(name: str, tokens: list[int]) -> bool:
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            with showing:
+                show(name, text.rstrip("\ufffd"))  # the last tokens of a character may be missing
+            return stop.is_set()
 
-            def answered(side: Side) -> Answer:
-                [made] = side.answer(self.tokenizer, [prompt], [number], sampling, watch=partial(watch, side.name))
-                return made
+        def work(sides: list[Side]) -> None:
+            for side in sides:
+                watching = partial(watch, side.name)
+                [made[side.name]] = side.answer(self.tokenizer, [prompt], [number], sampling, watch=watching)
 
-            try:
-                return {side.name: answered(side) for side in sides}
-            finally:
-                news.put(None)
-
+        sharing = [[side for side in self.sides if side.model is model] for model in {s.model for s in self.sides}]
         # Threads end in any order, and each restores the settings that it found: those of this thread.
         with for_generation(), ThreadPoolExecutor(len(sharing), thread_name_prefix="answer") as threads:
             try:
-                working = [threads.submit(work, sides) for sides in sharing.values()]
-                n_working = len(working)
-                while n_working:
-                    new = news.get()
-                    if new is None:
-                        n_working -= 1
-                    else:  # the last tokens of a character may be missing
-                        text = self.tokenizer.decode(
-                            new[1], skip_special_tokens=True, clean_up_tokenization_spaces=False
-                        )
-                        show(new[0], text.rstrip("\ufffd"))
+                list(threads.map(work, sharing))
             finally:
                 stop.set()
-        made = {name: of_side for future in working for name, of_side in future.result().items()}
         return {side.name: made[side.name] for side in self.sides}
 
     def rewards(self, prompts: Sequence[Tokens], answers: Sequence[Answers]) -> list[Rewards]:
-        """The implicit reward beta * (log pi - log ref) of each answer, None without a reference or beta.
+        """The implicit rewards beta * (log pi - log ref) of answers.
 
-        Log-probabilities are summed over tokens, whatever the loss. pi is the policy that gave the answer; for the
-        reference's answers, the first policy.
+        They are None without a reference or beta. Log-probabilities are summed over tokens, whatever the loss. pi is
+        the policy that gave the answer; for the reference's answers, the first policy.
         """
         found: list[Rewards] = [dict.fromkeys(of_prompt) for of_prompt in answers]
-        if self.reference is None:
-            return found
-        for side in self.sides:
+        for side in self.sides if self.reference else ():
             policy = self.policies[0] if side is self.reference else side
             if policy.beta is None:
                 continue
@@ -151,6 +130,9 @@ class Panel:
             for rewards, a, b in zip(found, ours, theirs, strict=True):
                 rewards[side.name] = policy.beta * (a - b)
         return found
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
 
 
 class Choices(NamedTuple):
@@ -165,26 +147,28 @@ class Choices(NamedTuple):
 
 
 def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[str], None] = print) -> Panel:
-    """Load the policies at these paths and their reference, one after the other; `log` gets notes and warnings.
+    """Load policies and their reference, one after the other.
 
-    Raises InputError if one cannot be loaded, or if they have different tokenizers or references.
+    `log` gets notes and warnings. Raises InputError if one cannot be loaded, or if they have different tokenizers or
+    references.
     """
-    known = {"trust_remote_code": choices.trust_remote_code, "hub": True}
+    known: dict[str, Any] = {"trust_remote_code": choices.trust_remote_code, "hub": True}
     origins = [find_origin(path, model=choices.model, **known, alone=len(paths) == 1) for path in paths]
     if choices.model and all(origin.plan.model.name_or_path != choices.model for origin in origins):
         raise InputError(f"--model {choices.model}: all of these have a base model of their own")
     tokenizer = _load_tokenizer(origins[0])
     form = choose_form(choices.form, find_prompt_format(origins[0]), tokenizer)
-    reference = _find_reference(origins, choices) if choices.with_reference else None
-    others = [*origins[1:], *([reference[0]] if reference and choices.reference else [])]
-    for other in others:
+    reference = None
+    if choices.with_reference:
+        reference = find_origin(choices.reference, **known) if choices.reference else _find_reference(origins)
+    for other in (*origins[1:], *([reference] if reference and choices.reference else [])):
         _check_tokenizer(tokenizer, other)
     bases: dict[Hashable, Any] = {}
-    sides = [_load_policy(origin, number, choices.beta, bases) for number, origin in enumerate(origins, start=1)]
+    names = ["policy", *(f"policy_{number}" for number in range(2, len(origins) + 1))]
+    sides = [_load(name, origin, choices.beta, bases) for name, origin in zip(names, origins, strict=True)]
     if reference:
-        origin, dtype = reference
         try:
-            sides.append(_load(REFERENCE, origin, dtype, bases))
+            sides.append(_load(REFERENCE, reference, None, bases))
         except InputError as error:
             raise InputError(f"the reference: {error}; {OTHERWISE}") from error
         if choices.reference is None and (checkpoint := _find_trained_otherwise(origins, sides[-1])):
@@ -197,114 +181,85 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
 
 
 def _load_tokenizer(origin: Origin) -> Any:
-    source = find_source(origin.plan)
-    name = origin.plan.model.tokenizer_name_or_path or source["name"]
-    return load_tokenizer(**{**source, "name": name})
+    return load_tokenizer(**find_source(origin.plan) | {"name": origin.plan.model.tokenizer})
 
 
 def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:
-    """Raises InputError if a model has another tokenizer. A local directory may lack one."""
-    name = origin.plan.model.tokenizer_name_or_path or origin.plan.model.name_or_path
+    name = origin.plan.model.tokenizer
     folder = Path(name).expanduser()
-    if folder.is_dir() and not list(folder.glob("tokenizer*")):
+    if folder.is_dir() and not list(folder.glob("tokenizer*")):  # it has none of its own
         return
     if _load_tokenizer(origin).get_vocab() != tokenizer.get_vocab():
         raise InputError(f"{name} has another tokenizer than the first model: they cannot be compared token by token")
 
 
-def _find_reference(origins: Sequence[Origin], choices: Choices) -> tuple[Origin, str | None] | None:
-    """The reference and its dtype (None: its own), or None if it is not known."""
-    if choices.reference is not None:
-        origin = find_origin(choices.reference, trust_remote_code=choices.trust_remote_code, hub=True)
-        return origin, _policy_dtype(origin)
+def _find_reference(origins: Sequence[Origin]) -> Origin | None:
+    """The model that all policies started from; None if not known."""
     found = [_find_beginning(origin) for origin in origins if origin.run_dir is not None]
-    found = found or [(o._replace(adapter=None), _policy_dtype(o)) for o in origins if o.adapter is not None]
-    if not found:
-        return None
-    if len({_identity(origin, dtype) for origin, dtype in found}) > 1:
+    found = found or [_remove_adapter(origin) for origin in origins if origin.weights.adapter is not None]
+    if len(set(map(_identify, found))) > 1:
         raise InputError(f"the policies were trained with different references: {OTHERWISE}")
-    return found[0]
+    return found[0] if found else None
 
 
-def _identity(origin: Origin, dtype: str | None) -> Hashable:
-    model = origin.plan.model
-    drawn = origin.plan.run.seed if model.random_init else None
-    quantized = origin.plan.quantized
-    return resolve_place(model.name_or_path), origin.weights, origin.adapter, drawn, quantized, dtype
+def _find_beginning(origin: Origin) -> Origin:
+    """The model that a run started from, in its reference's dtype."""
+    plan = origin.plan
+    with explaining(InputError, lambda why: InputError(f"the reference: {why}; {OTHERWISE}")):
+        begun = locate_weights(plan.model.archive) if plan.model.archive else Weights()
+    # an adapter names its base, even if the archive has changed
+    archive = begun.archive if origin.weights.adapter is None else origin.weights.archive
+    adapter = None if plan.reference == "base" else begun.adapter
+    return origin._replace(
+        plan=plan.change("model.policy_dtype", plan.reference_dtype) if plan.reference else plan,
+        weights=Weights(*(place and place.resolve() for place in (archive, adapter))),
+    )
 
 
-def _find_beginning(origin: Origin) -> tuple[Origin, str]:
-    """The model that a run started from: its loss's reference, or else the policy before training; and its dtype."""
-    model, plan = origin.plan.model, origin.plan
-    loss = LOSSES.get(origin.plan.values.get("loss.name"))
-    dtype = plan.reference_dtype if loss and loss.reference else model.policy_dtype
-    try:
-        weights, adapter = Weights.of(model.archive)
-        if origin.adapter is not None:  # it names its base, even if the archive has changed
-            return origin._replace(adapter=None if plan.reference == "base" else adapter and adapter.resolve()), dtype
-        weights = None if weights is None else find_archive(weights).resolve()
-    except InputError as error:
-        raise InputError(f"the reference: {error}; {OTHERWISE}") from error
-    return origin._replace(weights=weights), dtype
+def _remove_adapter(origin: Origin) -> Origin:
+    return origin._replace(weights=Weights(origin.weights.archive))
+
+
+def _find_dtype(origin: Origin) -> torch.dtype | None:
+    """The dtype of the run's model; None: that of its own config."""
+    known = origin.run_dir is not None or origin.weights.archive is not None
+    return DTYPES[origin.plan.model.policy_dtype] if known else None
+
+
+def _identify(origin: Origin) -> Hashable:
+    """A key of a model's weights and dtype."""
+    plan, weights = origin.plan, origin.weights
+    drawn = plan.run.seed if plan.model.random_init else None
+    place = resolve_place(plan.model.name_or_path)
+    return place, weights.archive, weights.adapter, drawn, plan.quantized, _find_dtype(origin)
 
 
 def _find_trained_otherwise(origins: Sequence[Origin], reference: Side) -> Path | None:
-    """The first checkpoint whose run recorded another reference than this; None if there is none."""
-    digests: dict[Hashable, str] = {}  # each costs a pass over the weights
+    """The first checkpoint whose run recorded another reference, if any."""
     for origin in origins:
         record = origin.policy and origin.policy.with_name("trainer.pt")
         if origin.run_dir is None or record is None or not record.is_file():
             continue
-        recorded, plan = read_state(record).get("reference"), origin.plan
-        dtype = plan.model.autocast or plan.reference_dtype
-        adapter = reference.adapter if plan.reference else None  # else the record is that of the base alone
-        if recorded and (dtype, adapter) not in digests:
-            digests[dtype, adapter] = model_digest(reference.model, dtype, adapter)
-        if recorded and recorded != digests[dtype, adapter]:
+        adapter = reference.adapter if origin.plan.reference else None  # else the record is that of the base alone
+        recorded = read_state(record).get("reference")  # its digest
+        if recorded and recorded != digest_reference(reference.model, origin.plan, adapter):
             return record.parent
     return None
 
 
-def _policy_dtype(origin: Origin) -> str | None:
-    """The dtype of the run's policy; None without a run: that of the model's own config."""
-    return None if origin.policy is None else origin.plan.model.policy_dtype
-
-
-def _load_policy(origin: Origin, number: int, beta: float | None, bases: dict[Hashable, Any]) -> Side:
-    autocast = origin.plan.model.autocast
-    side = _load("policy" if number == 1 else f"policy_{number}", origin, _policy_dtype(origin), bases)
-    return side._replace(
-        beta=beta or origin.plan.values.get("loss.beta"), autocast=DTYPES[autocast] if autocast else None
-    )
-
-
-def _load(name: str, origin: Origin, dtype: str | None, bases: dict[Hashable, Any]) -> Side:
-    """Load a side, on one of the `bases` if that is its own too, else on a new base that is added to them."""
-    base = _identity(origin._replace(adapter=None), dtype), origin.plan.model.attn_implementation
-    model = bases[base] = bases[base] if base in bases else _load_base(origin, dtype)
-    if origin.adapter is None:
-        return Side(name, model, None, None)
-    stored = read_adapter(origin.adapter)
-    try:
-        add_adapter(model, stored.config, name=name, targets=f"{stored.directory / CONFIG}: target_modules")
-        load_adapter(model, stored, name)
-    except InputError as error:
-        raise InputError(f"{origin.adapter} does not fit {origin.plan.model.name_or_path}: {error}") from error
-    return Side(name, model, None, None, name)
-
-
-def _load_base(origin: Origin, dtype: str | None) -> Any:
-    source, model = find_source(origin.plan), origin.plan.model
-    own_dtype = load_config(**source).dtype or torch.float32
-    loaded = load_model(
-        **source,
-        dtype=DTYPES[dtype] if dtype else own_dtype,
-        archive=None if origin.weights is None else str(origin.weights),
-        attn_implementation="eager" if model.attn_implementation == "eager" else "sdpa",  # the others need a GPU
-        random_init=model.random_init,
-        seed=origin.plan.run.seed,
-        device_map=choose_device_map(count_gpus()),
-    )
-    if origin.plan.quantized:
-        quantize(loaded)
-    return loaded.eval()
+def _load(name: str, origin: Origin, beta: float | None, bases: dict[Hashable, Any]) -> Side:
+    """Load a side, on its base in `bases` or a new one."""
+    plan, weights = origin.plan, origin.weights
+    key = _identify(_remove_adapter(origin)), plan.model.attn_implementation
+    if key not in bases:
+        attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"  # the others need a GPU
+        device_map = choose_device_map(count_gpus())
+        base = load_base(
+            plan, _find_dtype(origin), weights.archive, attn_implementation=attention, device_map=device_map
+        )
+        bases[key] = (quantize(base) if plan.quantized else base).eval()
+    adapter, autocast = None, plan.model.autocast
+    if weights.adapter is not None:
+        add_stored_adapter(bases[key], read_adapter(weights.adapter), adapter := name)
+    beta = beta or plan.values.get("loss.beta")
+    return Side(name, bases[key], beta, DTYPES[autocast] if autocast else None, adapter)

@@ -1,37 +1,55 @@
-"""Strict loading of weights from a `policy.pt`, as data that is never executed; digests of models.
+"""Files with a model's weights, loaded as data; digests of models.
 
-The file may be ours or the reference implementation's.
+A `policy.pt` may be ours or the reference implementation's. Nothing in it is executed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError
-from dpo.models.adapters import FACTOR_NAME, adapter_weights, base_weights
+from dpo.models.adapters import FACTOR_NAME, adapter_weights, base_weights, find_adapter, read_base
 
 # buffers that transformers stored in 2023 and now computes
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
 RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
 
 
-def find_archive(archive: str, *, key: str = "model.archive=") -> Path:
-    """The `policy.pt` that a path names: the file, its directory, or a run's directory (its LATEST).
+class Weights(NamedTuple):
+    """Files with weights, in place of those that a model has itself."""
 
-    Here and below, error messages put the `key` that gave the path before it.
+    archive: Path | None = None  # a policy.pt; under an adapter, with the weights of its base
+    adapter: Path | None = None  # a directory in PEFT's format
+    base: str | None = None  # the model under the adapter, a directory or a Hub id, if the adapter names one
+
+
+def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
+    """The weights that a path names, a `policy.pt` or an adapter.
+
+    Whether the base exists is not checked. Raises InputError, which puts the `key` that gave the path before it, if
+    there are no weights.
     """
-    path = Path(os.path.expanduser(archive))
-    candidates = [path, path / "policy.pt", path / "LATEST" / "policy.pt"]
-    for candidate in candidates:
+    adapter = find_adapter(path)
+    if adapter is None:
+        return Weights(find_archive(path, key=key))
+    base = read_base(adapter)
+    if base is not None and (base.endswith(".pt") or Path(base).is_file()):  # as our runs name a policy.pt
+        return Weights(Path(base), adapter)
+    return Weights(None, adapter, base)
+
+
+def find_archive(archive: str | Path, *, key: str = "model.archive=") -> Path:
+    """The `policy.pt` that a path names: the file, its directory, or LATEST."""
+    path = Path(archive).expanduser()
+    for candidate in (path, path / "policy.pt", path / "LATEST" / "policy.pt"):
         if candidate.is_file():
             return candidate
     if not path.exists():
@@ -39,25 +57,21 @@ def find_archive(archive: str, *, key: str = "model.archive=") -> Path:
     raise InputError(f"{key}{archive} is neither a policy.pt nor a directory that contains one")
 
 
-def _read_weights(path: Path, key: str) -> dict[str, torch.Tensor]:
-    """The state dict inside a `policy.pt`."""
+def read_archive(
+    archive: str | Path, model: torch.nn.Module, *, key: str = "model.archive="
+) -> dict[str, torch.Tensor]:
+    """Read the weights in a `policy.pt`, under their current names.
+
+    `model`, for which they are, gives only names and shapes. Raises InputError if the file is missing, is not a
+    `policy.pt`, or is for another architecture.
+    """
+    path = find_archive(archive, key=key)
     try:
         state = read_state(path)
     except DamagedCheckpoint as error:
         raise InputError(f"{key}{path} is not a policy.pt (which is data, never code): {error}") from error
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise InputError(f"{key}{path} is not a policy.pt: its 'state' does not map names to tensors")
-    return dict(state)
-
-
-def read_archive(archive: str, model: torch.nn.Module, *, key: str = "model.archive=") -> dict[str, torch.Tensor]:
-    """Read the weights in a `policy.pt`, ours or the reference implementation's, under their current names.
-
-    Only names and shapes of `model`, for which they are, are used.
-    Raises InputError if the file is missing, is not a `policy.pt`, or is of another architecture.
-    """
-    path = find_archive(archive, key=key)
-    state = _read_weights(path, key)
     if any(FACTOR_NAME.fullmatch(name) for name in state):
         raise InputError(f"{key}{path} holds an adapter, not the weights of a model: give the checkpoint that it is of")
     expected = model.state_dict(keep_vars=True)  # tied weights are one object
@@ -80,8 +94,8 @@ def read_archive(archive: str, model: torch.nn.Module, *, key: str = "model.arch
     return state
 
 
-def load_archive(model: torch.nn.Module, archive: str) -> None:
-    """Copy the weights in a `policy.pt` into a model, strictly. Raises InputError as `read_archive` does."""
+def load_archive(model: torch.nn.Module, archive: str | Path) -> None:
+    """Copy the weights in a `policy.pt` into a model, as `read_archive` allows."""
     expected = model.state_dict()
     with torch.no_grad():
         for name, tensor in read_archive(archive, model).items():
@@ -89,10 +103,12 @@ def load_archive(model: torch.nn.Module, archive: str) -> None:
 
 
 def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
-    """A digest of a model's weights, architecture and compute dtype, which determine its log-probabilities.
+    """A digest of all that determines a model's log-probabilities.
 
-    `adapter` names the adapter that the model computes with; without one, the digest is that of the base alone.
+    These are weights, architecture and compute `dtype`. `adapter` names the adapter that the model computes with; None:
+    the digest is that of the base alone.
     """
+    # without what differs between copies of one model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
     weights = base_weights(model)

@@ -28,10 +28,6 @@ class Mesh:
         self.data_rank, self.data_size = rank // dims.tensor_size, dims.data_size
         self.counts = rank % dims.tensor_size == 0  # true on one of the ranks that see the same examples
         self.shard_size = dims.shard_size
-        self._data_group = None  # all processes
-        if dims.tensor_size > 1:
-            groups = [dist.new_group(range(t, dims.world_size, dims.tensor_size)) for t in range(dims.tensor_size)]
-            self._data_group = groups[rank % dims.tensor_size]
         self.device = torch.device("cpu")
         if dist.is_initialized():
             if torch.cuda.is_available():
@@ -43,7 +39,7 @@ class Mesh:
                 self.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor")
             )
             # subgroups do not inherit the timeout of the default group
-            for group in (*self.device_mesh.get_all_groups(), self._data_group):
+            for group in self.device_mesh.get_all_groups():
                 _set_pg_timeout(timedelta(seconds=timeout_secs), group)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
@@ -69,12 +65,8 @@ class Mesh:
         return values
 
     def gather_list(self, values: list) -> list:
-        """The lists of all data ranks joined, in the order of the batch."""
-        if self.data_size == 1:
-            return values
-        parts: list[Any] = [None] * self.data_size
-        dist.all_gather_object(parts, values, group=self._data_group)
-        return [value for part in parts for value in part]
+        """The lists of all data ranks, joined in the batch's order."""
+        return [value for part in self.gather_all(values)[:: self.tensor_size] for value in part]
 
 
 def is_rank_0() -> bool:

@@ -1,7 +1,7 @@
-"""Distribution of a finished model over the processes of a mesh: weights from rank 0, FSDP shards, gathering.
+"""Distribution of a finished model over the processes of a mesh.
 
-The trainers call these functions on a model. With one process every collective is skipped, and transformers'
-`device_map` may spread the model's layers over several GPUs.
+The trainers call these functions on a model: weights come from rank 0, FSDP shards and gathers them. With one process
+every collective is skipped, and transformers' `device_map` may spread the model's layers over several GPUs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from dpo.system.host import host_memory
 
 
 def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
-    """Distribute a model over the processes of a mesh, one FSDP unit per transformer block.
+    """Distribute a model's weights, one FSDP unit per transformer block.
 
     Rank 0's weights are broadcast; those of other ranks may be on the meta device. Each unit is broadcast, sharded
     along `tensor` and then by FSDP before the next one, so that a process never holds more than its shards and one
@@ -56,22 +55,18 @@ def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype:
         done |= within
     if sharded:
         model.compute_dtype = compute_dtype
-        model.apply_to_itself = MethodType(_apply, model)
+        model.apply_to_itself = lambda function, *args: function(model, *args)
         register_fsdp_forward_method(model, "apply_to_itself")
     return model
 
 
-def _apply(model: Any, function: Callable, *args: Any) -> Any:
-    return function(model, *args)
-
-
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
-    """`function(model, *args)` with the root unit's weights gathered once, as in the model's own forward."""
+    """`function(model, *args)`, with the root unit gathered once."""
     return model.apply_to_itself(function, *args) if isinstance(model, FSDPModule) else function(model, *args)
 
 
 def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
-    """The transformer blocks: the modules of class `block_name`, or those the model declares unsplittable.
+    """The modules of class `block_name`, or those the model declares unsplittable.
 
     Raises InputError for a class that the model does not have.
     """
@@ -85,7 +80,10 @@ def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
 
 
 def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of rank 0's parameters and buffers, by name; also copies its generation config."""
+    """Shape and dtype of rank 0's parameters and buffers, by name.
+
+    Also copies its generation config.
+    """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
     sent = [own, getattr(model, "generation_config", None)]
@@ -101,7 +99,7 @@ def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh) -> None:
-    """Replace parameters and buffers of these modules with rank 0's, on this process's device; tied ones stay tied."""
+    """Replace the modules' parameters and buffers with rank 0's."""
     received: dict[torch.Tensor, torch.Tensor] = {}
     for prefix, module in modules.items():
         for kind in (module._parameters, module._buffers):
@@ -110,19 +108,21 @@ def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple],
                     continue
                 if tensor not in received:
                     shape, dtype = specs[f"{prefix}.{key}".lstrip(".")]
-                    received[tensor] = _from_rank_0(tensor, shape, dtype, mesh)
+                    data = broadcast(tensor, shape, dtype, mesh)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        data = torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
+                    received[tensor] = data
                 kind[key] = received[tensor]
 
 
-def _from_rank_0(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh: Mesh) -> torch.Tensor:
+def broadcast(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh: Mesh) -> torch.Tensor:
+    """Rank 0's tensor, which others may not have, on this process's device."""
     if mesh.rank == 0:
         data = tensor.detach().to(mesh.device).contiguous()
     else:
         data = torch.empty(shape, dtype=dtype, device=mesh.device)
     if mesh.world_size > 1:
         dist.broadcast(data, src=0)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
     return data
 
 
@@ -144,9 +144,9 @@ def release_gathered(model: torch.nn.Module | None) -> None:
 
 @contextmanager
 def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
-    """Inside, every process holds all weights, if they fit into its memory. Yields whether they do.
+    """Inside, every process holds all weights, if they fit.
 
-    Sampling runs a forward per token, and each would otherwise gather every block again.
+    Yields whether they do. Sampling runs a forward per token, and each would otherwise gather every block again.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -167,7 +167,7 @@ def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
 
 
 def _fits(model: torch.nn.Module) -> bool:
-    """Return whether the gathered weights take at most half of the free memory of every process's device."""
+    """Return whether all processes have twice the memory that gathering takes."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that the allocator caches does not count as free
@@ -180,19 +180,16 @@ def _fits(model: torch.nn.Module) -> bool:
 
 
 def gathered_size(model: Any) -> int:
-    """Bytes that a process holds when all FSDP shards are gathered, in the compute dtype.
-
-    Only this process's slice counts for parameters that are sharded along `tensor`.
-    """
-    return sum(p.numel() // _n_slices(p) for p in model.parameters()) * model.compute_dtype.itemsize
-
-
-def _n_slices(parameter: torch.Tensor) -> int:
-    """The number of slices of a parameter along `tensor`; its numel is that of the whole."""
-    if not isinstance(parameter, DTensor):  # its unit is gathered
-        return 1
-    axes = zip(parameter.device_mesh.mesh_dim_names, parameter.device_mesh.shape, parameter.placements, strict=True)
-    return next((size for axis, size, placement in axes if axis == "tensor" and placement.is_shard()), 1)
+    """Bytes that a process holds when all FSDP shards are gathered."""
+    n_elements = 0
+    for parameter in model.parameters():
+        n_slices = 1
+        if isinstance(parameter, DTensor):  # else its unit is gathered
+            mesh = parameter.device_mesh
+            for axis, size, placement in zip(mesh.mesh_dim_names, mesh.shape, parameter.placements, strict=True):
+                n_slices *= size if axis == "tensor" and placement.is_shard() else 1
+        n_elements += parameter.numel() // n_slices
+    return n_elements * model.compute_dtype.itemsize
 
 
 def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) -> type[torch.nn.Module]:
@@ -214,15 +211,16 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
 
 
 def choose_device_map(gpus: int) -> str | dict[str, int] | None:
-    """The `device_map` for loading weights: spread over all GPUs, on the only GPU, or on the CPU."""
+    """The `device_map` for loading weights."""
     return None if gpus == 0 else {"": 0} if gpus == 1 else "balanced"
 
 
 def move_less(model: Any, blocks: list[torch.nn.Module]) -> None:
-    """Keep a spread model's outputs where they are computed, and copy its blocks' shared inputs once per GPU.
+    """Move fewer tensors between the GPUs of a spread model.
 
     accelerate's hooks move each layer's inputs to its GPU. By default they also move the logits of all tokens back to
-    the first GPU, and copy the attention mask to another GPU once for every layer on it.
+    the first GPU, and copy the attention mask to another GPU once for every layer on it. Here outputs stay where they
+    are computed, and inputs that blocks share are copied once per GPU.
     """
     model._hf_hook.io_same_device = False
     copies: Any = WeakTensorKeyDictionary()  # {tensor still in use: {device: copy}}

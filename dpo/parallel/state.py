@@ -1,4 +1,4 @@
-"""Gathering the state of sharded models and optimizers into whole tensors, and sharding it again."""
+"""Whole states of sharded models and optimizers: gathered, and sharded again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
-from dpo.parallel.sharding import _from_rank_0
+from dpo.parallel.sharding import broadcast
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -18,9 +18,9 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hold_the_same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], mesh: Mesh) -> bool:
-    """Return whether all weights of `ours` equal `theirs`, in order, compared in the dtype of `theirs`.
+    """Return whether two models hold equal weights.
 
-    Every process compares its own shards.
+    Every process compares its own shards, in the dtype of `theirs`.
     """
     mine, others = (list(map(local_tensor, weights)) for weights in (ours, theirs))
     same = len(mine) == len(others) and all(torch.equal(a.to(b), b) for a, b in zip(mine, others, strict=True))
@@ -33,10 +33,10 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_state(state: Any, *, copy: bool = False) -> Any:
-    """A state dict with every sharded tensor gathered, on the CPU; every process must call it.
+    """A state dict with every sharded tensor gathered, on the CPU.
 
-    Gathers one tensor at a time, so that no device holds the whole model; ranks other than 0 drop them. With `copy` the
-    result does not change while training continues; tied tensors stay tied.
+    Every process must call it. Gathers one tensor at a time, so that no device holds the whole model; ranks other than
+    0 drop them. With `copy` the result does not change while training continues; tied tensors stay tied.
     """
     keep = is_rank_0()
     copies: dict[tuple, torch.Tensor] = {}
@@ -61,32 +61,25 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:
-    """Load an optimizer's whole state dict from rank 0 (None on other ranks); each process keeps its shards."""
+    """Load rank 0's whole state dict; each process keeps its shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def is_sent_alone(i: int, value: Any) -> bool:
-        """Return whether a value is as large as its sharded parameter, so that it is sent and sharded by itself."""
-        return isinstance(parameters[i], DTensor) and torch.is_tensor(value) and value.shape == parameters[i].shape
-
     own = {} if state is None else state["state"]
-    outline = {
-        i: {key: value.to("meta") if is_sent_alone(i, value) else value for key, value in values.items()}
-        for i, values in own.items()
-    }
-    sent = from_rank_0(None if state is None else {**state, "state": outline})
+
+    def outline(i: int, value: Any) -> Any:
+        """The shape alone, if a tensor is sent and sharded by itself."""
+        is_cut = isinstance(parameters[i], DTensor) and torch.is_tensor(value) and value.shape == parameters[i].shape
+        return value.to("meta") if is_cut else value
+
+    outlines = {i: {key: outline(i, value) for key, value in values.items()} for i, values in own.items()}
+    sent = from_rank_0(None if state is None else {**state, "state": outlines})
     for i, values in sent["state"].items():
         for key, value in values.items():
             if torch.is_tensor(value) and value.is_meta:
                 whole = own[i][key].to(mesh.device, copy=True) if mesh.rank == 0 else None
-                values[key] = _shard_like(parameters[i], whole, value.dtype, mesh)
+                whole = broadcast(whole, value.shape, value.dtype, mesh)
+                grid, placements = parameters[i].device_mesh, parameters[i].placements
+                replicated = DTensor.from_local(whole, grid, [Replicate()] * grid.ndim, run_check=False)
+                values[key] = replicated.redistribute(placements=placements)
     optimizer.load_state_dict(sent)
     for values in optimizer.state.values():  # on a CPU these may still be mapped from the file
         values.update({key: v.clone() for key, v in values.items() if type(v) is torch.Tensor and v.is_cpu})
-
-
-def _shard_like(parameter: DTensor, whole: torch.Tensor | None, dtype: torch.dtype, mesh: Mesh) -> DTensor:
-    """Rank 0's `whole` tensor, sharded like `parameter`."""
-    data = _from_rank_0(whole, parameter.shape, dtype, mesh)
-    device_mesh = parameter.device_mesh
-    replicated = DTensor.from_local(data, device_mesh, [Replicate()] * device_mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=parameter.placements)

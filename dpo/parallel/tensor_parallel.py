@@ -1,4 +1,4 @@
-"""Tensor parallelism: every process of a group holds a slice of each large matrix and computes its part of the layer.
+"""Tensor parallelism: every process of a group computes with slices of layers.
 
 A plan maps module names to styles, which say how to shard them; it comes from the model itself or from `PLANS`.
 Parameters become DTensors, so that gradients, clipping, optimizer and checkpoints account for the slices. Inside a
@@ -22,33 +22,38 @@ from dpo.errors import InputError
 
 WHOLE, SUMMED, LAST = Replicate(), Partial(), Shard(-1)
 
+# conversions of activations: their placement before and after, and that of the gradient after
+COPIED = (WHOLE, WHOLE, SUMMED)  # a whole input, from which processes compute different features
+SLICED = (WHOLE, LAST, LAST)
+ADDED = (SUMMED, WHOLE, WHOLE)
+JOINED = (LAST, WHOLE, WHOLE)
+OWN_HEADS = (LAST, WHOLE, SUMMED)  # of GPT-2's queries, keys and values, which are side by side in one matrix
+
 
 class Style(NamedTuple):
     """The sharding of one module over the group. Activations are (..., features)."""
 
     cut: str | None  # the sharded dim: "out" features, "in" features, the "rows" of an embedding, or None
-    enter: Callable[[torch.Tensor, DeviceMesh], torch.Tensor] | None = None  # applied to the input of the local forward
-    leave: Callable[[torch.Tensor, DeviceMesh, int], torch.Tensor] | None = None  # to its output; the int: full width
+    enter: tuple | None = None  # the conversion of the input of the local forward
+    leave: tuple | None = None  # that of its output
     grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
     divided: str | None = None  # an attribute that holds a size, to be divided by the group's size
 
 
-def _convert(x: torch.Tensor, mesh: DeviceMesh, have: Any, want: Any, *, grad: Any = None, width: int = 0) -> Any:
-    """Convert a local tensor from placement `have` to `want`; its gradient has placement `grad`."""
+def _convert(x: torch.Tensor, mesh: DeviceMesh, conversion: tuple, *, width: int = 0) -> Any:
+    """Convert a local tensor; `width` is that of the whole."""
     shape = (*x.shape[:-1], width) if width else None  # slices may differ in width by one chunk
     stride = torch.empty(shape, device="meta").stride() if shape else None
-    have, want = (Shard(x.ndim - 1) if layout == LAST else layout for layout in (have, want))
+    have, want, grad = (Shard(x.ndim - 1) if placement == LAST else placement for placement in conversion)
     whole = DTensor.from_local(x, mesh, [have], run_check=False, shape=shape, stride=stride)
-    return whole.redistribute(placements=[want]).to_local(grad_placements=[grad or want])
-
-
-def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A whole input, from which processes compute different features, so that its gradients are summed."""
-    return _convert(x, mesh, WHOLE, WHOLE, grad=SUMMED)
+    y = whole.redistribute(placements=[want]).to_local(grad_placements=[grad])
+    if conversion is OWN_HEADS:  # (..., 3 * heads * head size) to (..., 3 * own heads * head size)
+        return y.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
+    return y
 
 
 class _SharedInput:
-    """An input that several modules (queries, keys and values) share and convert only once.
+    """An input that queries, keys and values share and convert once.
 
     Their gradients are summed before the one collective.
     """
@@ -61,39 +66,20 @@ class _SharedInput:
 
     def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if self._given is not x:
-            self._given, self._converted, self._left = x, _copied(x, mesh), self.takers
+            self._given, self._converted, self._left = x, _convert(x, mesh, COPIED), self.takers
         converted, self._left = self._converted, self._left - 1
         if self._left == 0:
             self._given = self._converted = None  # frees them
         return converted
 
 
-def _sliced(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    return _convert(x, mesh, WHOLE, LAST)
-
-
-def _added(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    return _convert(y, mesh, SUMMED, WHOLE)
-
-
-def _gather_columns(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    return _convert(y, mesh, LAST, WHOLE, width=width)
-
-
-def _keep_own_heads(y: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    """Gather GPT-2's queries, keys and values, side by side in one matrix, and keep this process's heads."""
-    y = _convert(y, mesh, LAST, WHOLE, grad=SUMMED, width=width)
-    parts = y.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :]  # (..., 3, heads / group * head size)
-    return parts.flatten(-2)
-
-
 STYLES = {
-    "colwise": Style("out", _copied),
-    "rowwise": Style("in", None, _added),
-    "colwise_gather_output": Style("out", _copied, _gather_columns),
-    "rowwise_split_input": Style("in", _sliced, _added),
-    "fused_qkv": Style("out", _copied, _keep_own_heads),
-    "embedding_rowwise": Style("rows", None, _added),
+    "colwise": Style("out", COPIED),
+    "rowwise": Style("in", None, ADDED),
+    "colwise_gather_output": Style("out", COPIED, JOINED),
+    "rowwise_split_input": Style("in", SLICED, ADDED),
+    "fused_qkv": Style("out", COPIED, OWN_HEADS),
+    "embedding_rowwise": Style("rows", None, ADDED),
     "replicated_with_grad_allreduce": Style(None, grad_is_partial=True),
     "replicate": Style(None),
     "gpt2_attention": Style(None, divided="split_size"),
@@ -128,7 +114,7 @@ PLANS = {
 
 
 def check_tensor_parallel(config: Any, size: int) -> None:
-    """Raises InputError if attention heads cannot be divided evenly among `size` processes. Needs only the config."""
+    """Raises InputError if `size` processes cannot share the heads evenly."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
@@ -140,7 +126,10 @@ def check_tensor_parallel(config: Any, size: int) -> None:
 
 
 def find_plan(model: Any) -> dict[str, Style]:
-    """The style of each module to shard, by full name. Raises InputError for an unsupported model."""
+    """The style of each module to shard, by full name.
+
+    Raises InputError for an unsupported model.
+    """
     kind = model.config.model_type
     named = PLANS.get(kind) or dict(getattr(model, "_tp_plan", None) or {})
     if not named:
@@ -163,9 +152,9 @@ def find_plan(model: Any) -> dict[str, Style]:
 
 
 def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The styles of PEFT's LoRA layers, W x + B A x, and of their parts.
+    """The styles of PEFT's LoRA layers and of their parts.
 
-    As the sum is linear, the style of W converts input and output once, around the sum.
+    A layer computes W x + B A x. As the sum is linear, the style of W converts input and output once, around the sum.
     """
     found = {}
     for name, module in model.named_modules():
@@ -181,9 +170,9 @@ def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
 
 
 def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> None:
-    """Raises InputError for parameters without a style next to modules whose output is a slice.
+    """Raises InputError if a parameter that may see slices has no style.
 
-    Such parameters may see slices too, and would train on wrong gradients.
+    It would train on wrong gradients.
     """
     slicing = (STYLES["colwise"], STYLES["fused_qkv"])
     beside = {name.rpartition(".")[0] for name, style in plan.items() if style in slicing and name not in ignore}
@@ -198,7 +187,7 @@ def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> Non
 
 
 def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
-    """Shard the modules' own parameters over `mesh`, and make their forwards compute with the slices.
+    """Shard the modules' own parameters, and make forwards compute with slices.
 
     `modules` maps full names to modules with whole parameters; tied ones must be in the same call to stay tied.
     """
@@ -206,24 +195,23 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
     inputs: dict[str, _SharedInput] = defaultdict(_SharedInput)  # by the parent of the modules that share one
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
-        if style.enter is _copied:
-            shared = inputs[name.rpartition(".")[0]]
+        shared = inputs[name.rpartition(".")[0]] if style.enter is COPIED else None
+        if shared:
             shared.takers += 1
-            style = style._replace(enter=shared.convert)
         width = getattr(module, "out_features", 0) or getattr(module, "nf", 0)
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in slices:
                 slices[parameter] = _slice(parameter, _cut_dim(module, key, style), mesh)
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
-            _compute_with_slices(module, style, mesh, width)
+            _compute_with_slices(module, style, mesh, width, shared)
         if style.cut == "in" and (n := getattr(module, "n_features", 0)):  # the dropout of A's input
             module.first_feature = mesh.get_local_rank() * -(-n // mesh.size())  # as torch.chunk splits
         if style.divided is not None:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
 
 
-def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, width: int) -> None:
+def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, width: int, shared: _SharedInput | None) -> None:
     forward, rank = module.forward, mesh.get_local_rank()
     if style.cut == "out" and hasattr(module, "nf"):
         module.nf = module.weight.to_local().shape[1]  # the output width of transformers' Conv1D
@@ -232,10 +220,13 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, width: int
 
     def local_forward(*args: Any, **kwargs: Any) -> Any:
         if style.enter:
-            args = (style.enter(args[0], mesh), *args[1:])
+            x = shared.convert(args[0], mesh) if shared else _convert(args[0], mesh, style.enter)
+            args = (x, *args[1:])
         with _local_parameters(module, style, rank):
             y = forward(*args, **kwargs)
-        return style.leave(y, mesh, width) if style.leave else y
+        if style.leave is None:
+            return y
+        return _convert(y, mesh, style.leave, width=width if style.leave[0] == LAST else 0)
 
     module.forward = local_forward
 
@@ -252,7 +243,7 @@ def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
 
 
 def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
-    """This process's slice of a parameter, copied so that the whole can be freed."""
+    """This process's slice, copied so that the whole can be freed."""
     placement = WHOLE if dim is None else Shard(dim)
     whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     local = whole.to_local()
@@ -266,7 +257,7 @@ def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> 
 
 @contextmanager
 def _local_parameters(module: torch.nn.Module, style: Style, rank: int) -> Iterator[None]:
-    """Inside, the module's parameters are plain local tensors, whose gradients flow back to the DTensors."""
+    """Inside, the parameters are local tensors; gradients flow to the DTensors."""
     held = dict(module._parameters)
     for name, parameter in held.items():
         if parameter is None:
@@ -283,7 +274,7 @@ def _local_parameters(module: torch.nn.Module, style: Style, rank: int) -> Itera
 
 
 def _look_up_own_rows(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
-    """Embeddings of the tokens whose rows this process holds, zeros for the others; shifts the padding index."""
+    """Embeddings of the tokens whose rows this process holds, else zeros."""
     lookup, rows = module.forward, module.weight.to_local().shape[0]
     first = mesh.get_local_rank() * -(-module.weight.shape[0] // mesh.size())  # as torch.chunk splits
     padding = module.padding_idx

@@ -1,7 +1,8 @@
-"""Tensor parallelism with the package `tensor_parallel` 2.0.0: one process, several devices, a thread for each.
+"""Tensor parallelism with the package `tensor_parallel` 2.0.0.
 
-The package's rules for sharding GPT-2, GPT-NeoX and Llama are corrected here for transformers 5 and for training. It
-supports neither sampling nor activation checkpointing. No other module of ours uses the package.
+One process has several devices, and a thread for each. The package's rules for sharding GPT-2, GPT-NeoX and Llama are
+corrected here for transformers 5 and for training. It supports neither sampling nor activation checkpointing. No other
+module of ours uses the package.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ ATTENTION = ("eager", "sdpa")
 
 
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> SplitModel:
-    """Shard a model over two or more devices of this process; `model` itself, best on the CPU, is not changed.
+    """Shard a copy of a model over devices of this process.
 
-    Raises InputError if the package cannot be imported, and for a model that it cannot shard.
+    The model itself is best on the CPU. Raises InputError if the package cannot be imported, and for a model that it
+    cannot shard.
     """
     _check(model, len(devices))
     check_tensor_parallel(model.config, len(devices))
@@ -62,7 +64,7 @@ def _check(model: Any, n_devices: int) -> None:
 
 
 class SplitModel(torch.nn.Module):
-    """A model sliced over several devices; `state_dict()` is that of the whole model.
+    """A model sliced over several devices, with the whole model's `state_dict()`.
 
     `parameters()` hold each weight once, so that norm, clipping and elementwise updates are those of the whole model.
     """
@@ -90,12 +92,12 @@ class SplitModel(torch.nn.Module):
         return self.cut(*args, **kwargs)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's state dict: its names, shapes and order, with sharded matrices joined, on the CPU."""
+        """The whole model's state dict, with matrices joined, on the CPU."""
         whole = self._whole({})
         return {alias: whole[name] for alias, name in self.names.items()}
 
     def keep_whole_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer save and load state dicts for the `parameters()` of the whole model.
+        """Make an optimizer's state dicts those of the whole model.
 
         Raises InputError for Adafactor, whose updates depend on whole rows and columns, not on single elements.
         """
@@ -114,7 +116,7 @@ class SplitModel(torch.nn.Module):
         return cut | {"state": whole, "param_groups": groups}
 
     def _cut_optimizer_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-        """Each device parameter's part of the whole state; norms are in one flat parameter per device."""
+        """The whole state, cut into the parts of each device's parameters."""
         states = {name: whole["state"].get(i, {}) for i, name in enumerate(self.parameter_names)}
         cut: dict[torch.Tensor, dict[str, Any]] = {}
         for name, state in states.items():
@@ -137,7 +139,7 @@ class SplitModel(torch.nn.Module):
 
     @torch.no_grad()
     def _whole(self, instead: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The whole tensors by name, with the values in `instead` in place of the parameters' own."""
+        """The whole tensors by name, with some parameters' values replaced."""
         own = {parameter: parameter.data for parameter in instead}
         try:
             for parameter, values in instead.items():
@@ -163,7 +165,7 @@ class SplitModel(torch.nn.Module):
 
 
 def _flatten(values: Sequence[torch.Tensor], rank: int, n_devices: int, like: torch.Tensor) -> torch.Tensor:
-    """Device `rank`'s piece of each value, concatenated and padded, as the package lays them out."""
+    """Device `rank`'s pieces, concatenated and padded as the package does."""
     if not values[0].ndim:
         return values[0].clone()
     flat = torch.zeros_like(like, requires_grad=False)
@@ -173,7 +175,7 @@ def _flatten(values: Sequence[torch.Tensor], rank: int, n_devices: int, like: to
 
 
 def _rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
-    """The package's rules for the model's family, corrected, and the rule among them for biases added to a sum."""
+    """The package's rules for the family, corrected, and that for added biases."""
     from tensor_parallel.communications import CollectiveOperation
     from tensor_parallel.slicing_configs import PREDEFINED_CONFIGS
     from tensor_parallel.state_actions import LegacyStateAction, Scale, Split

@@ -1,25 +1,14 @@
-"""Guard against NaN or infinite losses and gradients, and warnings about spikes and collapse."""
+"""Guard against NaN, and warnings about spikes and collapse."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from dpo.analysis.measures import (
-    FAINT,
-    SPIKE,
-    WHAT_TO_TRY,
-    Means,
-    count_window,
-    find_collapse,
-    is_collapsed,
-    updates_at_start,
-)
+from dpo.analysis.course import WHAT_TO_TRY, Course, Means, updates_at_start
 from dpo.errors import RunError
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 
@@ -27,11 +16,14 @@ MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
 
 class NonFinite(RunError):
-    """A NaN or infinite loss or gradient; every process of a run raises it at the same update."""
+    """A NaN or infinite loss or gradient.
+
+    Every process of a run raises it at the same update.
+    """
 
 
 class NonFiniteGuard(Callback):
-    """Guard that aborts at or skips a NaN or infinite update, on every rank, and saves its batch for replay."""
+    """Guard against NaN: every rank skips or aborts, rank 0 saves."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -53,10 +45,8 @@ class NonFiniteGuard(Callback):
         if self.context.rank == 0:
             self._write(folder, update)
         self.skipped += 1
-        what = (
-            f"update {update.number} has loss {losses.mean():.4g} and gradient norm {norm:.4g}; its examples are in "
-            f"{folder}"
-        )
+        numbers = f"loss {losses.mean():.4g} and gradient norm {norm:.4g}"
+        what = f"update {update.number} has {numbers}; its examples are in {folder}"
         if self.context.plan.training.nan_policy == "raise":
             raise NonFinite(f"{what}; update not applied; nan_policy=skip would continue")
         if self.skipped > MAX_SKIPPED:
@@ -65,7 +55,7 @@ class NonFiniteGuard(Callback):
         return False
 
     def _write(self, folder: Path, update: Update) -> None:
-        """Write the examples, with prompt indices and metrics, as a dataset for `dataset_sources`."""
+        """Write the examples as a dataset for `dataset_sources`."""
         columns = {name: column.tolist() for name, column in update.table.items()}
         lines = []
         for row, example in enumerate(update.examples):
@@ -94,24 +84,15 @@ class NonFiniteGuard(Callback):
 
 
 class CourseWarner(Callback):
-    """Warnings about each spike of gradient norm or loss, and one about a collapse.
-
-    A spike is a value above `SPIKE` times the median of the last 100, after the first 20 updates. A loss below its
-    start is not a spike: where nearly all pairs are learned, one that is not learned stands out. Nor is a value below
-    `FAINT` of the mean of the first 20.
-    """
+    """Warnings about each spike, and one about a collapse."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         loss = context.plan.loss
-        self._reference = loss.reference
         # weights of wpo move with the policy, and the loss with them: it is not compared with its start
         self._may_collapse = loss.trains_on == "pairs" and not loss.needs_squares
-        self._before: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("loss/train", "grad_norm")}
-        self._first: dict[str, float] = {}  # means of the first 20
-        self._width = count_window(context.plan.data.batch_size)
-        self._window: deque[Means] = deque(maxlen=self._width)
-        self._start: Means | None = None
+        self._at_start = updates_at_start(loss.reference)
+        self._course = Course(context.plan.data.batch_size)
         self._warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -119,45 +100,28 @@ class CourseWarner(Callback):
             return
         now = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
         if evaluation.n_updates == 0:
-            self._start = now if all(map(math.isfinite, now)) else None
+            self._course.start = now if all(map(math.isfinite, now)) else None
         # an online run follows its scorer, which held-out labels may contradict
-        elif self._start and self.context.plan.online is None and is_collapsed(now, self._start):
+        elif self.context.plan.online is None and self._course.is_collapsed(now):
             self._warn_about_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", now)
 
     def on_update(self, update: Update) -> None:
-        self._look_for_spikes(update)
-        if self._may_collapse:
-            self._look_for_collapse(update)
-
-    def _look_for_spikes(self, update: Update) -> None:
-        for name, before in self._before.items():
-            value, usual = update.metrics[name], median(before) if len(before) >= 20 else float("inf")
-            learned = name == "loss/train" and self._start and value <= self._start.loss
-            if len(before) == 20:
-                self._first.setdefault(name, sum(before) / 20)
-            if value > SPIKE * usual > 0 and value > FAINT * self._first[name] and not learned:
-                times = f"{value / usual:.0f} times its median before"
-                self.context.log(f"warning: update {update.number}: {name} {value:.4g} is {times}")
-            if math.isfinite(value):
-                before.append(value)
-
-    def _look_for_collapse(self, update: Update) -> None:
-        now = Means(update.metrics["loss/train"], update.metrics["rewards_train/margins"])
-        if not all(map(math.isfinite, now)):
+        for name in ("loss/train", "grad_norm"):
+            value = update.metrics[name]
+            if times := self._course.find_spike(name, value):
+                told = f"{name} {value:.4g} is {times:.0f} times its median before"
+                self.context.log(f"warning: update {update.number}: {told}")
+        if not self._may_collapse:
             return
-        self._window.append(now)
-        n = updates_at_start(self._reference)
-        if self._start is None and update.number == len(self._window) == n:
-            self._start = Means(*(sum(values) / n for values in zip(*self._window, strict=True)))
-        if self._warned or self._start is None:
-            return
-        losses, margins = zip(*self._window, strict=True)
-        if found := find_collapse(losses, margins, self._start, self._width):
-            over, means = f"over the last {found.updates} updates ", Means(found.loss, found.margin)
-            self._warn_about_collapse(f"update {update.number}", over, "train", means)
+        loss, margin = update.metrics["loss/train"], update.metrics["rewards_train/margins"]
+        if found := self._course.find_collapse(loss, margin):
+            means, n = found
+            self._warn_about_collapse(f"update {update.number}", f"over the last {n} updates ", "train", means)
+        if update.number == self._at_start:
+            self._course.take_start(self._at_start)
 
     def _warn_about_collapse(self, when: str, over: str, split: str, now: Means) -> None:
-        start = self._start
+        start = self._course.start
         if self._warned or start is None:
             return
         self._warned = True
@@ -168,15 +132,10 @@ class CourseWarner(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "warned": self._warned,
-            "first": self._first,
-            **({"start": self._start._asdict()} if self._start else {}),
-        }
+        start = self._course.start
+        return {"warned": self._warned, "first": self._course.first, "start": start and list(start)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`. An older run has none, and its start is unknown."""
-        start = state.get("start")
-        self._start = Means(start["loss"], start["margin"]) if start else None
-        self._warned = state.get("warned", False)
-        self._first = dict(state.get("first", {}))
+        if state:
+            self._warned, self._course.first = state["warned"], dict(state["first"])
+            self._course.start = Means(*state["start"]) if state["start"] else None

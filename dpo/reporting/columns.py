@@ -24,9 +24,10 @@ def printable(text: str) -> str:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break a text into lines of at most `width`, at spaces if possible.
+    """Break a text into lines of at most `width`.
 
-    As a text grows, all its lines but the last stay the same."""
+    As a text grows, all its lines but the last stay the same.
+    """
     lines = []
     for paragraph in printable(text).split("\n"):
         line = ""
@@ -45,7 +46,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 class Columns:
-    """A block of columns on a terminal, redrawn as its texts grow; finished lines stay."""
+    """Columns of growing texts, redrawn on a terminal."""
 
     def __init__(self, titles: Sequence[str]) -> None:
         columns, self.rows = shutil.get_terminal_size()
@@ -68,7 +69,10 @@ class Columns:
         self._print(f"\x1b[2m{self._row(footers)}\x1b[0m\n\n")
 
     def _draw(self, wrapped: list[list[str]], n_fixed: int) -> None:
-        """Draw lines up to `n_fixed` for the last time, and as many others as the screen holds."""
+        """Draw finished lines for the last time, then others.
+
+        These are as many as the screen holds: a terminal cannot go back above its upper edge.
+        """
         end = min(max(map(len, wrapped)), max(n_fixed + self.rows - 2, n_fixed))
         rows = [self._row([lines[i] if i < len(lines) else "" for lines in wrapped]) for i in range(self.n_fixed, end)]
         back = f"\x1b[{self.n_drawn}A\r\x1b[J" if self.n_drawn else ""

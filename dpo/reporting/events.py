@@ -20,12 +20,9 @@ from dpo.settings.plan import Plan
 
 
 class Update(NamedTuple):
-    """A global batch, trained on or skipped.
+    """A global batch, trained on, or skipped at a callback's veto."""
 
-    It is skipped if a callback does not allow it; counts include it all the same.
-    """
-
-    number: int
+    number: int  # counts skipped ones, as `n_examples` does
     n_examples: int  # so far
     examples: Sequence[Example]
     table: Mapping[str, torch.Tensor]  # per example, (B,): metrics and the reference's log-probabilities
@@ -34,14 +31,11 @@ class Update(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A prompt with continuations by policy and reference.
-
-    The reference's is None if the run has no reference, or has freed it.
-    """
+    """A prompt with continuations by policy and reference."""
 
     prompt: str
     policy: str
-    reference: str | None
+    reference: str | None  # None without a reference, or if it was freed
 
 
 class Evaluation(NamedTuple):
@@ -80,23 +74,14 @@ class Callback:
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Return whether this process gets such a callback.
-
-        Most run on rank 0 only.
-        """
+        """Return whether this process gets one; most run on rank 0."""
         return context.rank == 0
 
     def on_start(self) -> None:
-        """Handle the start of a run, or its resumption.
-
-        On a resume `load_state_dict` was called before.
-        """
+        """Handle the start; on a resume, `load_state_dict` came before."""
 
     def allows(self, update: Update) -> bool:
-        """Return whether the optimizer may apply an update.
-
-        Its gradient is computed. All ranks must agree.
-        """
+        """Return whether to apply an update; all ranks must agree."""
         return True
 
     def on_update(self, update: Update) -> None:
@@ -106,26 +91,17 @@ class Callback:
         """Handle an evaluation."""
 
     def on_abort(self, reason: str) -> None:
-        """Handle an end because of NaN or infinite values.
-
-        `on_end` follows. `reason` is a sentence.
-        """
+        """Handle an end on NaN, for a `reason`; `on_end` follows."""
 
     def on_end(self) -> None:
         """Handle the end: the run is complete, was stopped, or aborted."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State needed on resume, for a checkpoint.
-
-        Tensors, numbers, texts, and lists and dicts of them.
-        """
+        """State for a checkpoint: tensors, numbers, texts, lists and dicts."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`.
-
-        The state is empty if the checkpoint has none for this callback.
-        """
+        """Continue from a `state_dict()`, empty if the checkpoint has none."""
 
 
 class Callbacks:
@@ -152,10 +128,7 @@ class Callbacks:
         return all(answers)
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """Non-empty states of the callbacks.
-
-        Includes states of callbacks that are switched off, kept for a later run.
-        """
+        """Non-empty states, also those kept for callbacks that are off."""
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         for name, state in states.items():
             _check_plain(state, f"{name}.state_dict()")

@@ -1,4 +1,4 @@
-"""Files that a run appends to and a resumed run truncates: `metrics.jsonl`, `samples.jsonl`, `samples.txt`.
+"""Files that a run appends to, and a resumed run truncates.
 
 docs/metrics.md describes their lines.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from dpo.system.run_directory import add_to_record, create_run_dir, now
 
 
 class Appender(Callback):
-    """A callback that appends to `files` in the run directory, which it creates if needed.
+    """A callback that appends to `files` in the run directory.
 
     At the start each file is cut to its last whole record within the size in the checkpoint; later records are removed,
     as they will be written again. Files unknown to the checkpoint, and damaged ones, are moved aside with a warning.
@@ -34,7 +34,7 @@ class Appender(Callback):
         self._was_off = False
 
     def find_end(self, path: Path, size: int) -> int:
-        """End of the last whole record within the first `size` bytes of a file. Here every byte is a record."""
+        """End of the last whole record within `size` bytes: here, all."""
         return size
 
     def on_start(self) -> None:
@@ -45,31 +45,36 @@ class Appender(Callback):
             self.context.log(f"warning: {', '.join(self.files)}: nothing of what was trained while this was off")
 
     def _keep_known(self, path: Path, size: int | None) -> None:
-        """Keep the first `size` bytes of a file; None if the checkpoint does not know it."""
+        """Keep `size` bytes of a file; None: the checkpoint has none."""
         found = path.stat().st_size if path.exists() else 0
         if size is None:
             if found:
-                self.context.log(f"warning: no checkpoint knows {path}: it becomes {self._move_aside(path)}")
+                aside = self._move_aside(path)
+                self.context.log(f"warning: no checkpoint knows {path}: it becomes {aside.name}")
             return
         end = self.find_end(path, min(size, found))
         if end < min(size, found):
             aside = self._move_aside(path)
-            with (self.run_dir / aside).open("rb") as damaged:
+            with aside.open("rb") as damaged:
                 path.write_bytes(damaged.read(end))
             self.context.log(
                 f"warning: {path} is damaged after {end:,} of the {size:,} bytes that were logged before the "
-                f"checkpoint: these stay, and the file as it was becomes {aside}"
+                f"checkpoint: these stay, and the file as it was becomes {aside.name}"
             )
         elif end < size:
             self.context.log(f"warning: {path} is missing what was logged before the checkpoint")
-            self._move_aside()
+            self._move_derived_aside()
         elif end < found:
             os.truncate(path, end)
 
-    def _move_aside(self, *files: Path) -> str:
-        """Rename files and those derived from them. Returns the new name of the first."""
-        derived = (self.run_dir / name for name in self.derived)
-        return ", ".join([move_aside(path).name for path in (*files, *derived) if path.exists()][:1])
+    def _move_aside(self, path: Path) -> Path:
+        self._move_derived_aside()
+        return move_aside(path)
+
+    def _move_derived_aside(self) -> None:
+        for name in self.derived:
+            if (self.run_dir / name).exists():
+                move_aside(self.run_dir / name)
 
     def state_dict(self) -> dict[str, Any]:
         """The size of each file, after syncing it to the disk."""
@@ -91,7 +96,7 @@ class LogWriter(Appender):
     """An appender of lines, flushed immediately."""
 
     def find_end(self, path: Path, size: int) -> int:
-        """End of the whole lines at the start. A whole line of a `.jsonl` file is a JSON object."""
+        """End of the whole lines; in `.jsonl`, of JSON objects."""
         end = 0
         if not size:
             return end
@@ -104,7 +109,6 @@ class LogWriter(Appender):
         return end
 
     def append(self, name: str, lines: Iterable[str]) -> None:
-        """Add lines to one of the files."""
         path = self.run_dir / name
         with path.open("ab+") as file:
             if size := file.tell():
@@ -124,9 +128,10 @@ def _is_object(line: bytes) -> bool:
 
 
 class FileLogger(LogWriter):
-    """Logger of metrics, samples, and the answers drawn by the last update before an evaluation.
+    """Logger of metrics, samples, and the last drawn answers.
 
-    It also records in `env.json` the parameter counts and when the run ended. NaN and infinite values are null."""
+    It also records in `env.json` the parameter counts and when the run ended. NaN and infinite values are null.
+    """
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt")
 
@@ -142,7 +147,7 @@ class FileLogger(LogWriter):
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
         drawn = [*update.drawn.values()][: self.context.plan.evaluation.n_eval_model_samples]
-        self._drawn = [{"examples": update.n_examples, **_as_record(one)} for one in drawn]
+        self._drawn = [_make_record(update.n_examples, one) for one in drawn]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         examples = evaluation.n_examples
@@ -151,19 +156,22 @@ class FileLogger(LogWriter):
         if not records:
             return
         self.append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
-        lines = []
+        lines, bar, after = [], "=" * 30, f"after {count(examples, 'example')}"
         for sample in evaluation.samples:
-            lines += [f"{'=' * 30} after {count(examples, 'example')} {'=' * 30}", sample.prompt.strip()]
-            lines += ["--- policy ---", sample.policy.strip()]
+            lines += [f"{bar} {after} {bar}", sample.prompt.strip(), "--- policy ---", sample.policy.strip()]
             lines += ["--- reference ---", sample.reference.strip()] if sample.reference is not None else []
             lines.append("")
         for record in self._drawn:
-            lines += [f"{'=' * 30} after {count(examples, 'example')}, drawn by the last update {'=' * 30}"]
-            lines += _as_lines(record)
+            lines += [f"{bar} {after}, drawn by the last update {bar}", record["prompt"].strip()]
+            for name, answer in rank_answers(record):
+                facts = f"score {answer['score']:.6g}, {count(answer['tokens'], 'token')}"
+                lines.append(f"--- {name}: {facts}{'' if answer['ended'] else ', cut off'} ---")
+                lines.append(answer["text"].strip())
+            lines.append("")
         self.append("samples.txt", lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Sizes and the last drawn answers, which a resumed run may still have to write."""
+        """Sizes, and drawn answers that may still have to be written."""
         return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -179,19 +187,10 @@ class FileLogger(LogWriter):
         self.append("metrics.jsonl", [json.dumps(line)])
 
 
-def _as_record(drawn: Drawn) -> dict[str, Any]:
-    """A prompt, its answers in the order drawn, and the indices of the pair."""
+def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
+    """A prompt, its answers in order, and the pair's indices."""
     answers = [
         {"text": one.text, "score": one.score, "tokens": len(one.tokens), "ended": one.ended} for one in drawn.answers
     ]
-    return {"prompt": drawn.prompt, "completions": answers, "best": drawn.best, "worst": drawn.worst}
-
-
-def _as_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """A record of drawn answers as readable lines, the best answer first."""
-    yield record["prompt"].strip()
-    for name, answer in rank_answers(record):
-        cut_off = "" if answer["ended"] else ", cut off"
-        yield f"--- {name}: score {answer['score']:.6g}, {count(answer['tokens'], 'token')}{cut_off} ---"
-        yield answer["text"].strip()
-    yield ""
+    pair = {"best": drawn.best, "worst": drawn.worst}
+    return {"examples": n_examples, "prompt": drawn.prompt, "completions": answers, **pair}

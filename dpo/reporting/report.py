@@ -1,4 +1,4 @@
-"""Report of a training run (`report=true`), written by a separate process so that training does not wait."""
+"""Report of a run (`report=true`), written by a process beside it."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ LAST_SECS = 120  # the longest that the end of a run waits for the last report
 
 
 class ReportWriter(Callback):
-    """Runner of `python -m dpo.analysis` in the background: training neither waits for it nor fails with it.
+    """Runner of `python -m dpo.analysis` in the background.
 
-    One process at a time: if one is still running at an evaluation, the next report includes that evaluation.
+    Training neither waits for it nor fails with it.
+
+    One process at a time: if one is still running at an evaluation, the next report includes that evaluation. A failure
+    is told at the end, where the last report would fail as well.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self._process: subprocess.Popen | None = None
-        self._failed = False
+        self._failure = ""  # why there is no report
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
         return super().is_wanted(context) and context.plan.logging.report
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        if self._has_ended():
+        if self._process is None or self._process.poll() is not None:
+            self._finish(LAST_SECS)
             self._begin()
 
     def on_end(self) -> None:
         """Write the last report, and log its path."""
-        self._stop()  # its report would lack the end
+        self._finish(0)  # the report of an evaluation lacks the end
         self._begin("--ended")
-        try:
-            if self._process is not None:
-                self._process.wait(LAST_SECS)
-        except subprocess.TimeoutExpired:
-            self._warn(f"it took more than {LAST_SECS} s")
-            self._stop()
-        if self._has_ended() and not self._failed:
-            self.context.log(f"report: {self.context.run_dir / REPORT}")
+        self._finish(LAST_SECS)
+        run_dir = self.context.run_dir
+        if self._failure:
+            self.context.log(f"warning: no report: {self._failure}; python -m scripts.report {run_dir} writes one")
+        else:
+            self.context.log(f"report: {run_dir / REPORT}")
 
     def _begin(self, *options: str) -> None:
         run_dir = self.context.run_dir.absolute()
         command = [sys.executable, "-m", "dpo.analysis", str(run_dir), str((run_dir / REPORT).parent), *options]
-        self._failed = False
+        self._failure = ""
         try:
             self._process = subprocess.Popen(
                 command,
@@ -61,33 +63,23 @@ class ReportWriter(Callback):
                 start_new_session=True,  # so that Ctrl-C reaches only the run, which then ends it in order
             )
         except OSError as error:
-            self._warn(str(error))
+            self._failure = str(error)
 
-    def _has_ended(self) -> bool:
-        """Return whether no report is being written. Warns once if the last one failed."""
-        if self._process is None:
-            return True
-        status = self._process.poll()
-        if status is None:
-            return False
-        if status:
-            lines = self._process.stderr.read().decode("utf-8", "replace").split("\n")
-            self._warn(next((line for line in reversed(lines) if line.strip()), f"exit status {status}")[:300])
-        self._forget()
-        return True
-
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for part in (self.context.run_dir / REPORT).parent.glob(f".*.{self._process.pid}"):
+    def _finish(self, secs: float) -> None:
+        """Wait for the process, but not longer than this."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            _, told = process.communicate(timeout=secs)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            for part in (self.context.run_dir / REPORT).parent.glob(f".*.{process.pid}"):
                 part.unlink()  # an unfinished file
-            self._forget()
-
-    def _forget(self) -> None:
-        self._process.stderr.close()
-        self._process = None
-
-    def _warn(self, why: str) -> None:
-        self._failed = True
-        self.context.log(f"warning: no report: {why}; python -m scripts.report {self.context.run_dir} writes one")
+            self._failure = f"it took more than {secs} s"
+            return
+        if process.returncode:
+            lines = told.decode("utf-8", "replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), f"exit status {process.returncode}")
+            self._failure = last[:300]

@@ -13,9 +13,9 @@ FLUSH_SECS = 10  # the most that a killed run loses
 
 
 class TensorBoardLogger(Callback):
-    """Event files of every update and evaluation, under W&B's names, in the run's `tensorboard`.
+    """Event files of every update and evaluation.
 
-    Steps are examples. A resumed run's new file makes TensorBoard hide values logged after the checkpoint.
+    They are in the run's `tensorboard`, under W&B's names; steps are examples.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -36,6 +36,7 @@ class TensorBoardLogger(Callback):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{folder} cannot be written: {error}; choose another local_run_dir") from error
+        # TensorBoard hides what an earlier process logged after the checkpoint
         after = None if self._n_examples is None else self._n_examples + 1
         self._writer = SummaryWriter(str(folder), purge_step=after, flush_secs=FLUSH_SECS)
 
@@ -67,7 +68,7 @@ class TensorBoardLogger(Callback):
 
 
 def _as_markdown(samples: Iterable[Sample], who: str) -> str:
-    """Prompts and continuations by `who` as literal blocks, which no text can end."""
+    """Prompts and continuations as literal blocks, which no text ends."""
     parts = []
     for sample in samples:
         if (continuation := getattr(sample, who)) is not None:

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, or plain lines with the same text in a log file."""
+"""Progress of a run: a bar, or lines in a log file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def table(title: str, metrics: Mapping[str, float]) -> str:
 
 
 def _shows_bars() -> bool:
-    """Return whether output goes to a terminal with rows; without rows, as in some recorders, tqdm draws nothing."""
+    """Return whether output goes to a terminal with rows.
+
+    Without rows, as in some recorders, tqdm draws nothing.
+    """
     if not sys.stdout.isatty():
         return False
     try:
@@ -43,63 +46,62 @@ def _shows_bars() -> bool:
 
 
 class Task:
-    """Progress of a long task: updates, an evaluation, sampling.
+    """Progress of a long task: updates, an evaluation, sampling."""
 
-    `each` is the number of examples per item; `examples` is the total number, if the last item has fewer."""
-
-    def __init__(self, what: str, *, total: int, done: int, each: int | None, examples: int | None = None) -> None:
-        self.what, self.total, self.done, self.each = what, total, done, each
-        self.examples = examples or total * (each or 0)
+    def __init__(self, what: str, *, total: int, done: int, each: int | None, examples: int | None, bar: Any) -> None:
+        self.what, self.total, self.done, self.each, self.bar = what, total, done, each, bar
+        self.examples = examples or total * (each or 0)  # fewer if the last item has fewer
         self.part, self.note = 0.0, ""  # of the current item
         self.began, self.before = time.monotonic(), done
         self.elsewhere = 0.0  # seconds spent in other tasks meanwhile
         self.said: float | None = None  # when its last line was printed
 
+    def seconds(self) -> float:
+        return time.monotonic() - self.began - self.elsewhere
+
     def seconds_left(self) -> float | None:
         """Seconds left at the speed so far; None while unknown."""
         done = self.done + self.part - self.before
-        seconds = time.monotonic() - self.began - self.elsewhere
-        return seconds / done * (self.total - self.done - self.part) if done > 0 else None
-
-    def left(self) -> str:
-        """The time left in words; empty while unknown."""
-        seconds = self.seconds_left()
-        return "" if seconds is None else f"{clock_time(seconds)} left"
+        return self.seconds() / done * (self.total - self.done - self.part) if done > 0 else None
 
     def is_due(self) -> bool:
-        """Return whether a log file should get a line, the first as soon as the task turns out to be long."""
-        now = time.monotonic()
-        if self.said is None and now - self.began - self.elsewhere < QUIET_SECS:
-            return now - self.began - self.elsewhere >= SOON_SECS and (self.seconds_left() or 0) >= QUIET_SECS
-        return self.said is None or now - self.said >= QUIET_SECS
+        """Return whether a log file should get a line."""
+        if self.said is not None:
+            return time.monotonic() - self.said >= QUIET_SECS
+        left = self.seconds_left() or 0  # the first as soon as the task turns out to be long
+        return self.seconds() >= QUIET_SECS or (self.seconds() >= SOON_SECS and left >= QUIET_SECS)
 
     def __str__(self) -> str:
-        facts = [f"{self.what} {self.done}/{self.total}"]
+        facts, left = [f"{self.what} {self.done}/{self.total}"], self.seconds_left()
         if self.each:
             facts.append(f"{min(self.done * self.each, self.examples):,}/{count(self.examples, 'example')}")
-        return "  ".join(filter(None, [*facts, self.note, self.left()]))
+        if self.note:
+            facts.append(self.note)
+        if left is not None:
+            facts.append(f"{clock_time(left)} left")
+        return "  ".join(facts)
 
 
 class Progress(Callback):
-    """Progress as a bar on a terminal, or as lines in a log file.
+    """Progress as a bar on a terminal, or lines in a log.
 
     Lines come at most every `interval` seconds for updates, every ten seconds for other long tasks. `each` is the
-    number of examples per item of a task, if known."""
+    number of examples per item of a task, if known.
+    """
 
     def __init__(self, *, interval: float, silent: bool, each: Mapping[str, int] | None = None) -> None:
         self.interval, self.silent, self.each = interval, silent, each or {}
         self.show_bar = not silent and _shows_bars()
-        self._open: list[tuple[Task, Any]] = []  # nested tasks and their bars
+        self._open: list[Task] = []  # each inside the one before
         self._last_update = float("-inf")
 
     @classmethod
     def of(cls, plan: Plan, *, silent: bool) -> Progress:
-        """Build with the settings of a run."""
         each = {"update": plan.data.batch_size, **dict.fromkeys(("evaluate", "sample"), plan.data.eval_batch_size)}
         return cls(interval=plan.logging.minimum_log_interval_secs, silent=silent, each=each)
 
     def updates(self, items: Iterable, *, total: int, done: int) -> Iterator:
-        """Iterate over the batches of updates, of which `done` were done before; `on_update` follows each."""
+        """Iterate over batches, of which `done` were done before."""
         with self._showing("update", total=total, done=done, leave=True):
             yield from items
 
@@ -109,18 +111,17 @@ class Progress(Callback):
             for task.done, item in enumerate(items):
                 yield item
                 task.done, task.part, task.note = task.done + 1, 0.0, ""
-                self._show()
+                self._show(task)
 
     def on_update(self, update: Update) -> None:
         if self.silent:
             return
-        metrics = update.metrics
+        metrics, task = update.metrics, self._open[-1]
         facts = [f"{name} {compact(metrics[key], n)}" for key, (name, n) in SHOWN.items() if key in metrics]
-        task, _ = self._open[-1]
         task.done, task.part = update.number, 0.0
         task.note = "  ".join([*facts, f"{compact(metrics['examples_per_second'])} ex/s"])
         if self.show_bar:
-            self._draw()
+            self._draw(task)
         elif time.monotonic() - self._last_update >= self.interval:
             self._last_update = task.said = time.monotonic()
             self.line(str(task))
@@ -131,9 +132,9 @@ class Progress(Callback):
     def part(self, done: int, total: int, what: str) -> None:
         """Report progress within the current item, for instance in tokens."""
         if self._open:
-            task, _ = self._open[-1]
+            task = self._open[-1]
             task.part, task.note = done / total, f"{what} {done}/{total}"
-            self._show()
+            self._show(task)
 
     def line(self, text: str) -> None:
         """Print a line above the bar."""
@@ -143,17 +144,15 @@ class Progress(Callback):
     def close(self) -> None:
         """Close the bars, so that further output appears below them."""
         while self._open:
-            self._open.pop()[1].close()
+            self._open.pop().bar.close()
 
     @contextmanager
     def _showing(
         self, what: str, *, total: int, done: int = 0, leave: bool = False, examples: int | None = None
     ) -> Iterator[Task]:
-        task = Task(what, total=total, done=done, each=self.each.get(what), examples=examples)
         bar = tqdm.tqdm(
             total=total,
             initial=done,
-            desc=str(task),
             bar_format="{percentage:3.0f}% |{bar:20}| {desc}",
             file=sys.stdout,
             disable=not self.show_bar,
@@ -161,26 +160,26 @@ class Progress(Callback):
             miniters=0,
             dynamic_ncols=True,
         )
-        self._open.append((task, bar))
+        task = Task(what, total=total, done=done, each=self.each.get(what), examples=examples, bar=bar)
+        bar.set_description_str(str(task))
+        self._open.append(task)
         try:
             yield task
         finally:
-            if (task, bar) in self._open:
-                self._open.remove((task, bar))
+            if task in self._open:
+                self._open.remove(task)
                 bar.close()
             if self._open:
-                self._open[-1][0].elsewhere += time.monotonic() - task.began
+                self._open[-1].elsewhere += time.monotonic() - task.began
 
-    def _show(self) -> None:
-        task, _ = self._open[-1]
+    def _show(self, task: Task) -> None:
         if self.show_bar:
-            self._draw()
+            self._draw(task)
         elif task.seconds_left() != 0 and task.is_due():
-            rate = "" if task.said is not None or not task.left() else " at the rate so far"
+            rate = "" if task.said is not None or task.seconds_left() is None else " at the rate so far"
             task.said = time.monotonic()
             self.line(f"{task}{rate}")
 
-    def _draw(self) -> None:
-        task, bar = self._open[-1]
-        bar.set_description_str(str(task), refresh=False)
-        bar.update(task.done + task.part - bar.n)
+    def _draw(self, task: Task) -> None:
+        task.bar.set_description_str(str(task), refresh=False)
+        task.bar.update(task.done + task.part - task.bar.n)

@@ -13,7 +13,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError, explaining, one_sentence
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
@@ -22,12 +22,11 @@ FINISH_SECS = 300  # W&B's time limit for sending the rest at the end
 
 
 class WandbLogger(Callback):
-    """Logger to W&B under the reference's names; training metrics at most every `minimum_log_interval_secs`.
+    """Logger to W&B under the reference's names.
 
-    Steps are `counters/examples` (a metric, not W&B's own step), so that a run that resumes from an earlier checkpoint
-    can log the same counts again without losing any. The summary has the last evaluation as `last/NAME`, the best
-    one after the first update as `best/NAME`. A run never waits or fails because of W&B: unsent data stays on the disk
-    (`wandb sync`), and `metrics.jsonl` has everything.
+    Training metrics are sent at most every `minimum_log_interval_secs`. The summary has the last evaluation as
+    `last/NAME`, the best one after the first update as `best/NAME`. A run never waits or fails because of W&B: unsent
+    data stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -58,18 +57,19 @@ class WandbLogger(Callback):
             "id": self._run_id,
             "resume": "allow",
         }
-        try:
+        with explaining(
+            (wandb.Error, ValueError),  # offline too
+            lambda why: InputError(f"W&B cannot start: {why}; fix this, or set wandb.enabled=false"),
+        ):
             self.run = self._start(wandb, settings)
-        except (wandb.Error, ValueError) as error:  # offline too
-            reason = one_sentence(error)
-            raise InputError(f"W&B cannot start: {reason}; fix this, or set wandb.enabled=false") from error
+        # not W&B's own step: a run that resumes from an earlier checkpoint logs the same counts again
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
         self._upload("preflight.json")
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
-        """Start a W&B run; offline, with a message, if the server cannot be reached or the key is missing."""
+        """Start a W&B run, offline if that fails or without key."""
         init = partial(
             wandb.init,
             **settings,
@@ -144,7 +144,7 @@ class WandbLogger(Callback):
         self._unless_lost(self.run.finish, int(self._aborted))
 
     def _upload(self, name: str) -> None:
-        """Upload a file of the run directory under the same name, if it exists and artifacts are wanted."""
+        """Upload a file of the run, if it exists and is wanted."""
         file = self.context.run_dir / name
 
         def copy_and_save() -> None:  # W&B would link it, with a warning

@@ -1,6 +1,6 @@
-"""Names that keys accept as values: trainers and their abilities, optimizers, dtypes, ... Imports no torch.
+"""Names that keys accept as values: trainers, optimizers, dtypes and others.
 
-The tables that map these names to code are where that code is; tests check that they have the same names.
+Imports no torch. The tables that map these names to code are where that code is; tests check that the names agree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ RELATIVES = {"kto": ("bco", "apo_zero")}  # nearest names to a missing one (docs
 
 
 def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
-    """A sentence on an unknown value of a key, with the nearest names.
+    """A sentence on an unknown value, with the nearest names.
 
     It lists all names if they are few, and otherwise the command that does.
     """

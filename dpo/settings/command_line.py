@@ -26,18 +26,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpo.errors import InputError, one_sentence
 from dpo.settings.choices import explain_unknown
-from dpo.settings.files import ABSENT, CONFIG_DIR, dotted, help_text, load_file
+from dpo.settings.files import ABSENT, CONFIG_DIR, UNRESOLVED, dotted, flatten, help_text, load_file
 from dpo.settings.keys import KEYS
-from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_config_problems, find_value_problem
+from dpo.settings.plan import make_plan
+from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_problems, find_value_problem
+from dpo.system.host import is_rank_0
 from dpo.system.plain_files import check_readable
-from dpo.system.rank_env import is_rank_0
 from dpo.system.redaction import redact, secrets_in
 
 MULTIRUN = ("-m", "--multirun")
 FLAGS = (*MULTIRUN, "-h", "--help", "--hydra-help", "--version", "--resolve")
 WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-completion", "-cd", "--config-dir")
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
-SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")
+SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")  # nothing runs
 
 TO_QUOTE = re.compile(r"[^\w\s/\\.+$%*@?|:-]|[^\x00-\x7f]")  # characters that Hydra accepts only in quotes
 MEANT = re.compile(r"""[\[\]{},'"]""")  # lists, mappings, quotes: whoever writes them knows Hydra's grammar
@@ -73,7 +74,6 @@ class CommandLine(NamedTuple):
 
     @property
     def only_shows(self) -> bool:
-        """Return whether nothing runs: help, completion, information."""
         return any(option.split("=")[0] in SHOWING for option in self.options)
 
     @property
@@ -82,19 +82,20 @@ class CommandLine(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments for Hydra: its options first; for a sweep, also the keys that are the same in all jobs."""
+        """Arguments for Hydra; for a sweep, also the keys not swept."""
         if not self.is_sweep:
             return [*self.options, *self.overrides, *self.search]
-        fixed = [override for override in self.overrides if _split_sweep(override) is None]
-        shared = f"{SAME_IN_ALL}={[*map(parse_key, fixed)]!r}".replace(" ", "")
-        swept = tuple(f"{parse_key(override)}." for override in self.overrides if override not in fixed)
+        swept = {parse_key(override) for override in self.overrides if _split_sweep(override) is not None}
+        fixed = [key for key in map(parse_key, self.overrides) if key not in swept]
+        shared = f"{SAME_IN_ALL}={fixed!r}".replace(" ", "")
         # Hydra tries fixed overrides without swept ones: with `-m loss=dpo,ipo`, an option of the loss on the default
-        forced = [f"++{o}" if o in fixed and o.startswith(swept) else o for o in self.overrides]
+        groups = tuple(f"{key}." for key in swept)
+        forced = [f"++{o}" if o.startswith(groups) and parse_key(o) in fixed else o for o in self.overrides]
         return [*self.options, *forced, *self.search, shared]
 
     @property
     def search(self) -> list[str]:
-        """Override by which Hydra finds a user's config files, the same for checking and running."""
+        """The override by which Hydra finds a user's config files."""
         if self.config_dir is None:
             return []
         place = str(Path(self.config_dir).resolve()).replace("'", "\\'")
@@ -107,7 +108,10 @@ def parse_key(override: str) -> str:
 
 
 def check_command_line(arguments: list[str]) -> list[str]:
-    """Convert the arguments for Hydra. Exits with status 2 and a sentence for each problem."""
+    """Convert the arguments for Hydra.
+
+    Exits with status 2 and a sentence for each problem.
+    """
     try:
         line = parse(arguments)
     except ValueError as error:
@@ -117,13 +121,16 @@ def check_command_line(arguments: list[str]) -> list[str]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends like any other tool
         print(help_text())
         sys.exit(0)
-    exit_on(find_problems(line, CONFIG_DIR))
+    problems = find_line_problems(line)
+    for secret in (text for text in secrets_in(line.overrides) if len(text) > 3):  # or it would be in any word
+        problems = [problem.replace(secret, "REDACTED") for problem in problems]
+    exit_on(problems)
     hydra._internal.hydra.ConfigLoaderImpl = GuardedLoader
     return line.arguments
 
 
 def exit_on(problems: list[str]) -> None:
-    """Exit with status 2 if there are problems, which rank 0 alone prints: every rank finds the same."""
+    """Print problems, if any, and exit with status 2."""
     if not problems:
         return
     if is_rank_0():
@@ -132,7 +139,10 @@ def exit_on(problems: list[str]) -> None:
 
 
 def parse(arguments: list[str]) -> CommandLine:
-    """Parse a command line. Raises ValueError for an option that is unknown, abbreviated or refused."""
+    """Parse a command line.
+
+    Raises ValueError for an option that is unknown, abbreviated or refused.
+    """
     options, overrides, config_dir = [], [], None
     left = iter(arguments)
     for argument in left:
@@ -156,14 +166,14 @@ def parse(arguments: list[str]) -> CommandLine:
 
 
 def _find_sign(override: str) -> str:
-    """The sign that Hydra demands before some overrides, so that users need not type it."""
+    """The sign that Hydra demands before some overrides."""
     if override.startswith(("dataset_sources.", "dataset_sources=")):  # open to new names
         return "++"
     return "+" if override.startswith("experiment=") else ""  # none is chosen by default
 
 
 def _with_paths(overrides: list[str]) -> list[str]:
-    """Write `dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` if other keys of NAME are also set."""
+    """Write `dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` beside other keys of NAME."""
     keys = [parse_key(override) for override in overrides]
     shared = {key for key in keys if key.startswith("dataset_sources.") and any(k.startswith(f"{key}.") for k in keys)}
     return [
@@ -172,42 +182,34 @@ def _with_paths(overrides: list[str]) -> list[str]:
     ]
 
 
-def find_problems(line: CommandLine, own_configs: Path) -> list[str]:
+def find_line_problems(line: CommandLine) -> list[str]:
     """List the problems of a command line, one sentence each.
 
-    The config's values are checked only if an override cannot be applied: else `main` checks those of every job."""
-    problems = _find_problems(line, own_configs)
-    for secret in (text for text in secrets_in(line.overrides) if len(text) > 3):  # or it would be in any word
-        problems = [problem.replace(secret, "REDACTED") for problem in problems]
-    return problems
-
-
-def _find_problems(line: CommandLine, own_configs: Path) -> list[str]:
+    The config's values are checked only if an override cannot be applied: else `main` checks those of every job.
+    """
     if torn := next((o for o in line.overrides if o.startswith("=")), None):
         before = next((a for a, b in itertools.pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
     problems = [problem for o in line.overrides if (problem := refuse_hydras_own(o))]
     problems += [f"{o}: glob() does not work here; name the options" for o in line.overrides if GLOB.search(o)]
     if line.is_sweep:
-        holding = [parse_key(o) for o in line.overrides if secrets_in([o]) or redact(o) != o]
         problems += [
-            f"{key} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
-            for key in holding
+            f"{parse_key(o)} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
+            for o in line.overrides
+            if secrets_in([o]) or redact(o) != o
         ]
-    if problems:
+    if line.config_dir is not None and not problems:
+        problems = [*_find_unusable_files(line, Path(line.config_dir))]
+    if problems or line.only_shows:
         return problems
-    with hydra.initialize_config_dir(str(own_configs.resolve()), version_base="1.3"):
-        if line.config_dir is not None:
-            problems = [*_find_unusable_files(line, Path(line.config_dir), own_configs)]
-        if problems or line.only_shows:
-            return problems
-        overrides = [_take_first_job(o) for o in line.overrides] if line.is_sweep else line.overrides
-        places = [own_configs, *([] if line.config_dir is None else [Path(line.config_dir)])]
+    overrides = [_take_first_job(o) for o in line.overrides] if line.is_sweep else line.overrides
+    places = [CONFIG_DIR, *([] if line.config_dir is None else [Path(line.config_dir)])]
+    with hydra.initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
         return _find_refused(overrides, line.search, places)
 
 
 def refuse_hydras_own(override: str) -> str | None:
-    """A sentence on why an override of one of Hydra's own keys is refused; None if it is harmless."""
+    """Why an override of Hydra's own keys is refused, if it is."""
     key = parse_key(override)
     if re.split("[@./]", key)[0] != "hydra" and "@hydra" not in key:
         return None
@@ -217,37 +219,42 @@ def refuse_hydras_own(override: str) -> str | None:
 
 
 def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -> list[str]:
-    """List why Hydra refuses overrides, and the problems of the config composed from the others."""
-
-    def refusal(tried: list[str]) -> str | None:
-        try:
-            hydra.compose("config", [*search, *tried], return_hydra_config=True)
-            return None
-        except COMPOSING as error:
-            return _explain(tried[-1], error, places)
-
-    if not refusal(overrides):
-        return []
-    groups = [o for o in overrides if any((place / parse_key(o)).is_dir() for place in places)]
-    refused = {o: reason for o in groups if (reason := refusal([o]))}
-    groups = [o for o in groups if o not in refused]
-    # the keys of a group are unknown if its option is refused
-    unknown = tuple(f"{parse_key(o)}." for o in refused)
-    overrides = [o for o in overrides if not parse_key(o).startswith(unknown)]
-    refused |= {o: reason for o in overrides if o not in refused and (reason := refusal([*groups, o]))}
-    rest = [o for o in overrides if o not in refused]
-    # a refused override leaves its key as it was: no further problem
-    keys = (*unknown, *(f"{o.split('=')[0]} is not set" for o in refused))
-    keys += ("loss=mix",) if any(parse_key(o).startswith("loss.weights") for o in refused) else ()  # adds up no pairs
+    """List why Hydra refuses overrides, and the problems of the others."""
     try:
-        problems = find_config_problems(hydra.compose("config", [*search, *rest]))
+        _compose([*search, *overrides])
+        return []
+    except COMPOSING:
+        pass  # Hydra stops at the first: which ones are they?
+    taken, refused = list(search), {}  # overrides so far; the keys of the others, and why
+    for override in sorted(overrides, key=lambda o: not _names_group(o, places)):  # groups first: they bring the keys
+        key = parse_key(override)
+        if key.startswith(tuple(f"{group}." for group in refused)):
+            continue  # it is not known whether the key exists
+        try:
+            _compose([*taken, override])
+            taken.append(override)
+        except COMPOSING as error:
+            refused[key] = _explain(override, error, places)
+    # what a refused override would have set is not known either
+    values = flatten(hydra.compose("config", taken)) | dict.fromkeys(refused, UNRESOLVED)
+    hidden = tuple(f"{group}." for group in refused)
+    values |= {key: UNRESOLVED for key in values if key.startswith(hidden)}
+    try:
+        return [*refused.values(), *find_problems(values, make_plan(values))]
     except InputError as error:  # the launcher's variables
-        problems = [str(error)]
-    return [*refused.values(), *(p for p in problems if not p.startswith(keys))]
+        return [*refused.values(), str(error)]
 
 
-def _find_unusable_files(line: CommandLine, directory: Path, own_configs: Path) -> Iterator[str]:
-    """Find config files of a user that cannot be read, or would not be."""
+def _compose(overrides: list[str]) -> DictConfig:
+    return hydra.compose("config", overrides, return_hydra_config=True)
+
+
+def _names_group(override: str, places: list[Path]) -> bool:
+    return any((place / parse_key(override)).is_dir() for place in places)
+
+
+def _find_unusable_files(line: CommandLine, directory: Path) -> Iterator[str]:
+    """Find a user's config files that cannot or would not be read."""
     if not directory.is_dir():
         yield f"--config-dir {directory} is not a directory"
     for file in sorted(directory.rglob("*.yaml")):
@@ -258,23 +265,24 @@ def _find_unusable_files(line: CommandLine, directory: Path, own_configs: Path) 
     for override in line.overrides:
         group, value = parse_key(override).partition("@")[0], override.partition("=")[2]
         for name in (f"{group}/{part}.yaml" for part in _split_sweep(override) or (value,)):
-            if (directory / name).is_file() and (own_configs / name).is_file():
-                yield f"{directory / name} would not be used, as there is a {own_configs.name}/{name}: rename it"
+            if (directory / name).is_file() and (CONFIG_DIR / name).is_file():
+                yield f"{directory / name} would not be used, as there is a config/{name}: rename it"
 
 
 class GuardedLoader(ConfigLoaderImpl):
-    """Hydra's loader, which lets no config file of a user name code: the command line may, if anything does.
+    """Hydra's loader, under which a user's config files name no code.
 
-    It composes every config that Hydra uses, of each job of a sweep before the first one starts. So neither the content
-    of the user's files nor the way in which they are chosen matters, only what they come to."""
+    The command line may, if anything does. It composes every config that Hydra uses, of each job of a sweep before the
+    first one starts. So neither the content of the user's files nor the way in which they are chosen matters, only what
+    they come to.
+    """
 
     def load_configuration(
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
     ) -> DictConfig:
         config = super().load_configuration(config_name, overrides, *args, **kwargs)
-        search = [override for override in overrides if parse_key(override) == SEARCH_PATH]
-        if search:
-            hydras = [o for o in overrides if parse_key(o).startswith("hydra") and o not in search]
+        if any(parse_key(override) == SEARCH_PATH for override in overrides):
+            hydras = [o for o in overrides if parse_key(o).startswith("hydra") and parse_key(o) != SEARCH_PATH]
             try:
                 plain = super().load_configuration(config_name, hydras, *args, **kwargs)
             except COMPOSING:  # they choose a file of the user
@@ -287,7 +295,6 @@ class GuardedLoader(ConfigLoaderImpl):
 
 
 def _find_code(config: DictConfig) -> dict[str, Any]:
-    """Values of a composed config that can name code: those of Hydra, unresolved, and our keys that do so."""
     whole: Any = OmegaConf.to_container(config, resolve=False)
     hydras = {key: value for key, value in dotted(whole["hydra"], "hydra.") if not key.startswith(HOW_COMPOSED)}
     return hydras | {key: value for key, value in dotted(whole) if key in NAMES_CODE and value}
@@ -325,7 +332,6 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
 
 
 def _explain_place(group: str, value: str) -> str | None:
-    """A sentence on the right key for a directory or Hub id given as a group's option; None for other values."""
     if "/" not in value and not Path(value).is_dir():
         return None
     if group == "lora":
@@ -339,13 +345,13 @@ def _explain_place(group: str, value: str) -> str | None:
 
 
 def _take_first_job(override: str) -> str:
-    """Reduce `loss.beta=0.1,0.5` to `loss.beta=0.1`: keys are checked for a sweep's first job alone."""
+    """Reduce `loss.beta=0.1,0.5` to `loss.beta=0.1`."""
     parts = _split_sweep(override)
     return override if parts is None else f"{override.split('=', 1)[0]}={next(parts)}"
 
 
 def _split_sweep(override: str) -> Iterator[str] | None:
-    """Yield the values over which an override sweeps; None if it has only one."""
+    """Yield the values of a swept override; None if it has one."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:

@@ -1,4 +1,4 @@
-"""The files in `config/`, read without Hydra: defaults, the comment of each key, dotted keys and their values."""
+"""The files in `config/`, read without Hydra: defaults and comments."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ UNRESOLVED = object()  # depends on a key that is itself invalid
 
 
 def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> DictConfig:
-    """A config with missing keys filled in from `config/`, such as those that the reference's config lacks.
+    """A config with missing keys filled in from `config/`.
 
-    `run_dir`, if given, becomes its `local_run_dir` if it has none. No key that it has is changed.
+    The reference's config lacks some. `run_dir`, if given, becomes its `local_run_dir` if it has none. No key that it
+    has is changed.
     """
     config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     defaults = load_defaults(**options_in(config))
@@ -37,7 +38,10 @@ def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path
 
 
 def require(config: DictConfig) -> None:
-    """Check for keys without a default. Raises InputError if the loss, its options or the model's name is missing."""
+    """Check that keys without a default are set.
+
+    Raises InputError if the loss, its options or the model's name is missing.
+    """
     from dpo.errors import InputError
 
     defaults = load_defaults(OmegaConf.select(config, "loss.name"))
@@ -53,7 +57,7 @@ def require(config: DictConfig) -> None:
 
 
 def options_in(config: DictConfig) -> dict[str, Any]:
-    """The option that a config names for each group of OPTIONAL, for `load_defaults`."""
+    """The option of each group of OPTIONAL, for `load_defaults`."""
     return {group: OmegaConf.select(config, f"{group}.name") for group in OPTIONAL}
 
 
@@ -70,7 +74,7 @@ def load_defaults(loss: str | None = None, lora: str | None = None, online: str 
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and their values, in order; an empty mapping is a value."""
+    """Yield dotted keys and values in order; empty mappings are values."""
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
             yield from dotted(value, f"{prefix}{key}.")
@@ -79,14 +83,17 @@ def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """`key=value` for each value that differs from its default; nested keys have dots."""
+    """`key=value` for each value that differs from its default."""
     before = dict(dotted(defaults))
     changed = {key: value for key, value in dotted(values) if before.get(key, ABSENT) != value}
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed.items()]
 
 
 def flatten(config: DictConfig) -> dict[str, Any]:
-    """Map dotted keys to plain values, with `dataset_sources` whole; '???' and unresolvable values stay as they are."""
+    """Map dotted keys to plain values, with `dataset_sources` whole.
+
+    '???' and values that cannot be resolved stay as they are.
+    """
     values: Any = OmegaConf.to_container(config, resolve=False)
     whole = {key: values.pop(key) for key in ANYTHING if key in values}
     flat = {key: value for key, value in dotted(values) if value != {}} | whole
@@ -107,7 +114,7 @@ def load_aliases() -> dict[str, str]:
 
 @cache  # the files do not change while a process runs
 def load_file(file: Path) -> dict[str, Any]:
-    """Keys that a file sets, itself or through the files in its defaults list; later ones win."""
+    """Keys that a file or its defaults list sets; later ones win."""
     content: Any = OmegaConf.to_container(OmegaConf.load(file))
     own = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
     entries = content.get("defaults", ["_self_"])
@@ -118,7 +125,6 @@ def load_file(file: Path) -> dict[str, Any]:
 
 
 def _missing(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of the keys that a config lacks, without those that must be set."""
     missing: dict[str, Any] = {}
     for key, value in defaults.items():
         if not isinstance(value, Mapping):
@@ -132,7 +138,7 @@ def _missing(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def help_text() -> str:
-    """Help text: every key with its default and comment from `config/`, and the groups."""
+    """Every key with its default and comment, and the groups."""
     groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
     options = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
     main = (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]

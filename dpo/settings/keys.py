@@ -1,4 +1,4 @@
-"""Keys of the config: a spec of each value, and whether a resumed run may change it.
+"""Keys of the config: their values, and which a resume may change.
 
 Meaning and default of each key are in `config/`, conditions on several keys in `dpo/settings/validation.py`. Imports no
 torch.
@@ -62,14 +62,6 @@ def _is_run_name(value: Any) -> bool:
     return _is_path(value) and not os.path.isabs(value) and ".." not in value.split("/")
 
 
-def _is_project(value: Any) -> bool:
-    return is_text(value) and len(value) <= 128 and not set(value) & set("/\\#?%:")
-
-
-def _is_function(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[^\0]+\.py:[^\W\d]\w*", value) is not None
-
-
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # test of a value, its description
     "int": (is_int, "an integer"),
     "number": (is_number, "a number"),
@@ -87,8 +79,14 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # test of a value, its 
         "auto, or a list of different names of layers, such as [q_proj,v_proj]",
     ),
     "run_name": (_is_run_name, "a name for the run, relative and without '..'"),
-    "function": (_is_function, "a file and a function in it, such as rewards.py:score"),
-    "project": (_is_project, "a name of at most 128 characters without / \\ # ? % :, as W&B wants it"),
+    "function": (
+        lambda v: isinstance(v, str) and bool(re.fullmatch(r"[^\0]+\.py:[^\W\d]\w*", v)),
+        "a file and a function in it, such as rewards.py:score",
+    ),
+    "project": (
+        lambda v: is_text(v) and len(v) <= 128 and not set(v) & set("/\\#?%:"),
+        "a name of at most 128 characters without / \\ # ? % :, as W&B wants it",
+    ),
     "group": (lambda v: is_text(v) and len(v) <= 128, "a text of at most 128 characters, as W&B wants it"),
     "tags": (
         lambda v: v == [] or (_are_names(v) and all(len(tag) <= 64 for tag in v)),
@@ -99,7 +97,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # test of a value, its 
 
 
 class Rule(NamedTuple):
-    """A condition on a value: `holds(value)`, and its description, which completes "must be"."""
+    """A test of a value, and its description, which completes "must be"."""
 
     holds: Callable[[Any], bool]
     wanted: str
@@ -107,9 +105,10 @@ class Rule(NamedTuple):
 
 @cache
 def read_rule(spec: str) -> Rule:
-    """Read a spec: a kind of KINDS, then bounds, "or null" and a reason where there are any.
+    """Read a spec: a kind of KINDS, then what follows it.
 
-    Examples: `int >= 1`, `number [0, 1)`, `path or null`, `int >= 2 or null: the newest may be corrupt`.
+    That is bounds, "or null" and a reason, where there are any. Examples: `int >= 1`, `number [0, 1)`, `path or null`,
+    `int >= 2 or null: the newest may be corrupt`.
     """
     rest, colon, reason = spec.partition(":")
     rest, may_be_null, _ = rest.partition(" or null")
@@ -124,7 +123,7 @@ def read_rule(spec: str) -> Rule:
 
 
 def _read_bounds(bounds: str) -> tuple[Callable[[float], bool], str]:
-    """Read `> 0`, `>= 1`, `[0, 1]`, `[0, 1)`, `(0, 1)` or no bounds: the test of a number, and its description."""
+    """Read bounds such as `> 0` or `[0, 1)`: test and description."""
     sign, _, number = bounds.partition(" ")
     described = (
         f" from {' to '.join(bounds[1:-1].split(', '))}" if bounds[:1] + bounds[-1:] == "[]" else f" in {bounds}"
@@ -142,7 +141,7 @@ def _read_bounds(bounds: str) -> tuple[Callable[[float], bool], str]:
 
 
 class Resume(Enum):
-    """Return whether a resumed run may change a key."""
+    """The freedom of a resumed run to change a key."""
 
     KEEP = "no: another value would make it another run"
     CHANGE = "yes: where it runs, how it rounds, how long it trains, what it logs; changes are printed"
@@ -162,7 +161,10 @@ class Key(NamedTuple):
 
 
 def make_option_key(default: Any) -> Key:
-    """Key for a loss's option without a row: a value like its default in `config/loss`, or for '???' a number."""
+    """Key for a loss's option without a row.
+
+    Its value is like the default in `config/loss`, or for '???' a number.
+    """
     if isinstance(default, bool):
         return Key("flag", KEEP)
     if is_number(default) or default == "???":

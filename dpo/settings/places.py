@@ -1,4 +1,4 @@
-"""Places of datasets, from `datasets` and `dataset_sources`. Opens no file, knows no record."""
+"""Places of datasets; opens no file and knows no record."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ SAVED = "state.json"  # file that `datasets.Dataset.save_to_disk` leaves in its 
 
 
 def find_suffix(name: str) -> str:
-    """The data suffix of a file's name, in lower case; empty if it has none."""
+    """The data suffix of a file's name in lower case, or empty."""
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A local path or a Hub id, with an optional Hub revision (branch, tag or commit).
+    """A local path or a Hub id, with an optional Hub revision.
 
-    `columns` maps our names of columns to the source's."""
+    A revision is a branch, tag or commit. `columns` maps our names of columns to the source's.
+    """
 
     path: str
     revision: str | None = None
@@ -39,7 +40,10 @@ class Source:
 
     @classmethod
     def parse(cls, name: str, value: Any) -> Source:
-        """Parse `dataset_sources.NAME`: a path or Hub id, or `{path: ..., revision: ..., columns: ...}`."""
+        """Parse `dataset_sources.NAME`.
+
+        It is a path or Hub id, or `{path: ..., revision: ..., columns: ...}`. Raises InputError for anything else.
+        """
         if isinstance(value, str) and value:
             return cls(value)
         key = f"dataset_sources.{name}"
@@ -56,32 +60,32 @@ class Source:
 
     @property
     def local(self) -> Path | None:
-        """The path, if it exists here or can only be a local path; None for a Hub id."""
+        """The path, if it exists or cannot be a Hub id."""
         path = Path(os.path.expanduser(self.path))
         looks_local = self.path.startswith(("/", ".", "~")) or bool(find_suffix(self.path)) or self.path.count("/") > 1
         return path if os.path.exists(path) or looks_local else None
 
     @property
     def has_no_splits(self) -> bool:
-        """Return whether it is one file, or one saved dataset, that holds all records."""
+        """Return whether one file or saved dataset holds all records."""
         return self.local is not None and (self.local.is_file() or (self.local / SAVED).is_file())
 
 
 class Datasets(NamedTuple):
-    """Names of the datasets, places of those not built in, and problems of those without a place."""
-
     names: list[str]
     sources: dict[str, Any]
     problems: list[str]
 
 
 def built_in() -> tuple[str, ...]:
-    """Names of the datasets that need no place."""
     return *load_defaults()["dataset_sources"], "demo"
 
 
 def name_datasets(given: str | Sequence[str], sources: Mapping[str, Any]) -> Datasets:
-    """Find the names and places in `datasets`; a path or Hub id is own data, named after its last part."""
+    """Find the names and places in `datasets`.
+
+    A path or Hub id is own data, named after its last part.
+    """
     names, places, problems = [], dict(sources), []
     listed = [given] if isinstance(given, str) else given
     for value in listed:
@@ -126,12 +130,12 @@ def _has_place(source: Any) -> bool:
 
 
 def seen_from(path: Path) -> str:
-    """` in DIR` for a relative path, which was looked for in the current directory; else empty."""
+    """` in DIR` for a relative path, which is sought there."""
     return "" if path.is_absolute() else f" in {Path.cwd()}"
 
 
 def _name_after(place: str) -> str:
-    """A name that can be part of a key: `mine` for `/data/mine.csv.gz` and `somebody/mine`."""
+    """A name for keys: `mine` for `/data/mine.csv.gz` and `somebody/mine`."""
     name = os.path.basename(os.path.abspath(os.path.expanduser(place)))
     return re.sub(r"[^\w-]", "_", name[: len(name) - len(find_suffix(name))])
 

@@ -1,7 +1,7 @@
-"""The plan of a run: its config as typed values, with what follows from them. Imports no torch.
+"""The plan of a run: its config as typed values.
 
-Validation, launch, memory prediction and trainers read it; below `settings` nothing reads the config. Fields have the
-names of their keys.
+It also has what follows from them. Validation, launch, memory prediction and trainers read it; below `settings` nothing
+reads the config. Fields have the names of their keys. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dpo.settings.choices import (
 )
 from dpo.settings.files import flatten, load_defaults
 from dpo.system.host import count_gpus
-from dpo.system.rank_env import find_rank_env
+from dpo.system.launching import find_rank_env
 from dpo.system.run_directory import get_cache_dir, get_local_dir
 
 
 class ParallelDims(NamedTuple):
-    """Numbers of processes, in all and in each group: the axes of `dpo.parallel.mesh.Mesh`."""
+    """Numbers of processes along the axes of `dpo.parallel.mesh.Mesh`."""
 
     world_size: int = 1
     shard_size: int = 1  # share one copy of weights, gradients and optimizer state
@@ -54,7 +54,7 @@ class ParallelDims(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Place and life of a run: where it writes, from where it continues, how its processes start."""
+    """A run's places, what it continues, and how its processes start."""
 
     seed: int
     exp_name: str
@@ -99,7 +99,6 @@ class ModelPlan:
 
     @property
     def tokenizer(self) -> str:
-        """The path or Hub id of the tokenizer."""
         return self.tokenizer_name_or_path or self.name_or_path
 
 
@@ -182,8 +181,6 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class WandbPlan:
-    """The run's entry in W&B."""
-
     enabled: bool
     entity: str | None
     project: str
@@ -228,17 +225,15 @@ class Plan:
 
     @property
     def quantized(self) -> bool:
-        """Return whether the base under the adapter is 4-bit."""
         return self.lora is not None and self.lora.name in QUANTIZED
 
     @property
     def follow_every(self) -> int | None:
-        """Updates after which the reference becomes a copy of the policy; None: never."""
+        """Updates after which the reference becomes the policy's copy, or None."""
         return self.online.sync_reference_every if self.online else None
 
     @property
     def n_offline(self) -> int:
-        """Number of pairs of a batch that come from the data."""
         share = self.online.mix_offline if self.online else 1.0
         return round(share * self.data.batch_size)
 
@@ -249,11 +244,10 @@ class Plan:
 
     @property
     def caches_reference_first(self) -> bool:
-        """Return whether the reference scores all pairs before the first update, after which its model is freed."""
+        """Return whether the reference scores all pairs before the first update."""
         return self.reference is not None and self.training.cache_reference_logps == "all"
 
     def nested_values(self) -> dict[str, Any]:
-        """All values as in the config: each group a mapping of its own."""
         nested: dict[str, Any] = {}
         for name, value in self.values.items():
             *groups, key = name.split(".")
@@ -264,7 +258,10 @@ class Plan:
         return nested
 
     def change(self, key: str, value: Any) -> Plan:
-        """The plan with another value of a key, or another option of the group `lora`, on the same processes."""
+        """The plan with another value of a key, on the same processes.
+
+        For the key `lora` it is another option of that group.
+        """
         values = {**self.values, key: value}
         if key == "lora":
             options = {f"lora.{name}": default for name, default in load_defaults(lora=value)["lora"].items()}
@@ -273,9 +270,10 @@ class Plan:
 
 
 def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
-    """Plan a run from the valid keys of its config; validation reports the problems of the others.
+    """Plan a run from the valid keys of its config.
 
-    Callers give `trainer` and `world_size` if the trainer is constructed and the processes are started already.
+    Validation reports the problems of the others. Callers give `trainer` and `world_size` if the trainer is constructed
+    and the processes are started already.
     """
     return make_plan(flatten(config), trainer=trainer, world_size=world_size)
 
@@ -324,20 +322,18 @@ Section = TypeVar("Section")
 
 
 def _read(section: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
-    """A section of the plan from the keys that its fields name; None for a key that the config lacks."""
+    """A section of the plan; keys that the config lacks are None."""
     return section(**{field.name: values.get(prefix + field.name) for field in fields(section)})  # type: ignore[arg-type]
 
 
 def _read_loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `loss`, with the weights of a mix in a mapping of their own."""
     options = {key.removeprefix("loss."): value for key, value in values.items() if key.startswith("loss.")}
     weights = {key.removeprefix("weights."): value for key, value in options.items() if key.startswith("weights.")}
-    options = {key: value for key, value in options.items() if not key.startswith("weights.")}
+    options = {key: value for key, value in options.items() if key.partition(".")[0] != "weights"}
     return options | ({"weights": weights} if weights else {})
 
 
 def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
-    """The trainer that `trainer` and `tensor_parallel.backend` name; BasicTrainer if they name none."""
     trainer = _named(TRAINERS, values.get("trainer"), BASIC)
     if trainer is TENSOR_PARALLEL:
         return _named(TENSOR_PARALLEL_BACKENDS, values.get("tensor_parallel.backend"), trainer)
@@ -345,7 +341,7 @@ def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
 
 
 def _find_loss(options: Mapping[str, Any]) -> Loss:
-    """The loss that the options name, of a mix the parts that can be mixed; DPO if they name none."""
+    """The loss that the options name; DPO if they name none."""
     name, weights = options.get("name"), options.get("weights", {})
     if not isinstance(name, str) or name not in LOSSES:
         return LOSSES["dpo"]
@@ -362,7 +358,6 @@ def _find_reference(values: Mapping[str, Any]) -> str:
 
 
 def _named(table: Mapping[str, Any], name: Any, default: Any) -> Any:
-    """The table's entry for a name, or the default if there is none or the name is not a text."""
     return table.get(name, default) if isinstance(name, str) else default
 
 

@@ -1,4 +1,7 @@
-"""The config that an earlier run recorded, read back as its plan. It is data: nothing in it is resolved or trusted."""
+"""The config that an earlier run recorded, read as its plan.
+
+It is data: nothing in it is resolved or trusted.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from dpo.system.plain_files import read_yaml
 
 
 def read_plan(path: Path, *, keys: tuple[str, ...]) -> Plan:
-    """Read a run's `config.yaml`, ours or the reference implementation's; keys that it lacks get their defaults.
+    """Read a run's `config.yaml`, ours or the reference implementation's.
 
-    Raises InputError if it is no config, for an invalid value of a key that begins with one of `keys`, and for an
-    interpolation: it could put this machine's environment into an export.
+    Keys that it lacks get their defaults. Raises InputError if it is not a config, for an invalid value of a key that
+    begins with one of `keys`, and for an interpolation: it could put this machine's environment into an export.
     """
     values = read_yaml(path)
     try:
@@ -42,9 +45,10 @@ def read_plan(path: Path, *, keys: tuple[str, ...]) -> Plan:
 
 
 def plan_recorded(config: Mapping[str, Any], *, where: str, keys: tuple[str, ...]) -> Plan:
-    """The plan of a config read from the file `where`; keys that it lacks get their defaults.
+    """The plan of a config read from the file `where`.
 
-    Raises InputError if it is no config, and for problems of keys that begin with one of `keys`.
+    Keys that it lacks get their defaults. Raises InputError if it is not a config, and for problems of keys that begin
+    with one of `keys`.
     """
     try:
         complete = with_defaults(config)
@@ -57,6 +61,6 @@ def plan_recorded(config: Mapping[str, Any], *, where: str, keys: tuple[str, ...
 
 
 def plan_model(name: str) -> Plan:
-    """The plan of a model without a run: all other keys have their defaults."""
+    """The plan of a model without a run: all else by default."""
     values: Mapping[str, Any] = {"model": {"name_or_path": name}}
     return resolve(with_defaults(values))

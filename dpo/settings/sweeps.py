@@ -1,4 +1,4 @@
-"""Jobs of a sweep: the name of each job's directory, from the overrides that differ, and a table of results."""
+"""Jobs of a sweep: names of their directories, a table of results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,14 @@ BESIDE = ("rewards_eval/margins", "loss/eval")  # of the same evaluation: few te
 
 @dataclass
 class Job:
-    """A job of a sweep: its number, the overrides that vary, its directory."""
-
     number: int
     overrides: list[str]
     directory: Path | None = None
-    folder: Path | None = None  # of the sweep's own files
-    finished: bool = False
+    is_finished: bool = False
 
     @property
     def name(self) -> str:
-        """A unique name: the number, then the overrides as far as they fit into a file name; no secret."""
+        """A unique file name from number and overrides, without secrets."""
         text = re.sub(r"[^\w.=,+-]+", "_", ",".join(self.shown), flags=re.ASCII).strip("_")
         return f"{self.number}_{text}"[:LONGEST_NAME].rstrip("_.") if text else str(self.number)
 
@@ -41,58 +38,73 @@ class Job:
     def shown(self) -> list[str]:
         return [redact(override).lstrip("+~") for override in self.overrides]
 
+    def summarize(self) -> dict[str, Any]:
+        """Its entry in `sweep.json`, with its best evaluation after an update."""
+        summary = {
+            "job": self.number,
+            "overrides": self.shown,
+            "finished": self.is_finished,
+            "metric": None,
+            "best": None,
+            "metrics": {},
+            "examples": None,
+            "directory": str(self.directory),
+        }
+        lines = _read_evaluations(self.directory / "metrics.jsonl") if self.directory else []
+        for metric, better in QUALITIES:
+            if measured := [line for line in lines if line.get(metric) is not None]:
+                best = better(measured, key=lambda line: line[metric])
+                shown = {name: best[name] for name in (metric, *BESIDE) if best.get(name) is not None}
+                found = {"metric": metric, "best": best[metric], "metrics": shown, "examples": best["examples"]}
+                return summary | found
+        return summary
+
 
 class Sweep:
-    """Jobs that this process runs one after the other; none without a sweep."""
+    """Jobs that this process runs one after the other."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
+        self.folder = Path()  # of the sweep's own files
 
     def begin_job(self, config: Any, hydra_config: Any) -> None:
         """Give a job a directory named after its overrides.
 
-        It is inside the directory given for the sweep, or, without one, a new one under `local_dirs`."""
+        It is inside the directory given for the sweep, or, without one, a new one under `local_dirs`.
+        """
         constant = set(hydra_config.job.config.override_dirname.exclude_keys)
         overrides = {override: parse_key(override) for override in hydra_config.overrides.task}
         job = Job(hydra_config.job.num, [override for override, key in overrides.items() if key not in constant])
-        given = "local_run_dir" in overrides.values()
-        config.local_run_dir = f"{os.path.expanduser(config.local_run_dir)}{'/' if given else '_'}{job.name}"
+        is_given = "local_run_dir" in overrides.values()
+        config.local_run_dir = f"{os.path.expanduser(config.local_run_dir)}{'/' if is_given else '_'}{job.name}"
         job.directory = Path(config.local_run_dir)
-        job.folder = job.directory.parent if given else Path(hydra_config.sweep.dir)
-        config.wandb.group = config.wandb.group or redact(job.folder.name)[-LONGEST_GROUP:]
+        folder = job.directory.parent if is_given else Path(hydra_config.sweep.dir)
+        config.wandb.group = config.wandb.group or redact(folder.name)[-LONGEST_GROUP:]
         if not config.dry_run:
+            self.folder = folder
             self.jobs.append(job)
 
     def end_job(self) -> None:
-        for job in self.jobs[-1:]:
-            job.finished = True
+        for job in self.jobs[-1:]:  # a dry run has none
+            job.is_finished = True
 
     def report(self) -> None:
-        """Print the table and write `sweep.json`, however the sweep ended; without jobs that ran elsewhere."""
-        if self.jobs:
-            report(self.jobs, self.jobs[0].folder)
+        """Print the table and write `sweep.json`, however the sweep ended.
 
-
-def summarize(job: Job) -> dict[str, Any]:
-    """A job's entry in `sweep.json`, with its best evaluation after the first update, or None without one."""
-    summary = {
-        "job": job.number,
-        "overrides": job.shown,
-        "finished": job.finished,
-        "metric": None,
-        "best": None,
-        "metrics": {},
-        "examples": None,
-        "directory": str(job.directory),
-    }
-    lines = _read_evaluations(job.directory / "metrics.jsonl") if job.directory else []
-    for metric, better in QUALITIES:
-        measured = [line for line in lines if line.get(metric) is not None]
-        if measured:
-            best = better(measured, key=lambda line: line[metric])
-            shown = {name: best[name] for name in (metric, *BESIDE) if best.get(name) is not None}
-            return summary | {"metric": metric, "best": best[metric], "metrics": shown, "examples": best["examples"]}
-    return summary
+        Jobs that ran elsewhere, under another launcher of Hydra, are not in it.
+        """
+        if not self.jobs:
+            return
+        summaries = [job.summarize() for job in self.jobs]
+        print(as_table(summaries))
+        file = self.folder / SWEEP
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            print(f"warning: {file} cannot be written: {error}")
+        else:
+            print(f"the same in {file}")
 
 
 def _read_evaluations(log: Path) -> list[dict[str, Any]]:
@@ -104,7 +116,6 @@ def _read_evaluations(log: Path) -> list[dict[str, Any]]:
 
 
 def as_table(summaries: Sequence[dict[str, Any]]) -> str:
-    """Table of overrides, best evaluation and directory, one line per job."""
     rows = [("job", "overrides", "best evaluation", "directory")]
     for found in summaries:
         best = "none"
@@ -115,17 +126,3 @@ def as_table(summaries: Sequence[dict[str, Any]]) -> str:
         rows.append((str(found["job"]), " ".join(found["overrides"]), best, found["directory"] + ending))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def report(jobs: Sequence[Job], folder: Path) -> None:
-    """Print the table, and write it to `sweep.json` in a folder, created if missing."""
-    summaries = [summarize(job) for job in jobs]
-    print(as_table(summaries))
-    file = folder / SWEEP
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        print(f"warning: {file} cannot be written: {error}")
-    else:
-        print(f"the same in {file}")

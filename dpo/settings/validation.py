@@ -1,7 +1,7 @@
-"""Config validation: every problem found at once, in plain words, before anything is loaded. Imports no torch.
+"""Config validation: every problem at once, before anything is loaded.
 
 Conditions on the value of a key alone are in `dpo/settings/keys.py`; those on several keys, or on keys and the machine,
-are the table CHECKS.
+are the table CHECKS. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WEIGHTS = "loss.weights."
 
 
 class Check(NamedTuple):
-    """A condition under which a config is refused (an error), or a part of it does little (a warning).
+    """A condition under which a config is refused, or warned about.
 
     It is skipped if it reads a key without a valid value. With `keys` it is tried for those that are set: not null, and
     not at their defaults. `{key}` in a sentence is the key's value.
@@ -52,7 +52,7 @@ class Check(NamedTuple):
 
 
 def needs(keys: str, what: str, met: Callable[[Values, Plan], Any], level: Level = "warning") -> Check:
-    """A check that keys have an effect; an error if the run would compute something else than was asked for."""
+    """A check that keys have an effect, given other keys."""
     why = "needs" if level == "error" else "has no effect: it needs"
     return Check(lambda v, p: not met(v, p), f"{{KEY}}={{VALUE}} {why} {what}", level, tuple(keys.split()))
 
@@ -205,7 +205,6 @@ CHECKS = (
 
 
 def _is_divided(plan: Plan) -> bool:
-    """Return whether the processes form groups of `tensor_parallel_size`."""
     return plan.dims.world_size % plan.dims.tensor_size == 0
 
 
@@ -233,7 +232,7 @@ def _explain_batches(batch: int, steps: int, data_size: int) -> str:
 
 
 def _is_missing(name: str) -> bool:
-    """Return whether the name of a model can only be a path, and there is nothing."""
+    """Return whether a model's name can only be a missing path."""
     return (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).exists()
 
 
@@ -242,7 +241,7 @@ def _explain_missing(key: str, v: Values) -> str:
 
 
 def _may_be_pairwise(key: str) -> bool:
-    """Return whether a key is the weight of a loss of pairs, or of none that is known."""
+    """Return whether a key weighs a loss of pairs, or none known."""
     loss = LOSSES.get(key.removeprefix(WEIGHTS))
     return key.startswith(WEIGHTS) and (loss is None or loss.trains_on == "pairs")
 
@@ -252,9 +251,9 @@ def _find_script(v: Values) -> Path:
 
 
 def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[str]:
-    """List the problems of a composed config, one sentence each with the value and the fix; empty if it can run.
+    """List the problems of a composed config, one sentence each.
 
-    `plan` is the config's plan, if known already.
+    A sentence has the value and the fix. `plan` is the config's plan, if known already.
     """
     problems = find_problems(flatten(config), plan or resolve(config))
     written: Any = OmegaConf.to_container(config)
@@ -269,7 +268,8 @@ def find_problems(values: Values, plan: Plan) -> list[str]:
     known = {k: value for k, value in values.items() if value is not UNRESOLVED and k != "dataset_sources"}
     in_order = sorted(known, key=lambda key: key.startswith("loss."))  # as --cfg job: model, then loss
     wrong = {key: problem for key in in_order if (problem := find_value_problem(key, known[key], keys))}
-    valid = {key: value for key, value in known.items() if key not in wrong or key.startswith(WEIGHTS)}
+    # an invalid weight counts all the same: whether a mix has pairs is another question
+    valid = {k: value for k, value in values.items() if k.startswith(WEIGHTS) or (k in known and k not in wrong)}
     broken = _find_broken(valid, plan, "error")
     return [
         *_find_absent(values),
@@ -280,7 +280,7 @@ def find_problems(values: Values, plan: Plan) -> list[str]:
 
 
 def find_warnings(config: DictConfig, plan: Plan) -> list[str]:
-    """List the keys of a valid config that were set and have little or no effect, one sentence each."""
+    """List the keys of a valid config that have little effect."""
     values = flatten(config)
     names = name_datasets(values["datasets"], values["dataset_sources"]).names
     placed = {name for name, source in values["dataset_sources"].items() if source is not None}
@@ -306,12 +306,10 @@ def _find_broken(values: Values, plan: Plan, level: Level) -> Iterator[str]:
 
 
 def _fill(sentence: str, values: Values) -> str:
-    """Put values, as they are typed, in place of their names in braces."""
     return re.sub(r"\{([\w.]+)\}", lambda name: str(_as_typed(values[name[1]])), sentence)
 
 
 def _find_absent(values: Values) -> Iterator[str]:
-    """Yield a sentence for each key without which a config is incomplete."""
     for key in KEYS:
         if key not in values and not key.startswith(tuple(f"{group}." for group in OPTIONAL)):
             yield f"{key} was removed from the config: give {key}=VALUE instead of ~{key}"
@@ -322,14 +320,14 @@ def _find_absent(values: Values) -> Iterator[str]:
 
 
 def _list_keys(values: Values) -> dict[str, Key]:
-    """All keys that a config may have, including options of its loss without a row in `KEYS`."""
+    """All keys of a config, with its loss's options without a row."""
     name = values.get("loss.name")
     options = dotted({"loss": load_defaults(name)["loss"]} if isinstance(name, str) and name in LOSSES else {})
     return {key: make_option_key(default) for key, default in options} | KEYS
 
 
 def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:
-    """A sentence on a value that is wrong by itself; None if it is valid."""
+    """A sentence on a value that is wrong by itself, or None."""
     if key not in keys and key.startswith(WEIGHTS):
         name, others = key.removeprefix(WEIGHTS), ", ".join(name for name, loss in LOSSES.items() if loss.can_be_mixed)
         why = f"no loss is called {name}"
@@ -352,7 +350,7 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
 
 
 def explain_unknown_key(key: str, known: Collection[str]) -> str:
-    """`unknown key ...` with its name here, or the nearest known key, if one is near."""
+    """A sentence on an unknown key, with the one that was meant."""
     if name := load_aliases().get(key.rpartition(".")[2]):
         return f"unknown key {key}: here it is {name}"
     by_small_letters = {name.lower(): name for name in known}
@@ -363,5 +361,4 @@ def explain_unknown_key(key: str, known: Collection[str]) -> str:
 
 
 def _as_typed(value: Any) -> Any:
-    """A value as typed on a command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value

@@ -31,7 +31,7 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Inside, CUDA multiplies float32 matrices in float32; TF32 would round their inputs to 10 bits of mantissa."""
+    """Inside, CUDA multiplies float32 matrices without rounding their inputs."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -42,7 +42,7 @@ def without_tf32() -> Iterator[None]:
 
 @contextmanager
 def for_generation() -> Iterator[None]:
-    """Inside, compiled code runs eagerly, and an operation without a deterministic algorithm only warns.
+    """Inside, compiled code runs eagerly, and nondeterministic operations only warn.
 
     Generation would compile a graph for every cache length and use up the recompile limit that training needs; top-p
     sampling needs a cumulative sum, which is not deterministic on CUDA.

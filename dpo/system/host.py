@@ -1,4 +1,7 @@
-"""This process and its host: standard streams, the allocator, memory, GPUs. Imports no torch at the top."""
+"""This process and its host: streams, the allocator, memory, GPUs.
+
+Imports no torch at the top.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,17 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # NVIDIA's driver, the same under WSL, AMD's driver
 
+
+def is_rank_0() -> bool:
+    """Return whether a launcher, if any, started this process first."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
 # --- standard streams and logs -------------------------------------------------------------------------------------
 
 
 def open_standard_streams() -> None:
-    """Open closed standard streams on the null device, here and in processes started later.
+    """Open closed standard streams on the null device, also for child processes.
 
     Some daemons start a process without them. Then the next file to be opened would become standard output, and Python
     would have no stream to print to.
@@ -76,7 +85,7 @@ def silence_bitsandbytes() -> None:
 
 
 def set_allocators(environ: MutableMapping[str, str]) -> None:
-    """Set the environment variables that torch reads on import, unless the user has set them."""
+    """Set variables that torch reads on import, unless the user did."""
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large CPU tensors in huge pages: fewer page faults
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # keeps CUDA memory from fragmenting as shapes change
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -84,7 +93,10 @@ def set_allocators(environ: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def without_collecting_garbage() -> Iterator[None]:
-    """Inside, garbage is not collected: imports leave none, and looking for it takes a quarter of their time."""
+    """Inside, no garbage is collected, for faster imports.
+
+    Imports leave none, and looking for it takes a quarter of their time.
+    """
     gc.disable()
     try:
         yield
@@ -93,7 +105,7 @@ def without_collecting_garbage() -> Iterator[None]:
 
 
 def never_collect_imports() -> None:
-    """Exempt the objects of a run's imports, which stay anyway, from garbage collection.
+    """Exempt the objects of a run's imports from garbage collection.
 
     Acts only once in a process: after the first run of a sweep there may be garbage, which would stay too.
     """
@@ -102,16 +114,16 @@ def never_collect_imports() -> None:
 
 
 def raise_open_file_limit() -> None:
-    """Raise the soft limit on open files to the hard one: workers that share many tensors exceed the soft limit."""
+    """Raise the limit on open files, for workers that share many tensors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed_memory() -> None:
-    """Let tensors of up to 32 MB reuse freed memory, in a single process on a CPU.
+    """Reuse freed memory, for speed in one process on a CPU.
 
-    By default glibc returns that memory to the system, and each page costs a fault when it is needed again: a tenth of
-    the time of an update.
+    By default glibc returns the memory of large tensors to the system, and each page costs a fault when it is needed
+    again: a tenth of the time of an update.
     """
     _set_malloc(M_MMAP_THRESHOLD, 2**25)  # the most that glibc accepts
     _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -127,7 +139,10 @@ def return_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return all free memory to the system now; by default glibc returns only that at the end of the heap."""
+    """Return all free memory to the system now.
+
+    By default glibc returns only that at the end of the heap.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -145,28 +160,22 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """The machine's memory, or the tightest limit among the cgroups (version 2) of this process."""
+    """The machine's memory, or the tightest limit of this process's cgroups."""
     lines = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
     total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    limits = list(_limits(proc, cgroups))
-    return HostMemory(min([total, *(a for a, _ in limits)]), min([available, *(b for _, b in limits)]))
-
-
-def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, remaining bytes) of each cgroup that has a limit.
-
-    The file cache counts as used there, but is reclaimable.
-    """
-    paths = [line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")]
-    own = [cgroups / path.strip("/") for path in paths]
-    for group in (directory for path in own for directory in (path, *path.parents)):
-        if not group.is_relative_to(cgroups) or not (group / "memory.max").exists():
-            continue  # the root cgroup has no limit
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        if not line.startswith("0::"):
+            continue
+        own = cgroups / line[3:].strip("/")
+        for group in (own, *own.parents):
+            limit = group / "memory.max"  # the root cgroup has none
+            if not limit.exists() or (text := limit.read_text().strip()) == "max":
+                continue
             used = int((group / "memory.current").read_text())
-            cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            yield int(limit), max(0, int(limit) - used + int(cached["inactive_file"]))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used -= int(stat["inactive_file"])  # the file cache counts as used, but is reclaimable
+            total, available = min(total, int(text)), min(available, max(0, int(text) - used))
+    return HostMemory(total, available)
 
 
 def resident_memory() -> int:
@@ -175,7 +184,10 @@ def resident_memory() -> int:
 
 
 def count_gpus(devices: tuple[str, ...] = DEVICES) -> int:
-    """The number of GPUs that torch can use. Imports torch, which takes seconds, only if there may be one."""
+    """The number of GPUs that torch can use.
+
+    Imports torch, which takes seconds, only if there may be one.
+    """
     if "torch" not in sys.modules and not any(map(glob.glob, devices)):
         return 0
     import torch

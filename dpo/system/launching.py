@@ -1,4 +1,4 @@
-"""Starting the processes of a run, or joining those of torchrun or Slurm, and ending all when one fails.
+"""Starting a run's processes, or joining a launcher's, and ending them together.
 
 torch is imported inside functions: a parent starts its workers first, and imports torch while they do.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
-from functools import partial
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpo.errors import InputError, RunError
 from dpo.system.host import (
@@ -29,9 +29,8 @@ from dpo.system.host import (
     return_freed_memory,
     without_collecting_garbage,
 )
-from dpo.system.rank_env import RankEnv, find_rank_env, read_number
 from dpo.system.redaction import redact
-from dpo.system.signals import ASKED, Stopped, ctrl_c_ignored, killed_by_stop_signals, on_stop_signals
+from dpo.system.signals import ASKED, Stopped, handling_signals, on_stop_signals
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -56,40 +55,93 @@ def launch(
     port: int | None = None,
     timeout_secs: float = 1800,
 ) -> None:
-    """Run `worker(rank, world_size, *args)` in `world_size` processes that meet in a process group.
+    """Run `worker(rank, world_size, *args)` in processes that form a group.
 
-    A process that a launcher started (`find_rank_env`) runs its own worker and exits with it. Otherwise the processes
-    are spawned here and meet at `port` (None: a free one): over NCCL with one GPU each, or over gloo on the CPU.
-    Without `process_group` the worker is called in this process. A collective that waits longer than `timeout_secs`
-    fails. Raises InputError for bad input that a worker found, Stopped if the run was asked to stop, and WorkerFailed
-    if a worker did not finish.
+    A process that a launcher started (`find_rank_env`) runs its own worker and exits with it. Otherwise `world_size`
+    processes are spawned here and meet at `port` (None: a free one): over NCCL with one GPU each, or over gloo on the
+    CPU. Without `process_group` the worker is called in this process. A collective that waits longer than
+    `timeout_secs` fails. Raises InputError for bad input that a worker found, Stopped if the run was asked to stop, and
+    WorkerFailed if a worker did not finish.
     """
     raise_open_file_limit()
     rank_env = find_rank_env()
     if rank_env is not None:
         status, message = _work(rank_env, worker, args, timeout_secs)
-        if status:
-            if status == BAD_INPUT and rank_env.rank != 0:
-                time.sleep(GRACE_SECS)  # all ranks may have found it: rank 0 reports it, and this one is ended
-            if message:
-                message = redact(f"error: {message}" if status == BAD_INPUT else message)
-                print(message, file=sys.stderr, flush=True)
+        if status == BAD_INPUT and rank_env.rank != 0:
+            time.sleep(GRACE_SECS)  # all ranks may have found it: rank 0 reports it, and this one is ended
+        if message:
+            print(redact(f"error: {message}" if status == BAD_INPUT else message), file=sys.stderr, flush=True)
         _leave(status)
     elif not process_group:
         keep_freed_memory()
         worker(0, 1, *args)
     else:
-        _spawn(
-            worker,
-            world_size,
-            args,
-            port=port or read_number("MASTER_PORT", 0, environ=os.environ),
-            timeout_secs=timeout_secs,
-        )
+        _spawn(worker, world_size, args, port=port or _read_number("MASTER_PORT", 0), timeout_secs=timeout_secs)
+
+
+# --- the rank that a launcher assigned -------------------------------------------------------------------------------
+
+
+class RankEnv(NamedTuple):
+    """A process's rank in a run, and the address of the rendezvous."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # within its machine: the index of its GPU
+    address: str
+    port: int
+    hosts: bool = False  # whether it serves the rendezvous store
+
+
+def find_rank_env() -> RankEnv | None:
+    """The rank that torchrun or Slurm assigned; None without a launcher.
+
+    Slurm assigns one if an `srun` has several tasks. Raises InputError for variables that are missing or not numbers.
+    """
+    number, environ = _read_number, os.environ
+    if {"RANK", "WORLD_SIZE"} <= environ.keys():
+        rank = number("RANK")
+        hosts = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        address, port = environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT", 29500)
+        return RankEnv(rank, number("WORLD_SIZE"), number("LOCAL_RANK", rank), address, port, hosts)
+    if number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS, which a batch script has too
+        rank, local_rank = number("SLURM_PROCID"), number("SLURM_LOCALID")
+        port = number("MASTER_PORT", 20_000 + number("SLURM_JOB_ID") % 20_000)
+        address = environ.get("MASTER_ADDR") or _first_node(environ.get("SLURM_STEP_NODELIST", ""))
+        return RankEnv(rank, number("SLURM_STEP_NUM_TASKS"), local_rank, address, port, hosts=rank == 0)
+    return None
+
+
+def _read_number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, default)
+    if text is None:
+        raise InputError(f"a launcher set some of its variables but not {name}: unset them, or launch again")
+    if not str(text).isdigit():
+        raise InputError(f"{name}={text} in the environment is not a number")
+    return int(text)
+
+
+def _first_node(nodes: str) -> str:
+    first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)  # "node[03-05,9]" begins with node03
+    if first is None:
+        raise InputError(f"SLURM_STEP_NODELIST={nodes} names no node: set MASTER_ADDR to the first node")
+    return first[1] + (first[2] or "")
+
+
+# --- in a worker ---------------------------------------------------------------------------------------------------
+
+
+def get_open_port() -> int:
+    """A TCP port that is currently free on this machine."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
 
 
 def _backend(local_rank: int) -> str:
-    """The backend: NCCL with GPUs, else gloo. Raises InputError if this machine has fewer GPUs than processes."""
+    """NCCL with GPUs, else gloo.
+
+    Raises InputError if this machine has fewer GPUs than processes.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -103,13 +155,6 @@ def _backend(local_rank: int) -> str:
     return "nccl"
 
 
-def get_open_port() -> int:
-    """A TCP port that is currently free on this machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        server.bind(("", 0))
-        return server.getsockname()[1]
-
-
 def init_distributed(
     rank: int,
     world_size: int,
@@ -120,10 +165,11 @@ def init_distributed(
     store: dist.Store | None = None,
     local_rank: int | None = None,
 ) -> None:
-    """Join the default process group, through `store` or the environment's `MASTER_ADDR` and `MASTER_PORT`.
+    """Join the default process group, through `store` or the environment.
 
-    `timeout` is the longest wait of a collective; None is torch's default. `local_rank`, by default `rank`, is the rank
-    within the machine, and under NCCL the index of its GPU.
+    Without a store, `MASTER_ADDR` and `MASTER_PORT` say where. `timeout` is the longest wait of a collective; None is
+    torch's default. `local_rank`, by default `rank`, is the rank within the machine, and under NCCL the index of its
+    GPU.
     """
     import torch
     import torch.distributed as dist
@@ -138,11 +184,8 @@ def init_distributed(
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)
 
 
-# --- in a worker ---------------------------------------------------------------------------------------------------
-
-
 def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Join the group, run the worker, leave the group. Returns the exit status and the error message.
+    """Run the worker in the group; return exit status and error message.
 
     Each rank records in the store that it failed, or that it lost contact. A rank that lost contact waits, so that the
     rank that caused it exits first, then reads the records to name it.
@@ -155,13 +198,18 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
     tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker
     store = None
     try:
-        with killed_by_stop_signals():
-            store = _meet(rank_env, timeout_secs)
+        # killed, as the calls within run no handler of Python
+        with handling_signals(signal.SIG_DFL):
+            timeout = timedelta(seconds=timeout_secs)
+            server = dist.TCPStore(
+                rank_env.address, rank_env.port, is_master=rank_env.hosts, wait_for_workers=False, timeout=timeout
+            )
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
             init_distributed(
                 rank_env.rank,
                 rank_env.world_size,
                 backend=_backend(rank_env.local_rank),
-                timeout=timedelta(seconds=timeout_secs),
+                timeout=timeout,
                 store=dist.PrefixStore("group", store),
                 local_rank=rank_env.local_rank,
             )
@@ -189,22 +237,8 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
     return status, message
 
 
-def _meet(rank_env: RankEnv, timeout_secs: float) -> dist.Store:
-    """The rendezvous store of this run's ranks; new for every restart by torchrun."""
-    import torch.distributed as dist
-
-    store = dist.TCPStore(
-        rank_env.address,
-        rank_env.port,
-        is_master=rank_env.hosts,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_secs),
-    )
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-
-
 def _compare_notes(store: dist.Store, rank_env: RankEnv, note: str, timeout_secs: float) -> str:
-    """Record in the store how this rank ended; if it lost contact, wait, then name the ranks that did not."""
+    """Record how this rank ended; say who ended otherwise."""
     import torch.distributed as dist
 
     try:
@@ -216,14 +250,13 @@ def _compare_notes(store: dist.Store, rank_env: RankEnv, note: str, timeout_secs
         failed = [rank for rank in others if store.check([f"failed {rank}"])]
     except dist.DistError as error:
         return f"rank 0's rendezvous store is also unreachable: {error}\n"
-    if not others:
-        return ""
     if failed:
-        return f"because {_ranks(failed)} failed\n"
-    return f"because {_ranks(others)} did not answer within collective_timeout_secs={timeout_secs:g}, or was killed\n"
+        return f"because {_name(failed)} failed\n"
+    silent = f"did not answer within collective_timeout_secs={timeout_secs:g}, or was killed"
+    return f"because {_name(others)} {silent}\n" if others else ""
 
 
-def _ranks(ranks: list[int]) -> str:
+def _name(ranks: list[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in ranks)
 
 
@@ -262,22 +295,12 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
     except OSError as error:
         raise InputError(f"port {port} is in use; fsdp_port=null picks a free one") from error
     address, port = server.getsockname()
-    context = multiprocessing.get_context(START_METHOD)
-    pipes, processes = [], []
-    asked: list[int] = []
+    workers = _Workers(timeout_secs)
     try:
-        with on_stop_signals(partial(_forward, processes, asked)):
+        with on_stop_signals(workers.stop):
             for rank in range(world_size):
-                receiver, sender = context.Pipe(duplex=False)
                 rank_env = RankEnv(rank, world_size, local_rank=rank, address=address, port=port)
-                process = context.Process(
-                    target=_run_worker, args=(rank_env, os.getpid(), sender, worker, args, timeout_secs)
-                )
-                with ctrl_c_ignored():
-                    process.start()
-                sender.close()
-                pipes.append(receiver)
-                processes.append(process)
+                workers.start(rank_env, worker, args)
             with without_collecting_garbage():
                 import torch.distributed as dist
 
@@ -285,28 +308,15 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             store = dist.TCPStore(
                 address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
             )
-            if asked:  # a signal came while a worker was starting, which did not get it
-                _terminate(processes)
-            _wait_for(processes, pipes, timeout_secs, asked, began=time.monotonic())
+            if workers.asked:  # a signal came while a worker was starting, which did not get it
+                workers.terminate()
+            workers.wait()
         del store  # needed until here
     finally:
-        for process in processes:
+        for process in workers.processes:
             process.kill()
-        for process in processes:
+        for process in workers.processes:
             process.join()
-
-
-def _forward(processes: list, asked: list[int], number: int) -> str:
-    """Ask the workers, which ignore Ctrl-C, to stop; record the signal; return a message about it."""
-    asked.append(number)
-    _terminate(processes)
-    return "stopping, after what was trained is saved"
-
-
-def _terminate(processes: list) -> None:
-    for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGTERM)
 
 
 class End(Enum):
@@ -315,92 +325,110 @@ class End(Enum):
     DONE, STOPPED, LOST_CONTACT, FAILED = range(4)
 
 
-def _classify(status: int, *, reported: bool, asked: list[int], timed_out: bool) -> End:
-    """Classify a worker's outcome by its exit status.
+class _Workers:
+    """The spawned processes of a run, by rank."""
 
-    `reported`: the worker had returned before it exited; `asked` are the signals that the parent received;
-    `timed_out`: the run has lasted longer than the collective timeout, so NCCL may have killed a worker whose
-    collective timed out.
-    """
-    if status == 0:
-        return End.DONE if reported else End.FAILED
-    if status == ASKED or (asked and -status in (signal.SIGTERM, *asked)):  # killed by the signal, if not training yet
-        return End.STOPPED
-    if status == LOST_CONTACT or (status == ABORTED and (timed_out or asked)):
-        return End.LOST_CONTACT
-    return End.FAILED
+    def __init__(self, timeout_secs: float) -> None:
+        self.timeout_secs = timeout_secs
+        self.processes: list[Any] = []
+        self.asked: list[int] = []  # stop signals that this process received
+        self._pipes: list[Any] = []  # each has the message of a worker that has returned
+        self._messages: dict[int, str | None] = {}  # of workers that have exited, in that order; None: did not return
+        self._ends: dict[int, End] = {}
+
+    def start(self, rank_env: RankEnv, worker: Callable[..., None], args: tuple) -> None:
+        context = multiprocessing.get_context(START_METHOD)
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run_worker, args=(rank_env, os.getpid(), sender, worker, args, self.timeout_secs)
+        )
+        # a terminal sends Ctrl-C to all processes, but only this one should handle and forward it
+        with handling_signals(signal.SIG_IGN, signal.SIGINT):
+            process.start()
+        sender.close()
+        self._pipes.append(receiver)
+        self.processes.append(process)
+
+    def stop(self, number: int) -> str:
+        """Forward a stop signal; return a message about it."""
+        self.asked.append(number)
+        self.terminate()
+        return "stopping, after what was trained is saved"
+
+    def terminate(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Wait until all workers are done.
+
+        Raises for the first that failed, or for those that never exited.
+        """
+        began, running, deadline = time.monotonic(), dict(enumerate(self.processes)), None
+        while running:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ended = wait([process.sentinel for process in running.values()], left)
+            if not ended:
+                break
+            for rank in [rank for rank, process in running.items() if process.sentinel in ended]:
+                running.pop(rank).join()
+                self._messages[rank] = _receive(self._pipes[rank])
+                # NCCL kills a worker whose collective timed out, not before
+                self._ends[rank] = self._classify(rank, timed_out=time.monotonic() - began >= self.timeout_secs)
+            deadline = time.monotonic() + self._patience()
+        ends = {*self._ends.values()}
+        if End.STOPPED in ends and End.FAILED not in ends and (self.asked or not (running or End.LOST_CONTACT in ends)):
+            raise Stopped(*self.asked[:1])  # the rest wait for the stopped ones in calls that no signal interrupts
+        if not running and ends <= {End.DONE}:
+            return
+        if ends <= {End.DONE, End.LOST_CONTACT}:
+            for process in running.values():  # the hang is in one of these: make them print their stacks
+                os.kill(process.pid, signal.SIGABRT)
+            wait([process.sentinel for process in running.values()], GRACE_SECS)
+        raise self._explain(stuck=sorted(running))
+
+    def _classify(self, rank: int, *, timed_out: bool) -> End:
+        status = self.processes[rank].exitcode
+        if status == 0:
+            return End.DONE if self._messages[rank] is not None else End.FAILED
+        if status == ASKED or (self.asked and -status in (signal.SIGTERM, *self.asked)):  # killed, if not training yet
+            return End.STOPPED
+        if status == LOST_CONTACT or (status == ABORTED and (timed_out or self.asked)):
+            return End.LOST_CONTACT
+        return End.FAILED
+
+    def _patience(self) -> float:
+        """Seconds that the other workers now get to exit."""
+        ends = self._ends.values()
+        if End.FAILED in ends:
+            return 1
+        if End.STOPPED in ends:
+            return min(STOP_SECS, self.timeout_secs)
+        if End.LOST_CONTACT in ends:
+            aborted = any(self.processes[rank].exitcode == ABORTED for rank in self._ends)
+            return ABORT_SECS if aborted else 2 * GRACE_SECS
+        return self.timeout_secs
+
+    def _explain(self, *, stuck: list[int]) -> Exception:
+        """The exception that says why workers did not finish or exit."""
+        statuses = {rank: self.processes[rank].exitcode for rank, end in self._ends.items() if end != End.DONE}
+        guilty = [rank for rank in statuses if self._ends[rank] != End.LOST_CONTACT]
+        if guilty:
+            rank = next((rank for rank in guilty if statuses[rank] == BAD_INPUT), guilty[0])
+            message = self._messages[rank]
+            if statuses[rank] == BAD_INPUT and message:
+                return InputError(message)
+            return WorkerFailed(message or f"rank {rank} {_describe(statuses[rank])}")
+        aborted = "was killed by SIGABRT, as NCCL does when a collective times out"
+        messages = [self._messages[rank] or f"rank {rank} {aborted}" for rank in statuses]
+        if stuck:
+            messages.insert(0, f"{_name(stuck)} did not answer within collective_timeout_secs={self.timeout_secs:g}")
+        return WorkerFailed("\n".join(messages))
 
 
-def _patience(ends: Collection[End], *, aborted: bool, timeout_secs: float) -> float:
-    """Seconds that the other workers get to exit, given the outcomes so far."""
-    if End.FAILED in ends:
-        return 1
-    if End.STOPPED in ends:
-        return min(STOP_SECS, timeout_secs)
-    if End.LOST_CONTACT in ends:
-        return ABORT_SECS if aborted else 2 * GRACE_SECS
-    return timeout_secs
-
-
-def _wait_for(processes: list, pipes: list, timeout_secs: float, asked: list[int], *, began: float) -> None:
-    """Wait until all workers are done. Raises for the first that failed, or for those that never exited.
-
-    `asked` are the signals that the parent received, `began` is the time when the workers started.
-    """
-    running, ends, words, deadline = dict(enumerate(processes)), {}, {}, None
-    while running:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ended = wait([p.sentinel for p in running.values()], left)
-        if not ended:
-            break
-        for rank in [r for r, p in running.items() if p.sentinel in ended]:
-            process = running.pop(rank)
-            process.join()
-            timed_out = time.monotonic() - began >= timeout_secs
-            words[rank] = _last_words(pipes[rank])
-            reported = words[rank] is not None
-            ends[rank] = _classify(process.exitcode, reported=reported, asked=asked, timed_out=timed_out)
-        aborted = any(processes[rank].exitcode == ABORTED for rank in ends)
-        deadline = time.monotonic() + _patience(ends.values(), aborted=aborted, timeout_secs=timeout_secs)
-    kinds = {*ends.values()}
-    if End.STOPPED in kinds and End.FAILED not in kinds and (asked or not (running or End.LOST_CONTACT in kinds)):
-        raise Stopped(*asked[:1])  # the rest are waiting for the stopped ones in calls that no signal interrupts
-    if not running and kinds <= {End.DONE}:
-        return
-    if kinds <= {End.DONE, End.LOST_CONTACT}:
-        for process in running.values():  # the hang is in one of these: make them print their stacks
-            os.kill(process.pid, signal.SIGABRT)
-        wait([p.sentinel for p in running.values()], GRACE_SECS)
-    statuses = {rank: processes[rank].exitcode for rank, end in ends.items() if end != End.DONE}
-    lost = {rank for rank, end in ends.items() if end == End.LOST_CONTACT}
-    raise _cause(statuses, words, sorted(running), lost, timeout_secs)
-
-
-def _cause(
-    statuses: Mapping[int, int],
-    messages: Mapping[int, str | None],
-    stuck: list[int],
-    lost: set[int],
-    timeout_secs: float,
-) -> Exception:
-    """The exception that explains why workers did not finish.
-
-    Exit statuses and last messages are in the order in which workers exited. Ranks in `lost` lost contact.
-    """
-    guilty = [rank for rank in statuses if rank not in lost]
-    if guilty:
-        rank = next((r for r in guilty if statuses[r] == BAD_INPUT), guilty[0])
-        message = messages[rank]
-        if statuses[rank] == BAD_INPUT and message:
-            return InputError(message)
-        return WorkerFailed(message or f"rank {rank} {_describe(statuses[rank])}")
-    blame = [f"{_ranks(stuck)} did not answer within collective_timeout_secs={timeout_secs:g}"] * bool(stuck)
-    aborted = "was killed by SIGABRT, as NCCL does when a collective times out"
-    return WorkerFailed("\n".join([*blame, *(messages[rank] or f"rank {rank} {aborted}" for rank in statuses)]))
-
-
-def _last_words(pipe: Any) -> str | None:
-    """The report of a worker that has exited; None if there is none."""
+def _receive(pipe: Any) -> str | None:
+    """The message of a worker that has exited, if any."""
     try:
         return pipe.recv() if pipe.poll() else None
     except EOFError:

@@ -1,4 +1,4 @@
-"""Regular files: checked before they are opened, read as JSON or YAML from untrusted sources, replaced atomically.
+"""Regular files: checked before they are opened, parsed, replaced atomically.
 
 Opening a FIFO blocks forever, and writing through a link goes elsewhere.
 """
@@ -33,21 +33,21 @@ KINDS = {
 
 
 def check_readable(path: Path) -> None:
-    """Raises InputError if the path is neither a file nor a link to one, and OSError if it does not exist."""
+    """Raises InputError for anything but a file or a link to one."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         raise InputError(f"{path} is {KINDS[stat.S_IFMT(mode)]}; a regular file is expected")
 
 
 def read_json(path: Path) -> Any:
-    """Read an untrusted JSON file. Raises InputError if it is invalid, and OSError if it does not exist."""
+    """Read an untrusted JSON file. Raises InputError if it is invalid."""
     return _read(path, "JSON", json.loads)
 
 
 def read_yaml(path: Path) -> Any:
-    """Read an untrusted YAML file, without aliases, as a few lines of them can make gigabytes.
+    """Read an untrusted YAML file. Raises InputError if it is invalid.
 
-    Raises InputError if it is invalid or has aliases, and OSError if it does not exist.
+    Aliases are refused, as a few lines of them can make gigabytes.
     """
     return _read(path, "YAML", _parse_yaml)
 
@@ -78,7 +78,7 @@ def _check_depth(value: Any) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises InputError if the path exists and is not a file: writing would block, fail or go elsewhere."""
+    """Raises InputError for anything but a file or a free place."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -95,25 +95,28 @@ def check_link(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a path, if it exists: a directory with its contents; a link, but not its target."""
+    """Remove a path, if it exists; not what a link points to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def move_aside(path: Path, word: str = "old") -> Path:
-    """Rename a file or directory to NAME.WORD, or NAME.WORD.1 and so on where that is taken. Returns the new path."""
-    names = (path.with_name(f"{path.name}.{word}" + f".{n}" * (n > 0)) for n in itertools.count())
-    return path.rename(next(name for name in names if not os.path.lexists(name)))
+def move_aside(path: Path, name: str | None = None) -> Path:
+    """Rename a file or directory, by default to PATH.old.
+
+    Where the name is taken, .1 and so on is added. Returns the new path.
+    """
+    paths = (path.with_name((name or f"{path.name}.old") + f".{n}" * (n > 0)) for n in itertools.count())
+    return path.rename(next(path for path in paths if not os.path.lexists(path)))
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Inside, write a file or directory to the path given, which then takes the place of `path`; all or nothing.
+    """Inside, write to the path given, which then replaces `path`.
 
-    It is beside `path`, and named after this host and process, as others may be writing there too. Removes what killed
-    processes of this host left.
+    It may become a file or a directory. It is beside `path`, and named after this host and process, as others may be
+    writing there too. Removes what killed processes of this host left.
     """
     start = f".{path.name}.{socket.gethostname()}."
     for left in path.parent.glob(f"{glob.escape(start)}*.tmp"):

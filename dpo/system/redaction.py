@@ -1,4 +1,4 @@
-"""Redaction of likely secrets before anything is written or printed. Imports no torch."""
+"""Redaction of likely secrets before anything is written. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def is_secret(name: Any) -> bool:
 
 
 def secrets_in(overrides: list[str]) -> list[str]:
-    """The values of secrets in a command line, well-formed or not. A reference (`${oc.env:NAME}`) is not a secret."""
+    """The values of secrets in a command line, well-formed or not.
+
+    A reference (`${oc.env:NAME}`) is not a secret.
+    """
     values, goes_on = [], False
     for override in overrides:
         key = KEY.match(override)

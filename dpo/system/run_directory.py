@@ -1,11 +1,10 @@
-"""Places on this machine, and the directory of a run: created once, never shared, with config and environment."""
+"""The directory of a run, and other places on this machine."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import getpass
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,6 +12,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,17 +28,7 @@ STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
 REPORT = Path("report", "report.html")  # with report=true
 SWEEP = "sweep.json"  # in the directory of a sweep, which contains those of its jobs
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN)
-PACKAGES = (
-    "torch",
-    "transformers",
-    "datasets",
-    "tokenizers",
-    "hydra-core",
-    "omegaconf",
-    "wandb",
-    "numpy",
-    "accelerate",
-)
+PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"
 
 
 def get_local_dir(prefixes: Sequence[str]) -> str:
@@ -63,40 +53,6 @@ def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
-def _git(*arguments: str) -> str:
-    """Git's output for our own checkout; empty without git or outside a checkout."""
-    try:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        return ""
-
-
-def _find_versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            yield name, importlib.metadata.version(name)
-
-
-def environment(processes: int = 1) -> dict[str, Any]:
-    """Facts for repeating the run: versions, devices, the git commit. No environment variables."""
-    import torch  # here, as the report needs this module without torch
-
-    commit = _git("rev-parse", "HEAD")
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": dict(_find_versions()),
-        "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cpus": os.cpu_count(),
-        "processes": processes,
-        "started": now(),
-        "git_commit": commit or None,
-        "git_uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
-    }
-
-
 def check_free(path: str | Path) -> None:
     """Raises InputError if a directory holds a run or is not writable."""
     run_dir = Path(path)
@@ -115,10 +71,10 @@ def check_free(path: str | Path) -> None:
 
 
 def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = False) -> Path:
-    """Create the directory of a run, which will append to the files named `logs`.
+    """Create a run's directory; the run will append to the files `logs`.
 
-    Raises InputError if it already holds a run, unless that run is `continued`, or if something other than a file is
-    in the place of a file of the run.
+    Raises InputError if it already holds a run, unless that run is `continued`, or if something other than a file is in
+    the place of a file of the run.
     """
     if not continued:
         check_free(path)
@@ -133,15 +89,44 @@ def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = Fal
 
 
 def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -> None:
-    """Write `config.yaml` and `env.json`, for a run of `processes`."""
-    facts = environment(processes)
+    """Write `config.yaml`, and `env.json` with facts for repeating the run."""
+    import torch  # here, as the report needs this module without torch
+
+    commit = _git("rev-parse", "HEAD")
+    facts = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": dict(_find_versions()),
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cpus": os.cpu_count(),
+        "processes": processes,
+        "started": now(),
+        "git_commit": commit or None,
+        "git_uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
+    }
     with _explaining(run_dir):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
         (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
+def _find_versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES.split():  # by name: to read all that is installed takes a while
+        with suppress(PackageNotFoundError):
+            yield name, version(name)
+
+
+def _git(*arguments: str) -> str:
+    """Git's output for our own checkout, if there is one."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
 def add_to_record(run_dir: Path, **more: Any) -> None:
-    """Add facts to `env.json`; do nothing if the file is missing or damaged, as only readers need them."""
+    """Add facts to `env.json`, unless it is missing or damaged."""
     path = run_dir / "env.json"
     try:
         facts = json.loads(path.read_bytes())
@@ -157,9 +142,9 @@ def now() -> str:
 
 
 def lock_run_dir(run_dir: Path) -> IO:
-    """Lock the directory for as long as the returned file is open; the system releases the lock when this process ends.
+    """Lock the directory while the returned file is open.
 
-    Raises InputError if another process holds the lock.
+    The system releases the lock when this process ends. Raises InputError if another process holds it.
     """
     with _explaining(run_dir):
         file = (run_dir / LOCK).open("a")
@@ -174,7 +159,7 @@ def lock_run_dir(run_dir: Path) -> IO:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a running process holds the directory's lock. False on file systems without locks."""
+    """Return whether a running process is known to hold the directory's lock."""
     try:
         with (run_dir / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed

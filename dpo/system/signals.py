@@ -1,7 +1,8 @@
-"""Stop signals: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint; a second Ctrl-C ends it without one.
+"""Stop signals: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint.
 
-While a run starts, they end the process at once, as nothing can be lost. An exception, raised wherever the signal
-arrives, might reach a library that silently goes on, as in an attempted import, or C++ that aborts.
+A second Ctrl-C ends it without one. While a run starts, they end the process at once, as nothing can be lost. An
+exception, raised wherever the signal arrives, might reach a library that silently goes on, as in an attempted import,
+or C++ that aborts.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dpo.system.rank_env import is_rank_0
+from dpo.system.host import is_rank_0
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ABORTED = 128 + signal.SIGINT  # exit status after Ctrl-C, saved or not, as shells expect
@@ -32,7 +33,7 @@ class PressedAgain(KeyboardInterrupt):
 
 
 class Stopped(BaseException):
-    """The run stopped on signal `number`, with training saved in `run_dir`, if that is known.
+    """The run stopped on a signal; `run_dir` may hold a checkpoint.
 
     Not an Exception: libraries catch those and go on.
     """
@@ -56,10 +57,10 @@ def abort() -> NoReturn:
     _end("aborted: nothing more is saved", ABORTED)
 
 
-def end_on_stop_signals(run_dir: str | Path | None = None) -> None:
+def end_on_stop_signals() -> None:
     """Make signals end this process at once, with a message."""
     for number in _heeded():
-        signal.signal(number, partial(_end_by_signal, run_dir))
+        signal.signal(number, partial(_end_by_signal, None))
 
 
 def _end_by_signal(run_dir: str | Path | None, number: int, _: object) -> None:
@@ -72,8 +73,11 @@ def _end_by_signal(run_dir: str | Path | None, number: int, _: object) -> None:
 
 @contextmanager
 def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
-    """Inside, a signal ends this process at once, unless another handler is set; Stopped gets the `run_dir`."""
-    with _handled(dict.fromkeys(_heeded(), partial(_end_by_signal, run_dir))):
+    """Inside, a signal ends this process at once, unless handled otherwise.
+
+    Stopped gets the `run_dir`.
+    """
+    with handling_signals(partial(_end_by_signal, run_dir)):
         try:
             yield
         except Stopped as stopped:
@@ -83,9 +87,9 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
-    """Inside, call `act` with the number of a stop signal, and print the message that it returns.
+    """Inside, call `act` on stop signals, and print its message.
 
-    A second Ctrl-C raises PressedAgain. If Ctrl-C was ignored before, it stays ignored.
+    `act` gets the signal's number. A second Ctrl-C raises PressedAgain. If Ctrl-C was ignored before, it stays ignored.
     """
     heard: dict[int, float] = {}  # time when each came first
 
@@ -98,34 +102,28 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
             return
         done = act(number)
         if len(heard) == 1 and _speaks():
-            _acknowledge(number, done)
+            again = "; press Ctrl-C again to exit immediately without saving" if number == signal.SIGINT else ""
+            start = "\r\x1b[K" if os.isatty(1) else ""  # replaces the progress bar, which is redrawn below
+            with suppress(OSError):  # a closed terminal or log file must not prevent the checkpoint
+                # not print: the signal may have interrupted one
+                os.write(1, f"{start}{_name(number)}: {done}{again}\n".encode())
 
-    with _handled(dict.fromkeys(_heeded(), hear)):
+    with handling_signals(hear):
         yield
 
 
-def killed_by_stop_signals() -> AbstractContextManager[None]:
-    """Inside, a signal kills this process, as by default: for calls that Python's handlers cannot interrupt."""
-    return _handled(dict.fromkeys(_heeded(), signal.SIG_DFL))
-
-
-def ctrl_c_ignored() -> AbstractContextManager[None]:
-    """Inside, started processes ignore Ctrl-C from the start.
-
-    A terminal sends it to all of them, and only their parent should handle and forward it.
-    """
-    return _handled({signal.SIGINT: signal.SIG_IGN})
-
-
 @contextmanager
-def _handled(handlers: Mapping[int, Any]) -> Iterator[None]:
-    """Inside, signals have these handlers; no effect in a thread that may not set them. Restores the former ones."""
+def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
+    """Inside, these signals have this handler, by default all stop signals.
+
+    No effect in a thread that may not set them. Restores the former handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     formers = {number: former for number in SIGNALS if (former := signal.getsignal(number)) is not None}
     try:
-        for number, handler in handlers.items():
+        for number in numbers or _heeded():
             signal.signal(number, handler)
         yield
     finally:
@@ -139,21 +137,12 @@ def _heeded() -> list[int]:
 
 
 def _speaks() -> bool:
-    """Return whether this is the one process of the run that prints: the parent of the others, or rank 0."""
+    """Return whether this process prints for the run."""
     return multiprocessing.parent_process() is None and is_rank_0()
 
 
 def _name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-
-
-def _acknowledge(number: int, done: str) -> None:
-    again = "; press Ctrl-C again to exit immediately without saving" if number == signal.SIGINT else ""
-    line = f"{_name(number)}: {done}{again}"
-    if os.isatty(1):
-        line = f"\r\x1b[K{line}"  # replaces the progress bar, which is redrawn below
-    with suppress(OSError):  # a closed terminal or log file must not prevent the checkpoint
-        os.write(1, f"{line}\n".encode())  # not print: the signal may have interrupted one
 
 
 def _end(sentence: str, status: int) -> NoReturn:

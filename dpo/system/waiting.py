@@ -1,4 +1,4 @@
-"""Waiting, through the store, for work that one rank does alone, such as loading data or writing a checkpoint.
+"""Waiting for work that one rank does alone, such as saving.
 
 A collective would time out whatever progress that rank makes, and would block signals. Instead, the other ranks poll
 the store, and wait as long as that rank sends heartbeats.
@@ -17,9 +17,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-PROGRESS = "progress of rank 0"  # key of a counter in the store
 BEAT_SECS = 2.0  # between two heartbeats
 LONGEST_PAUSE = 0.5  # longest time between two polls of the store, in seconds
+FAILED = "failed"  # in place of an answer; others begin with "done"
 
 
 def is_shared() -> bool:
@@ -32,34 +32,38 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def iterate_answers(
-    store: dist.Store, keys: Mapping[int, str], signs: Mapping[int, str], silence_secs: float
-) -> Iterator[tuple[int, str]]:
-    """Yields (rank, the value set under its key) as the ranks answer.
+def wait_for(keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
+    """The values that these ranks set under their keys.
 
-    `signs` has the key of each rank's heartbeats. Raises DistError if a rank neither answers nor sends a
-    heartbeat for `silence_secs`.
+    Raises DistError if a rank failed, or neither answers nor sends a heartbeat for `silence_secs`.
     """
+    store, answers, pause = default_store(), {}, 0.005
     heard = dict.fromkeys(keys, (0, time.monotonic()))  # count of heartbeats, and when the last one came
-    missing, pause = dict(keys), 0.005
-    while missing:
-        for rank, key in list(missing.items()):
-            if store.check([key]):
-                del missing[rank]
-                yield rank, store.get(key).decode()
-            elif (count := store.add(signs[rank], 0)) != heard[rank][0]:
+    while True:
+        for rank in keys.keys() - answers.keys():
+            if store.check([keys[rank]]):
+                answers[rank] = store.get(keys[rank]).decode()
+                if answers[rank] == FAILED:
+                    raise dist.DistError(f"rank {rank} failed while the others waited for it")
+            elif (count := store.add(_heartbeats(rank), 0)) != heard[rank][0]:
                 heard[rank] = count, time.monotonic()
             elif time.monotonic() - heard[rank][1] > silence_secs:
                 raise dist.DistError(f"rank {rank} sent no heartbeat for {silence_secs:g} s")
-        if missing:
-            time.sleep(pause)  # in Python, so that signals are handled
-            pause = min(2 * pause, LONGEST_PAUSE)
+        if len(answers) == len(keys):
+            return answers
+        time.sleep(pause)  # in Python, so that signals are handled
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _heartbeats(rank: int) -> str:
+    """The key of a counter in the store."""
+    return f"heartbeats of rank {rank}"
 
 
 @contextmanager
-def sending_heartbeats(store: dist.Store, key: str, beat_secs: float) -> Iterator[None]:
-    """Inside, a thread sends heartbeats: it increments a counter in the store every `beat_secs`."""
-    done = threading.Event()
+def sending_heartbeats(beat_secs: float = BEAT_SECS) -> Iterator[None]:
+    """Inside, a thread tells waiting ranks that this one lives."""
+    done, store, key = threading.Event(), default_store(), _heartbeats(dist.get_rank())
 
     def beat() -> None:
         with suppress(dist.DistError):  # without a store the other ranks fail by themselves
@@ -76,15 +80,15 @@ def sending_heartbeats(store: dist.Store, key: str, beat_secs: float) -> Iterato
 
 
 def report_progress() -> None:
-    """Tell the ranks that wait for rank 0 that it has made progress."""
+    """Tell waiting ranks that this one has made progress."""
     if is_shared():
-        default_store().add(PROGRESS, 1)
+        default_store().add(_heartbeats(dist.get_rank()), 1)
 
 
 def meet_rank_0(place: str) -> None:
-    """Wait until rank 0 has reached `place`, a name used only once; rank 0 does not wait.
+    """Wait until rank 0 has reached `place`, a name used once.
 
-    Raises DistError if rank 0 neither arrives nor makes progress within the collective timeout.
+    Rank 0 does not wait. Raises DistError if it neither arrives nor makes progress within the collective timeout.
     """
     if not is_shared():
         return
@@ -92,25 +96,25 @@ def meet_rank_0(place: str) -> None:
     if dist.get_rank() == 0:
         store.set(key, "")
     else:
-        dict(iterate_answers(store, {0: key}, {0: PROGRESS}, store.timeout.total_seconds()))
+        wait_for({0: key}, store.timeout.total_seconds())
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
-    """Call `act` on rank 0, with heartbeats, then on the other ranks; return its result."""
+    """Return `act()`, called on rank 0 before the other ranks."""
     if not is_shared() or dist.get_rank() != 0:
         meet_rank_0(place)
         return act()
-    with sending_heartbeats(default_store(), PROGRESS, BEAT_SECS):
+    with sending_heartbeats():
         done = act()
     meet_rank_0(place)
     return done
 
 
 def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
-    """The result of `make()` in the first process of each machine, for all processes of that machine.
+    """The result of `make()`, called in one process of each machine.
 
-    Every process must call it; it returns once all machines are done. Raises DistError if one of the first processes
-    failed, or sent no heartbeat for `silence_secs`.
+    Every process must call this; it returns once all machines are done. Raises DistError if one of the calls failed, or
+    a process that makes one sent no heartbeat for `silence_secs`.
     """
     if not is_shared():
         return make()
@@ -121,8 +125,15 @@ def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
     keys = {first: f"once per machine, call {call}, rank {first}" for first in map(machines.index, machines)}
     first = machines.index(machines[rank])
     if rank == first:
-        make_for_others(make, store, keys[rank], min(BEAT_SECS, silence_secs / 4))
-    return wait_for_makers(store, keys, silence_secs)[first]
+        try:
+            with sending_heartbeats(min(BEAT_SECS, silence_secs / 4)):
+                made = make()
+            store.set(keys[rank], f"done {made}")
+        except BaseException:
+            with suppress(dist.DistError):  # the first error is the one to raise
+                store.set(keys[rank], FAILED)
+            raise
+    return wait_for(keys, silence_secs)[first].removeprefix("done ")
 
 
 def identify_machine() -> str:
@@ -131,31 +142,7 @@ def identify_machine() -> str:
     return f"{booted} {os.readlink('/proc/self/ns/mnt')}"
 
 
-def make_for_others(make: Callable[[], str], store: dist.Store, key: str, beat_secs: float) -> None:
-    """Set the key to the result of `make()`, with heartbeats while it works, or to its failure."""
-    try:
-        with sending_heartbeats(store, f"{key} lives", beat_secs):
-            made = make()
-        store.set(key, f"done {made}")
-    except BaseException:
-        with suppress(dist.DistError):  # the first error is the one to raise
-            store.set(key, "failed")
-        raise
-
-
-def wait_for_makers(store: dist.Store, keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
-    """The results of these ranks. Raises DistError if one failed or fell silent."""
-    made: dict[int, str] = {}
-    for rank, answer in iterate_answers(
-        store, keys, {rank: f"{key} lives" for rank, key in keys.items()}, silence_secs
-    ):
-        outcome, _, made[rank] = answer.partition(" ")
-        if outcome != "done":
-            raise dist.DistError(f"rank {rank} failed while the others waited for it")
-    return made
-
-
 def leave_together() -> None:
-    """Wait until every rank is here: rank 0 may serve the store, which waiting ranks still poll."""
+    """Wait for every rank, as rank 0 may serve their store."""
     if is_shared():
-        dist.all_gather_object([None] * dist.get_world_size(), None)
+        dist.barrier()

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpo.data.collation import collate_prompts
 from dpo.data.preflight import TrainingData
-from dpo.models.generation import before_each_forward, fed_prompts, sample_batches, sample_rows
+from dpo.models.generation import before_each_forward, fed_prompts, sample, sample_batches
 from dpo.parallel.sharding import release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
@@ -104,5 +104,5 @@ class Evaluator:
             self.progress.part(index, most, "token")
 
         with before_each_forward(model, before_token):
-            seed = [self.seed, n_examples]
-            return sample_rows(model, prompts, self.data.tokenizer, self.mesh, max_new_tokens=most, seed=seed)
+            seed, in_step = [self.seed, n_examples, self.mesh.data_rank], self.mesh.world_size > 1
+            return sample(model, prompts, self.data.tokenizer, max_new_tokens=most, seed=seed, in_step=in_step)

@@ -33,6 +33,24 @@ def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:
     return [f"learning rate {lr * LR_SCALINGS[scaling](size):.6g}: lr={lr} for {size} processes, lr_scaling={scaling}"]
 
 
+def find_warmup_warnings(training: TrainingPlan, updates: int) -> list[str]:
+    """A warning if the warm-up does not suit a run of so many updates."""
+    warmup, run = training.warmup_steps, count(updates, "update")
+    if warmup == 0:
+        return []
+    if warmup >= updates:
+        fault = f"is too long for the {run} of this run, which would never reach lr={training.lr}"
+    elif training.schedule != "constant" and warmup >= updates - 1:
+        fault = f"leaves none of the {run} for {training.schedule}"
+    elif warmup > updates / 2:
+        fault = f"takes most of the {run} of this run"
+    else:
+        return []
+    tenth = updates // 10
+    fits = f"warmup_steps={tenth} fits, a tenth of them" if tenth else "no warm-up fits so short a run: warmup_steps=0"
+    return [f"warmup_steps={warmup} {fault}; {fits}"]
+
+
 class Schedule(LambdaLR):
     """Learning rate by update: linear warm-up, then constant or decaying.
 

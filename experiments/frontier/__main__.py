@@ -1,4 +1,6 @@
-"""The frontier of reward against KL, as in figure 2 (left) of the DPO paper, on a task whose optimum is known exactly.
+"""The frontier of reward against KL, where the optimum is known.
+
+As in figure 2 (left) of the DPO paper:
 
     python -m experiments.frontier [--quick] [--out DIR] [OVERRIDES OF train.py ...]
 
@@ -13,13 +15,14 @@ docs/frontier.md describes the task and the numbers.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,147 +65,150 @@ class Run(NamedTuple):
     beta: float | None
     seed: int
     lr: float
+    label_noise: float = 0.0  # share of flipped labels
 
     @property
     def name(self) -> str:
         return "-".join(str(part) for part in (self.method, self.beta, self.seed, self.lr) if part is not None)
 
+    @property
+    def data(self) -> str:
+        """Name of its pairs."""
+        noise = f"_noise_{self.label_noise:g}".replace(".", "_") if self.label_noise else ""
+        return f"pairs_{self.seed}{noise}"
+
 
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 
-def train_reference(root: Path, task: Task, size: Size, extra: Sequence[str]) -> exact.Limit:
-    """Run SFT on a demonstrator's texts; its policy is the start and the reference of every method."""
-    rng = np.random.default_rng([task.seed, 5])
+@dataclass(frozen=True)
+class Sweep:
+    """Runs from one reference, with their directory and common overrides."""
 
-    def demonstrations(prompts: np.ndarray) -> Pairs:  # SFT reads the chosen ones alone
-        return Pairs(prompts, task.demonstrate(prompts, rng), task.demonstrate(prompts, rng))
+    root: Path
+    task: Task
+    size: Size
+    overrides: Sequence[str]
 
-    runs.write_model(root / "model", task)
-    runs.write_pairs(root / "data" / "sft", task, demonstrations(task.train_prompts), demonstrations(task.test_prompts))
-    common = runs.list_overrides(root, task, data="sft")
-    job = Job(root / "runs" / "sft", (*common, *SFT, f"n_epochs={size.sft_epochs}", *extra))
-    for _ in runs.run_all([job], functools.partial(keep_policy, root), at_once=1):
-        pass
-    reference = exact.leaf_logps(runs.load_policy(root, root / "reference.pt"), task, task.test_prompts)
-    return exact.Limit(reference, task.reward(task.test_prompts[:, None], task.leaves[None]))
+    def train_reference(self) -> None:
+        """Run SFT on a demonstrator's texts, from which all methods start."""
+        root, task, rng = self.root, self.task, np.random.default_rng([self.task.seed, 5])
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir(parents=True)
+        runs.import_all()
+        runs.write_model(root / "model", task)
+        train, test = (  # SFT reads the chosen ones alone
+            Pairs(prompts, task.demonstrate(prompts, rng), task.demonstrate(prompts, rng))
+            for prompts in (task.train_prompts, task.test_prompts)
+        )
+        runs.write_pairs(root / "data" / "sft", task, train, test)
+        common = runs.list_overrides(root, task, data="sft")
+        job = Job(root / "runs" / "sft", (*common, *SFT, f"n_epochs={self.size.sft_epochs}", *self.overrides))
 
+        def keep_policy(job: Job) -> None:
+            shutil.copy(job.directory / "LATEST" / "policy.pt", root / "reference.pt")
 
-def keep_policy(root: Path, job: Job) -> None:
-    shutil.copy(job.directory / "LATEST" / "policy.pt", root / "reference.pt")
+        list(runs.run_all([job], keep_policy, at_once=1))
 
+    @cached_property
+    def reference(self) -> Any:
+        return runs.load_policy(self.root, self.root / "reference.pt")
 
-def write_preferences(root: Path, task: Task, size: Size, seeds: Sequence[int], noises: Sequence[float]) -> None:
-    """Write labelled pairs of the reference's responses for each seed, the same pairs for each noise."""
-    model = runs.load_policy(root, root / "reference.pt")
-    for seed in seeds:
-        for noise in noises:
-            rng = np.random.default_rng([task.seed, 6, seed])
-            write = functools.partial(exact.draw, model, task, rng=rng)
+    @cached_property
+    def limit(self) -> exact.Limit:
+        prompts = self.task.test_prompts
+        rewards = self.task.reward(prompts[:, None], self.task.leaves[None])
+        return exact.Limit(exact.leaf_logps(self.reference, self.task, prompts), rewards)
+
+    def write_preferences(self, wanted: Sequence[Run]) -> None:
+        """Write labelled pairs of each seed, the same for each noise."""
+        for run in {run.data: run for run in wanted}.values():
+            rng = np.random.default_rng([self.task.seed, 6, run.seed])
+            write = partial(exact.draw, self.reference, self.task, rng=rng)
             train, test = (
-                draw_pairs(task, prompts, write, rng, noise=noise)
-                for prompts in (task.train_prompts[: size.pairs], task.test_prompts)
+                draw_pairs(self.task, prompts, write, rng, noise=run.label_noise)
+                for prompts in (self.task.train_prompts[: self.size.pairs], self.task.test_prompts)
             )
-            runs.write_pairs(root / "data" / data_name(seed, noise), task, train, test)
+            runs.write_pairs(self.root / "data" / run.data, self.task, train, test)
 
+    def make_job(self, run: Run) -> Job:
+        """Make a run's job, with as many labels and updates as others."""
+        method, n = METHODS[run.method], self.size.epochs
+        epochs, batch_size = (1, BATCH // n) if method.once else (n, BATCH)  # the same number of updates
+        online = {"scorer": runs.write_scorer(self.root, self.task, run.seed), "longest": self.task.response_length}
+        overrides = (
+            *runs.list_overrides(self.root, self.task, data=run.data),
+            *method.list_overrides(beta=run.beta, noise=run.label_noise, **online),
+            *(f"seed={run.seed}", f"lr={run.lr}", f"model.archive={self.root / 'reference.pt'}"),
+            *(f"n_epochs={epochs}", f"batch_size={batch_size}", "warmup_steps=10", *self.overrides),
+        )
+        return Job(self.root / "runs" / run.name, overrides)
 
-def data_name(seed: int, noise: float) -> str:
-    return f"pairs_{seed}" + f"_noise_{noise:g}".replace(".", "_") * (noise > 0)
+    def judge(self, job: Job) -> None:
+        """Write the values of a run's row to `point.json`."""
+        model = runs.load_policy(self.root, job.directory / "LATEST" / "policy.pt")
+        found = exact.measure(exact.leaf_logps(model, self.task, self.task.test_prompts), self.task, self.limit)
+        metrics = (job.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        if ties := [line["online/ties"] for line in map(json.loads, metrics) if "online/ties" in line]:
+            found["ties"] = float(np.mean(ties))  # share of labels spent without effect
+        (job.directory / "point.json").write_text(json.dumps(found), encoding="utf-8")
 
+    def train_all(self, wanted: Sequence[Run]) -> list[dict[str, Any]]:
+        """Train all runs. Returns their rows, in the same order."""
+        jobs = {self.make_job(run): run for run in wanted}
+        rows, began = {}, time.perf_counter()
+        # `judge` runs in the job's process, so that rows of all cores' runs are computed at the same time
+        for job in runs.run_all([*jobs], self.judge, at_once=len(os.sched_getaffinity(0))):
+            run, point = jobs[job], json.loads((job.directory / "point.json").read_text(encoding="utf-8"))
+            row = make_row(run.method, run.beta, run.seed, **point, label_noise=run.label_noise, lr=run.lr)
+            rows[run] = row
+            left = (time.perf_counter() - began) / len(rows) * (len(wanted) - len(rows))
+            settings = (f" {key} {row[key]:g}" for key in ("beta", "seed") if row[key] is not None)
+            text = f"{run.method}{''.join(settings)}: reward {row['reward']:.3f} at KL {row['kl']:.3f}"
+            print(f"{len(rows)}/{len(wanted)}  {text}  {left:.0f} s left", flush=True)
+        return [rows[run] for run in wanted]
 
-def make_job(root: Path, task: Task, size: Size, run: Run, noise: float, extra: Sequence[str]) -> Job:
-    """Make a run's job, with as many labels and updates as the others; online pairs are new, so seen once."""
-    method = METHODS[run.method]
-    epochs, batch_size = (1, BATCH // size.epochs) if method.once else (size.epochs, BATCH)
-    online = {"scorer": runs.write_scorer(root, task, run.seed), "longest": task.response_length}
-    overrides = (
-        *runs.list_overrides(root, task, data=data_name(run.seed, noise if method.noisy else 0)),
-        *method.list_overrides(beta=run.beta, noise=noise, **online),
-        *(f"seed={run.seed}", f"lr={run.lr}", f"model.archive={root / 'reference.pt'}"),
-        *(f"n_epochs={epochs}", f"batch_size={batch_size}", "warmup_steps=10", *extra),
-    )
-    return Job(root / "runs" / run.name, overrides)
+    def list_known(self) -> list[dict[str, Any]]:
+        """Rows of policies that are known without a run."""
 
+        def known(method: str, logps: np.ndarray, beta: float | None = None, **more: Any) -> dict[str, Any]:
+            measured = exact.measure(logps, self.task, self.limit, optimal=method == "pi_star")
+            return make_row(method, beta, None, **measured, **more)
 
-def judge(root: Path, task: Task, limit: exact.Limit, job: Job) -> None:
-    """Write the reward and KL of a run's policy, and the other values of its row, to `point.json`."""
-    model = runs.load_policy(root, job.directory / "LATEST" / "policy.pt")
-    found = exact.measure(exact.leaf_logps(model, task, task.test_prompts), task, limit)
-    metrics = (job.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ties = [line["online/ties"] for line in map(json.loads, metrics) if "online/ties" in line]
-    if ties:
-        found["ties"] = float(np.mean(ties))  # share of labels spent without effect
-    (job.directory / "point.json").write_text(json.dumps(found), encoding="utf-8")
-
-
-def train_all(
-    root: Path, task: Task, size: Size, limit: exact.Limit, wanted: Sequence[Run], noise: float, extra: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Train all runs. Returns their rows, in the same order."""
-    jobs = {make_job(root, task, size, run, noise, extra): run for run in wanted}
-    rows, began = {}, time.perf_counter()
-    finish = functools.partial(judge, root, task, limit)
-    for job in runs.run_all([*jobs], finish, at_once=len(os.sched_getaffinity(0))):
-        run = jobs[job]
-        point = json.loads((job.directory / "point.json").read_text(encoding="utf-8"))
-        rows[run] = make_row(run.method, run.beta, run.seed, **point)
-        rows[run] |= {"label_noise": noise if METHODS[run.method].noisy else 0.0, "lr": run.lr}
-        left = (time.perf_counter() - began) / len(rows) * (len(wanted) - len(rows))
-        print(f"{len(rows)}/{len(wanted)}  {sentence(rows[run])}  {left:.0f} s left", flush=True)
-    return [rows[run] for run in wanted]
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
+        return [
+            known("sft", self.limit.reference),
+            *(known("pi_star", exact.optimum(beta, *self.limit), beta) for beta in map(float, OPTIMAL_BETAS)),
+            *(known(f"best_of_{n}", exact.best_of(n, *self.limit), n=n) for n in DRAWS),
+            known("chosen", exact.chosen(*self.limit)),
+        ]
 
 
 def make_row(
     method: str, beta: float | None, seed: int | None, reward: float, kl: float, **more: Any
 ) -> dict[str, Any]:
-    """Make a row. Reward and KL are exact, so their standard errors are 0; rows of seeds show the spread."""
+    """Make a row of exact values, whose standard errors are 0."""
     exactly = {"reward": reward, "reward_se": 0.0, "kl": kl, "kl_se": 0.0}
     return {"method": method, "beta": beta, "seed": seed, **exactly, **more}
-
-
-def sentence(row: dict[str, Any]) -> str:
-    name = row["method"] + "".join(f" {key} {row[key]:g}" for key in ("beta", "seed") if row[key] is not None)
-    return f"{name}: reward {row['reward']:.3f} at KL {row['kl']:.3f}"
-
-
-def known_rows(limit: exact.Limit, task: Task) -> list[dict[str, Any]]:
-    """Rows of policies known without a run: the reference, pi*, best-of-N, the law of the chosen responses."""
-
-    def known(method: str, logps: np.ndarray, beta: float | None = None, **more: Any) -> dict[str, Any]:
-        return make_row(method, beta, None, **exact.measure(logps, task, limit, optimal=method == "pi_star"), **more)
-
-    return [
-        known("sft", limit.reference),
-        *(known("pi_star", exact.optimum(beta, *limit), beta) for beta in map(float, OPTIMAL_BETAS)),
-        *(known(f"best_of_{n}", exact.best_of(n, *limit), n=n) for n in DRAWS),
-        known("chosen", exact.chosen(*limit)),
-    ]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def wanted_runs(size: Size, noise: float) -> list[Run]:
-    methods = {name: method for name, method in METHODS.items() if noise > 0 or not method.noisy}
-
     def list_betas(method: Method) -> Sequence[float | None]:
-        if size.few_betas:
-            return method.betas[1::2] or method.betas
-        return (*method.betas, *method.between)
+        return (method.betas[1::2] or method.betas) if size.few_betas else (*method.betas, *method.between)
 
     return [
-        Run(name, beta, seed, method.lr)
+        Run(name, beta, seed, method.lr, noise if method.noisy else 0.0)
         for seed in size.seeds
-        for name, method in methods.items()
+        for name, method in METHODS.items()
+        if noise > 0 or not method.noisy
         for beta in list_betas(method)
     ]
 
 
 def rates_to_try() -> list[Run]:
-    """Runs of --tune, the same for each method: every learning rate with every second beta."""
+    """Runs of --tune: every learning rate with every second beta."""
     methods = {name: method for name, method in METHODS.items() if not method.noisy}
     return [
         Run(name, beta, TUNED_ON, lr) for name, method in methods.items() for lr in RATES for beta in method.betas[::2]
@@ -213,27 +219,16 @@ def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
 
 
-def start_afresh(out: Path, task: Task, size: Size, extra: Sequence[str]) -> tuple[Path, exact.Limit]:
-    """Make an empty directory for runs, and train the reference in it."""
-    root = out / "frontier-runs"
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir(parents=True)
-    runs.import_all()
-    return root, train_reference(root, task, size, extra)
-
-
-def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str], *, tune: bool = False) -> None:
-    """Run everything, and write the results. Raises InputError and RunError as train.py does."""
+def run_sweep(sweep: Sweep, out: Path, wanted: Sequence[Run], *, tune: bool = False) -> None:
     from experiments.frontier.picture import draw
-    from experiments.frontier.reading import rates_as_text, tables
+    from experiments.frontier.reading import format_rates, tables
 
-    root, limit = start_afresh(out, task, size, extra)
-    wanted = rates_to_try() if tune else wanted_runs(size, noise)
-    write_preferences(root, task, size, sorted({run.seed for run in wanted}), (0,) if tune or not noise else (0, noise))
-    rows = known_rows(limit, task) + train_all(root, task, size, limit, wanted, noise, extra)
+    sweep.train_reference()
+    sweep.write_preferences(wanted)
+    rows = sweep.list_known() + sweep.train_all(wanted)
     if tune:
         write_json(out / "rates.json", rows)
-        print(rates_as_text(rows, BUDGETS))
+        print(format_rates(rows, BUDGETS))
         return
     write_json(out / "frontier.json", rows)
     for name, dark in (("frontier.png", False), ("frontier-dark.png", True)):
@@ -241,29 +236,31 @@ def sweep(out: Path, task: Task, size: Size, noise: float, extra: Sequence[str],
     print("\n\n".join(tables(rows)))
 
 
-def run_controls(out: Path, task: Task, size: Size, extra: Sequence[str]) -> None:
-    """Run the controls; write and print their rows."""
+def run_controls(sweep: Sweep, out: Path) -> None:
     from experiments.frontier.controls import run_all
-    from experiments.frontier.reading import controls_as_text
+    from experiments.frontier.reading import format_controls
 
-    root, _ = start_afresh(out, task, size, extra)
-    reference, rows = runs.load_policy(root, root / "reference.pt"), []
-    for row in run_all(reference, task, pairs=size.pairs, epochs=size.epochs, seeds=size.seeds):
+    sweep.train_reference()
+    rows, size = [], sweep.size
+    for row in run_all(sweep.reference, sweep.task, pairs=size.pairs, epochs=size.epochs, seeds=size.seeds):
         rows.append(row)
         settings = (f"{key} {row[key]:g}" for key in ("shortest", "beta", "seed", "scale") if key in row)
         print(row["method"], *settings, f"reward {row['reward']:.3f} at KL {row['kl']:.3f}", flush=True)
     write_json(out / "controls.json", rows)
-    print(controls_as_text(rows))
+    print(format_controls(rows))
 
 
 def read_rows(files: Sequence[Path]) -> str:
-    """Format the tables of a sweep's file, a controls' file, or both, with reweighted DPO in the sweep's tables."""
-    from experiments.frontier.reading import controls_as_text, tables
+    """Format the tables of a sweep's file, a controls' file, or both.
+
+    With both, reweighted DPO is in the sweep's tables.
+    """
+    from experiments.frontier.reading import format_controls, tables
 
     rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
     controls = [row for row in rows if "shortest" in row]
     reweighted = [{**row, "beta": row["beta"] / row["scale"]} for row in controls if "scale" in row]
-    found = [controls_as_text(controls)] if controls else []
+    found = [format_controls(controls)] if controls else []
     if len(rows) > len(controls):
         found += tables([row for row in rows if "shortest" not in row] + reweighted)
     return "\n\n".join(found)
@@ -299,11 +296,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(read_rows(asked.read))
             return 0
         out.mkdir(parents=True, exist_ok=True)
-        size = QUICK if asked.quick else FULL
+        sweep = Sweep(out / "frontier-runs", Task(), QUICK if asked.quick else FULL, asked.overrides)
         if asked.controls:
-            run_controls(out, Task(), size, asked.overrides)
+            run_controls(sweep, out)
         else:
-            sweep(out, Task(), size, asked.label_noise, asked.overrides, tune=asked.tune)
+            wanted = rates_to_try() if asked.tune else wanted_runs(sweep.size, asked.label_noise)
+            run_sweep(sweep, out, wanted, tune=asked.tune)
     except (OSError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Controls for the frontier of DPO: short responses made impossible, and a trained policy reweighted.
+"""Controls for DPO's frontier: no short responses, and reweighted policies.
 
     python -m experiments.frontier --controls
 
@@ -28,7 +28,7 @@ BATCH, WARMUP = 64, 10
 
 
 class Setting(NamedTuple):
-    """A run: its task, DPO's beta, the seed of its pairs and of their order, and its length."""
+    """Settings of a run; the seed is that of pairs and order."""
 
     task: Task
     beta: float
@@ -38,7 +38,7 @@ class Setting(NamedTuple):
 
 
 def run_all(reference: Any, task: Task, *, pairs: int, epochs: int, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each reference, each run, and each scale of the reweighted runs."""
+    """Yield rows of the references, the runs and the reweighted policies."""
     tasks = [dataclasses.replace(task, shortest=n) for n in (0, 1, task.response_length)]
     for each in tasks:
         start = exact.leaf_logps(reference, each, each.test_prompts)
@@ -73,7 +73,7 @@ def _measure(logps: np.ndarray, reference: np.ndarray, task: Task) -> dict[str, 
 
 
 def train_dpo(reference: Any, setting: Setting) -> Any:
-    """Train a copy of the reference with DPO on pairs that the reference draws, in plain torch."""
+    """Train a copy of the reference with DPO, in plain torch."""
     import torch
     from torch.nn.functional import logsigmoid
 
@@ -102,7 +102,7 @@ def train_dpo(reference: Any, setting: Setting) -> Any:
 
 
 def _encode(task: Task, prompts: np.ndarray, responses: np.ndarray) -> tuple[Any, Any]:
-    """Tokens (n, prompt_length + response_length), padded with EOS, and a mask (n, response_length) of scored ones."""
+    """Tokens, padded with EOS, and a mask of the scored ones."""
     import torch
 
     tokens = np.concatenate([prompts, np.where(responses == NONE, task.symbols, responses)], axis=1)

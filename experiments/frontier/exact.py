@@ -1,4 +1,4 @@
-"""Expected reward and KL of policies on the tree of `task.py`: by enumeration, in float64, without sampling.
+"""Expected reward and KL of policies by enumeration, in float64.
 
 Log-probabilities and rewards of all responses are arrays (prompts, leaves); prompts count equally. docs/frontier.md has
 the formulas, and why no policy is above pi*.
@@ -15,21 +15,24 @@ from experiments.frontier.task import NONE, Task
 
 
 class Point(NamedTuple):
-    """A policy's means over prompts of E[r] and of KL(policy || reference), in nats."""
+    """Means over prompts of E[r] and of KL(policy || reference), in nats."""
 
     reward: float
     kl: float
 
 
 class Limit(NamedTuple):
-    """The reference on the held-out prompts: log-probabilities and true rewards of all responses, (prompts, leaves)."""
+    """Log-probabilities and true rewards of all responses under the reference.
+
+    (prompts, leaves), on the held-out prompts.
+    """
 
     reference: np.ndarray
     rewards: np.ndarray
 
 
 def leaf_logps(model: Any, task: Task, prompts: np.ndarray) -> np.ndarray:
-    """Compute the log-probability of every response to every prompt, (prompts, leaves), ordered as `task.leaves`.
+    """Log-probability of every response to every prompt, (prompts, leaves).
 
     The model's vocabulary is the symbols and then EOS. The tree grows by a symbol at a time; keys and
     values are cached. Before `task.shortest` symbols EOS is impossible.
@@ -53,7 +56,7 @@ def leaf_logps(model: Any, task: Task, prompts: np.ndarray) -> np.ndarray:
 
 
 def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw a response of a model to each prompt, (prompts, response_length), NONE after its end."""
+    """Draw a response to each prompt, (prompts, response_length)."""
     import torch
 
     rows, goes_on = prompts, np.full(len(prompts), True)
@@ -75,7 +78,7 @@ def make_point(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) ->
 
 
 def measure(logps: np.ndarray, task: Task, limit: Limit, *, optimal: bool = False) -> dict[str, float]:
-    """Measure reward, KL, pi*'s reward at this KL, mean symbols of a response, and probability of an empty one."""
+    """Measure a policy: the values of its row."""
     point = make_point(logps, *limit)
     share, lengths = np.exp(logps), (task.leaves >= 0).sum(-1)
     return {
@@ -87,14 +90,17 @@ def measure(logps: np.ndarray, task: Task, limit: Limit, *, optimal: bool = Fals
 
 
 def optimum(beta: float, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """Log-probabilities of pi*(y | x) = reference(y | x) exp(r(x, y) / beta) / Z(x), eq. 4 of arXiv 2305.18290."""
+    """Log-probabilities of pi*, eq. 4 of arXiv 2305.18290.
+
+    pi*(y | x) = reference(y | x) exp(r(x, y) / beta) / Z(x).
+    """
     logits = reference + rewards / beta
     top = logits.max(-1, keepdims=True)
     return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
 def most_reward(kl: float, reference: np.ndarray, rewards: np.ndarray) -> float:
-    """Highest expected reward of any policy with this mean KL, which is that of pi* with the same KL.
+    """Highest expected reward of any policy with this mean KL.
 
     pi* with a common beta maximizes E[r] - beta KL over all policies, so none has more reward at its KL. Its KL falls
     as beta grows, and is found by bisection. KL beyond that of the best responses alone adds no reward.
@@ -113,10 +119,13 @@ def most_reward(kl: float, reference: np.ndarray, rewards: np.ndarray) -> float:
 
 
 def chosen(reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """Log-probabilities of a pair's chosen response, which SFT on chosen responses learns from unlimited pairs.
+    """Log-probabilities of a pair's chosen response.
+
+    SFT on chosen responses learns them from unlimited pairs.
 
     The pair is two draws from the reference, the second repeated until it differs, labelled by Bradley and Terry's
-    model."""
+    model.
+    """
     found = np.empty_like(reference)
     for row, (logps, of_prompt) in enumerate(zip(reference, rewards, strict=True)):
         p = np.exp(logps)
@@ -131,7 +140,9 @@ def chosen(reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
 
 
 def best_of(n: int, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """Log-probabilities of the best of n draws from the reference, -inf for probability 0; ties are drawn by lot.
+    """Log-probabilities of the best of n draws from the reference.
+
+    -inf for probability 0; ties are drawn by lot.
 
     Let p(w) be the reference's probability of a reward w, and F(w) that of at most w. The best draw has reward w with
     probability F(w)^n - (F(w) - p(w))^n, which the responses with that reward share as in the reference.

@@ -1,4 +1,4 @@
-"""Methods that `experiments.frontier` compares: overrides of `train.py`, betas, learning rate and pairs of each."""
+"""Methods that `experiments.frontier` compares, with their settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ SMOOTHING = 0.1  # of cDPO if labels are not flipped
 
 
 class Method(NamedTuple):
-    """A line of the picture. The names in braces in `overrides` stand for arguments of `list_overrides`."""
+    """A line of the picture.
+
+    The names in braces in `overrides` stand for arguments of `list_overrides`.
+    """
 
     label: str
     overrides: tuple[str, ...]
@@ -20,7 +23,7 @@ class Method(NamedTuple):
     between: tuple[float, ...] = ()  # betas of the whole sweep alone, where the others' policies lie far apart
 
     def list_overrides(self, *, beta: float | None, noise: float, **others: object) -> tuple[str, ...]:
-        """Overrides of a run with `beta`; `noise` is the share of flipped labels if the method is noisy."""
+        """Overrides of a run; `noise` counts if the method is noisy."""
         smoothing = noise if self.noisy else SMOOTHING
         values = {"beta": beta, "gamma": (beta or 0) / 2, "smoothing": smoothing, **others}
         return tuple(text.format(**values) for text in self.overrides)

@@ -1,4 +1,4 @@
-"""Picture of `experiments.frontier`: expected true reward against KL, as in figure 2 (left) of the DPO paper."""
+"""Picture of `experiments.frontier`: expected true reward against KL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH, HEIGHT = 4.9, 4.9  # inches of a panel
 
 
 def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
-    """Draw a PNG: a dot per run, lines through the means over seeds; beside it the same with flipped labels."""
+    """Draw a PNG: a dot per run, lines through means over seeds."""
     theme = DARK if dark else LIGHT
     noisy = [method for method in methods_in(rows) if METHODS[method].noisy]
     clean = [method for method in methods_in(rows) if not METHODS[method].noisy]
@@ -51,18 +51,17 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
             noise = next(row["label_noise"] for row in rows if row.get("label_noise"))
             title = f"{100 * noise:.0f} % of the labels flipped (dotted: none)"
             axes[1].set_title(title, loc="left", fontsize=10, color=theme.ink)
-            for method in sorted(
-                {name.removesuffix("_noisy") for name in noisy} & set(clean)
-            ):  # faint, to compare with
+            for method in sorted({name.removesuffix("_noisy") for name in noisy} & set(clean)):  # to compare with
                 _draw_method(axes[1], rows, method, theme, faint=True)
-        _add_legend(picture, axes[0], theme)
+        where = {"loc": "outside lower center", "ncols": 4, "frameon": False, "labelcolor": theme.ink}
+        picture.legend(*axes[0].get_legend_handles_labels(), **where)
         file = io.BytesIO()
         picture.savefig(file, format="png", facecolor=theme.background, metadata={"Software": None})
     return file.getvalue()
 
 
 def _heights(rows: Sequence[Row]) -> tuple[float, float]:
-    """Range of rewards in the picture: from below the lowest run to above pi* near the largest KL."""
+    """Range of rewards in the picture."""
     furthest = max(row["kl"] for row in rows if row["seed"] is not None)
     lowest = min(row["reward"] for row in rows if row["seed"] is not None or row["method"] == "sft")
     highest = max(row["reward"] for row in rows if row["kl"] <= 1.1 * furthest)
@@ -70,7 +69,6 @@ def _heights(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _draw_known(axis: Any, rows: Sequence[Row], theme: Theme, furthest: float) -> None:
-    """Draw pi*, which no policy exceeds, best-of-N, and the reference, where all methods start."""
     [start] = [row for row in rows if row["method"] == "sft"]
     limit = sorted((row for row in rows if row["method"] == "pi_star"), key=lambda row: row["kl"])
     kls, rewards = ([start[key], *(row[key] for row in limit)] for key in ("kl", "reward"))
@@ -104,11 +102,4 @@ def _dress(axis: Any, theme: Theme, furthest: float) -> None:
     axis.grid(True, color=theme.grid, linewidth=0.8)
     axis.set_axisbelow(True)
     axis.tick_params(colors=theme.muted, length=0)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
-
-
-def _add_legend(picture: Figure, axis: Any, theme: Theme) -> None:
-    legend = picture.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    for text in legend.get_texts():
-        text.set_color(theme.ink)
+    axis.spines[:].set_visible(False)

@@ -1,4 +1,4 @@
-"""Tables of the rows of `experiments.frontier`: peaks, the course after them, rewards at equal KL, gaps to pi*."""
+"""Tables of the rows of `experiments.frontier`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Row = dict[str, Any]
 
 
 class Course(NamedTuple):
-    """A method's rewards and KLs, (seeds, betas), in order of mean KL; `limit` is the highest reward at each KL."""
+    """A method's rewards and KLs, (seeds, betas), in order of KL.
+
+    `limit` is the highest reward at each KL.
+    """
 
     betas: list[float | None]
     reward: np.ndarray
@@ -46,14 +49,16 @@ def describe_course(rows: Sequence[Row], method: str, along: str = "beta") -> Co
 
 
 def most_reward(rows: Sequence[Row], kl: float) -> float:
-    """Reward of pi* at this KL, interpolated between its rows, which lie close together."""
+    """Reward of pi* at this KL, interpolated between its rows."""
     limit = sorted((row["kl"], row["reward"]) for row in rows if row["method"] in ("sft", "pi_star"))
     kls, rewards = zip(*limit, strict=True)
     return float(np.interp(kl, kls, rewards))
 
 
 def at_equal_kl(course: Course, rows: Sequence[Row], kl: float) -> np.ndarray:
-    """Reward of each seed at this KL: that of pi*, less the gap interpolated between the seed's policies.
+    """Reward of each seed at this KL, interpolated.
+
+    It is that of pi*, less the gap interpolated between the seed's policies.
 
     NaN beyond the last policy's KL, and below nine tenths of the first's: the gap rises steeply from 0. Interpolated
     rewards would lie below a concave frontier, the more so the further apart its points are.
@@ -67,7 +72,9 @@ def at_equal_kl(course: Course, rows: Sequence[Row], kl: float) -> np.ndarray:
 
 
 def within_budget(course: Course, start: Row, budgets: np.ndarray) -> np.ndarray:
-    """Mean over KL budgets of each seed's highest reward within a budget, by a policy or a mixture of two.
+    """Mean over KL budgets of each seed's highest reward within one.
+
+    By a policy or a mixture of two.
 
     A coin toss between two policies for each response gives the mean of their rewards, and at most that of their KLs.
     """
@@ -80,7 +87,10 @@ def within_budget(course: Course, start: Row, budgets: np.ndarray) -> np.ndarray
 
 
 def mean_and_interval(values: np.ndarray, sign: str = "") -> str:
-    """Mean over seeds and its 95 % interval (Student's t); `-` if a value is missing, bold if it excludes 0."""
+    """Mean over seeds and its 95 % interval (Student's t).
+
+    `-` if a value is missing, bold if it excludes 0.
+    """
     if np.isnan(values).any():
         return "-"
     mean, n = values.mean(), len(values)
@@ -92,7 +102,7 @@ def mean_and_interval(values: np.ndarray, sign: str = "") -> str:
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """Markdown tables: each method's best policy and that of most KL, rewards at equal KL, and their differences."""
+    """Markdown tables: best policies, rewards at equal KL, and differences."""
     return [table for table in (_peaks(rows), _equal_kl(rows), _differences(rows)) if table]
 
 
@@ -124,7 +134,6 @@ def _equal_kl(rows: Sequence[Row]) -> str:
 
 
 def _differences(rows: Sequence[Row]) -> str:
-    """Table of differences between methods; empty if none of the pairs of methods was run."""
     courses = {method: describe_course(rows, method) for method in methods_in(rows)}
     compared = [pair for pair in COMPARED if courses.keys() >= set(pair)]
     lines = [["difference of rewards at", *(f"KL {kl:g}" for kl in COMPARED_KL)]]
@@ -134,8 +143,8 @@ def _differences(rows: Sequence[Row]) -> str:
     return _table(lines) if compared else ""
 
 
-def controls_as_text(rows: Sequence[Row]) -> str:
-    """Markdown tables: DPO by the least symbols of a response, and reweighted DPO by the factor of its log-ratio."""
+def format_controls(rows: Sequence[Row]) -> str:
+    """Markdown tables of DPO without short responses, and reweighted."""
     heads = ["symbols at least", "beta", "reward", "KL", "gap to pi*", "symbols", "of the shortest kind"]
     lines = [heads]
     for start in (row for row in rows if row["method"] == "sft"):
@@ -155,18 +164,17 @@ def controls_as_text(rows: Sequence[Row]) -> str:
 
 
 def _point(seeds: Sequence[Row]) -> list[str]:
-    """Cells for reward, KL and gap."""
     reward, kl, limit = (np.array([row[key] for row in seeds]) for key in ("reward", "kl", "most_reward"))
     return [mean_and_interval(reward), mean_and_interval(kl), mean_and_interval(limit - reward)]
 
 
 def _lengths(seeds: Sequence[Row]) -> list[str]:
-    """Cells for the mean length, and for each seed's probability of the least length."""
+    """Cells for the mean length and the shares of the least."""
     shares = ", ".join(f"{100 * row['lengths'][row['shortest']]:.0f}" for row in seeds)
     return [f"{np.mean([row['length'] for row in seeds]):.1f}", f"{shares} %"]
 
 
-def rates_as_text(rows: Sequence[Row], budgets: np.ndarray) -> str:
+def format_rates(rows: Sequence[Row], budgets: np.ndarray) -> str:
     """Markdown table: the score of `within_budget` for each method and learning rate."""
     start = next(row for row in rows if row["method"] == "sft")
     trained = [row for row in rows if row["seed"] is not None]

@@ -1,4 +1,4 @@
-"""Runs of `experiments.frontier`: model, tokenizer and data, and `train.py` in processes that share the cores.
+"""Runs of `experiments.frontier`: model, tokenizer, data, and processes.
 
 Every policy is trained by the command line of users, in a process forked from one with all imports done, and judged by
 `exact.py` in the process that trained it.
@@ -6,6 +6,7 @@ Every policy is trained by the command line of users, in a process forked from o
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -36,6 +37,10 @@ COMMON = (
     *("do_first_eval=false", "sample_during_eval=false", "n_eval_examples=16", "eval_batch_size=16"),
     *("eval_every=1000000000", "export=false", "wandb.enabled=false", "num_workers=0"),
 )
+IMPORTED = (
+    "datasets", "hydra", "transformers.models.llama", "transformers.trainer_utils", "dpo.checkpoint.resume",
+    "dpo.training.memory", "train", "trainers",
+)  # fmt: skip
 BAD_INPUT = 2  # status of train.py
 LAST_LINES = 15  # of a failed run's log
 
@@ -55,16 +60,9 @@ def import_all() -> None:
     from dpo.system.host import silence_bitsandbytes
 
     silence_bitsandbytes()
-    import datasets  # noqa: F401
-    import hydra  # noqa: F401
+    for name in IMPORTED:
+        importlib.import_module(name)
     import torch
-    import transformers.models.llama
-    import transformers.trainer_utils  # noqa: F401
-
-    import dpo.checkpoint.resume
-    import dpo.training.memory  # noqa: F401
-    import train  # noqa: F401
-    import trainers  # noqa: F401
 
     torch.set_num_threads(1)
 
@@ -73,7 +71,7 @@ def import_all() -> None:
 
 
 def write_model(directory: Path, task: Task) -> None:
-    """Write a small Llama without weights, with the symbols and EOS as vocabulary."""
+    """Write a small Llama without weights, and its tokenizer."""
     import tokenizers
     import transformers
 
@@ -101,15 +99,11 @@ def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
 
 
 def write_scorer(root: Path, task: Task, seed: int) -> str:
-    """Write a file for `online.function`. Returns its path with the name of its function."""
+    """Write a file for `online.function`, and return its name."""
     file = root / "scorers" / f"seed_{seed}.py"
     file.parent.mkdir(exist_ok=True)
-    lines = (
-        "from experiments.frontier.task import Task, noisy_scorer",
-        "",
-        f"score = noisy_scorer({task}, seed={seed})",
-    )
-    file.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    made = f"from experiments.frontier.task import Task, noisy_scorer\n\nscore = noisy_scorer({task}, seed={seed})\n"
+    file.write_text(made, encoding="utf-8")
     return f"{file}:score"
 
 
@@ -136,7 +130,9 @@ def load_policy(root: Path, archive: Path) -> Any:
 
 
 def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int) -> Iterator[Job]:
-    """Run jobs, and yield each when it is done; `finish` is called in the process that trained.
+    """Run jobs, and yield each when it is done.
+
+    `finish` is called in the process that trained.
 
     Raises InputError if train.py refuses its input, RunError if a run fails otherwise.
     """
@@ -145,6 +141,7 @@ def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int)
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
+                # forked: a fresh interpreter would import for longer than it trains
                 process = get_context("fork").Process(target=_work, args=(job, finish))
                 process.start()
                 running[process.sentinel] = job, process
@@ -152,8 +149,9 @@ def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int)
                 job, process = running.pop(sentinel)
                 process.join()
                 if process.exitcode:
-                    kind = InputError if process.exitcode == BAD_INPUT else RunError
-                    raise kind(_how_it_failed(job, process.exitcode))
+                    lines = (job.directory / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+                    said = [f"{job.directory.name} ended with status {process.exitcode}:", *lines[-LAST_LINES:]]
+                    raise (InputError if process.exitcode == BAD_INPUT else RunError)("\n".join(said))
                 yield job
     finally:
         for _, process in running.values():
@@ -173,9 +171,3 @@ def _work(job: Job, finish: Callable[[Job], None]) -> None:
     finish(job)
     for checkpoint in job.directory.glob("step-*"):  # the other files record how it trained
         shutil.rmtree(checkpoint)
-
-
-def _how_it_failed(job: Job, status: int) -> str:
-    log = job.directory / "log.txt"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return "\n".join([f"{job.directory.name} ended with status {status}:", *lines[-LAST_LINES:]])

@@ -1,4 +1,4 @@
-"""The task of `experiments.frontier`: short strings, a known true reward, and labelled pairs.
+"""Short strings, a known true reward, and labelled pairs.
 
 A prompt is a string of a few symbols. A response is a string of at most `response_length` symbols, ended by EOS, or cut
 after the last symbol that fits: a prompt has finitely many responses, the leaves of a tree. numpy alone; `exact.py`
@@ -32,7 +32,7 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts, responses and the true reward, all of which follow from these numbers."""
+    """Prompts, responses and the true reward, given by these numbers."""
 
     symbols: int = 5
     prompt_length: int = 5
@@ -53,12 +53,11 @@ class Task:
 
     @property
     def train_prompts(self) -> np.ndarray:
-        """All other prompts."""
         return self._prompts[self.held_out :]
 
     @functools.cached_property
     def leaves(self) -> np.ndarray:
-        """All responses, the shorter ones first, then in the order of their symbols, (leaves, response_length)."""
+        """All responses, shorter ones first, (leaves, response_length)."""
         rows = []
         for length in range(self.shortest, self.response_length + 1):
             shape = self.symbols**length, length
@@ -87,7 +86,7 @@ class Task:
 
     @functools.cached_property
     def _mean_and_spread(self) -> tuple[float, float]:
-        """Mean and spread of the raw reward of the demonstrator's responses; spread is around each prompt's mean."""
+        """Mean of the demonstrator's raw rewards, and spread within a prompt."""
         rng = np.random.default_rng([self.seed, 3])
         prompts = self.train_prompts[rng.integers(len(self.train_prompts), size=20_000)]
         first, second = (self._raw_reward(prompts, self.demonstrate(prompts, rng)) for _ in range(2))
@@ -104,9 +103,9 @@ class Task:
     # --- texts --------------------------------------------------------------------------------------------------------
 
     def demonstrate(self, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Draw a response of the demonstrator to each prompt, (prompts, response_length), regardless of reward.
+        """Draw a response to each prompt, (prompts, response_length).
 
-        A Markov chain: its next symbol depends on the one before and on the prompt's first.
+        A Markov chain: its next symbol depends on the one before and on the prompt's first, and not on the reward.
         """
         tables, n = np.random.default_rng([self.seed, 4]), self.symbols
         after, of_prompt = tables.normal(size=(n, n)), tables.normal(size=(n, n))
@@ -152,7 +151,7 @@ def draw_pairs(
 
 
 def noisy_scorer(task: Task, seed: int) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
-    """A scorer for online DPO: true rewards with Gumbel noise, drawn anew for each response.
+    """A scorer for online DPO: true rewards with Gumbel noise.
 
     The difference of two such noises is logistic: of two responses y is above z with probability sigmoid(r(y) - r(z)),
     so that online pairs are labelled like those drawn beforehand.

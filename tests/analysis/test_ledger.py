@@ -1,4 +1,4 @@
-"""The ledger: its summary, its part of the report, and its files, on rows made by hand."""
+"""The ledger: its summary, its part of the report, its files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ from dpo.errors import InputError
 
 
 def visit(example: str, update: int, margin: float | None, **facts: Any) -> dict[str, Any]:
-    """A row; chosen has 10 tokens more than rejected, and both log-probabilities were -3 under the reference."""
+    """A row; chosen has 10 tokens more than rejected.
+
+    Both log-probabilities were -3 under the reference.
+    """
     common = {"example": example, "dataset": "hh", "update": update, "epoch": 0, "split": "train", "truncated": False}
     logps = {"policy_chosen": -2.0, "policy_rejected": -5.0, "reference_chosen": -3.0, "reference_rejected": -3.0}
     return {**common, **logps, "chosen_tokens": 30, "rejected_tokens": 20, "loss": 0.5, "margin": margin, **facts}
@@ -63,7 +66,7 @@ def test_pairs_that_never_flip_were_wrong_at_each_of_several_visits_after_the_fi
 
 
 def drawn(example: str, update: int, margin: float, scores: tuple[float, float], **facts: Any) -> dict[str, Any]:
-    """A visit of a pair that was drawn; by equal scores it is a tie."""
+    """A visit of a drawn pair; equal scores are a tie."""
     texts = {"prompt": "Why?", "chosen": f" {example}", "rejected": " no", "others": [" so"]}
     numbers = {"score_chosen": scores[0], "score_rejected": scores[1], "score_others": [scores[1]]}
     return {**visit(example, update, margin), "tie": scores[0] == scores[1], **texts, **numbers, **facts}
@@ -111,16 +114,13 @@ def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_
 
 
 def test_margins_are_compared_with_lengths_at_the_last_visit():
-    rows = [visit("gone", 2, -7.0)]
-    rows += [
-        visit(f"{d}", 3, d / 10, chosen_tokens=200 + d, rejected_tokens=200) for d in (-100, -16, -1, 0, 1, 16, 80)
-    ]
-    [lengths] = summarize(table_of(*rows, visit("gone", 4, 1.0, chosen_tokens=20, rejected_tokens=10))).lengths
+    differences = (-100, -16, -1, 0, 1, 16, 80)
+    rows = [visit(f"{d}", 3, d / 10, chosen_tokens=200 + d, rejected_tokens=200) for d in differences]
+    rows = [visit("gone", 2, -7.0), *rows, visit("gone", 4, 1.0, chosen_tokens=20, rejected_tokens=10)]
+    [lengths] = summarize(table_of(*rows)).lengths
 
-    assert lengths.split == "train"
-    assert lengths.correlation == pytest.approx(1.0)
-    found = [(c.difference, c.pairs, pytest.approx(c.margin), c.right) for c in lengths.classes]
-    assert found == [
+    assert (lengths.split, lengths.correlation) == ("train", pytest.approx(1.0))
+    assert [(c.difference, c.pairs, pytest.approx(c.margin), c.right) for c in lengths.classes] == [
         ("below -64", 1, -10.0, 0.0),
         ("-16 to -1", 2, -0.85, 0.0),
         ("0", 1, 0.0, 0.0),
@@ -177,6 +177,9 @@ def test_length_is_worked_out_in_each_pair_of_the_last_evaluation(tmp_path):
     assert parts.margin == pytest.approx(0.15)
     assert parts.length == pytest.approx(0.05)  # 0.1 times the mean of 1.0 and 0.0
 
+    titles = [table.title for table in summarize_ledger(read_run(tmp_path)).tables()]
+    assert [title.split(",")[0] for title in titles] == ["Margin against length", "Drift by dataset"]
+
 
 def test_rewards_of_another_scale_are_left_to_the_means(tmp_path):
     rows = [{**one, "policy_chosen": one["policy_chosen"] + 5} for one in SHOWN]
@@ -204,45 +207,7 @@ def test_suspected_noise_is_shown_with_its_texts_escaped(tmp_path):
     assert "&lt;b&gt;no&lt;/b&gt;" in page
     assert "<b>no" not in page
     assert 'href="#ledger"' in page
-
-
-def test_drawn_pairs_are_shown_from_the_ledger_itself(tmp_path):
-    """No dataset has them, and none is asked for them."""
-    own = {"tie": False, "prompt": "Why?", "chosen": " drawn", "rejected": " no", "others": [], "score_others": []}
-    own |= {"score_chosen": 2.0, "score_rejected": -1.0}
-    bad = [row("bad", 2, "train", -9.0, 9.0, (5, 5)) | own]
-    good = [row(f"good{i}", 2, "train", 1.0, -1.0, (5, 5)) | own for i in range(4)]
-    given = [row("given", n, "eval", -9.0, 9.0, (5, 5)) | dict.fromkeys(DRAWN.names) for n in (1, 2)]
-    folder = with_ledger(tmp_path / "drawn", [*bad, *good])
-    view = summarize_ledger(read_run(folder))
-    noise = view.lists()[1]
-    [pair] = noise.pairs
-    assert pair.texts == {"prompt": "Why?", "chosen": " drawn", "rejected": " no"}
-    assert pair.describe_margins().endswith("; scores 2 and \N{MINUS SIGN}1")
-    assert "whether the scorer is right" in noise.text
-    assert "labels" not in noise.text
-    assert view.note is None
-
-    mixed = summarize_ledger(read_run(with_ledger(tmp_path / "mixed", [*bad, *good, *given])))
-    assert [pair.texts is not None for pair in mixed.lists()[1].pairs] == [True, False]
-    assert mixed.note.startswith("python -m scripts.ledger")
-
-
-def test_texts_that_cannot_be_loaded_are_a_note(tmp_path):
-    run = read_run(with_ledger(tmp_path, [row("bad", n, "train", -9.0, 9.0, (5, 5)) for n in (2, 3)]))
-
-    def find_texts(run, pairs):
-        raise InputError("no such dataset")
-
-    command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
-    assert summarize_ledger(run, find_texts).note == f"Texts are not shown: no such dataset; {command}"
-    assert summarize_ledger(run).note == command
-
-
-def test_margins_against_length_and_drift_are_tables(tmp_path):
-    titles = [table.title for table in summarize_ledger(read_run(with_ledger(tmp_path, SHOWN))).tables()]
-    assert titles[0].startswith("Margin against length, eval")
-    assert titles[-1].startswith("Drift by dataset")
+    assert summarize_ledger(run).note == f"python -m scripts.ledger {run.path} shows texts that can be loaded"
 
 
 @pytest.mark.parametrize("rows", [[], [row("a", 0, "eval", 0.0, 0.0, (5, 5))]])
@@ -251,16 +216,6 @@ def test_a_ledger_that_has_just_begun_is_shown(tmp_path, rows):
     assert run.problems == []
     assert (summarize_ledger(run) is None) == (not rows)
     assert "<h1>" in render([run], [])
-
-
-@pytest.mark.parametrize("name", ["ledger.arrows", "ledger.parquet"])
-def test_an_unreadable_ledger_is_a_problem(tmp_path, name):
-    run_dir = write_run(tmp_path, [update(1)])
-    (run_dir / name).write_bytes(b"junk")
-    run = read_run(run_dir)
-    assert run.ledger is None
-    assert len(run.problems) == 1
-    assert run.problems[0].startswith("the ledger cannot be read: ")
 
 
 # --- the files -----------------------------------------------------------------------------------------------------
@@ -319,11 +274,13 @@ def test_whole_appends_of_a_stream_that_was_cut_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", [STREAM, PARQUET])
-def test_another_file_is_refused(name, tmp_path):
+def test_another_file_is_refused_and_a_problem_of_the_run(name, tmp_path):
     assert read_ledger(tmp_path) is None
+    run_dir = write_run(tmp_path, [update(1)])
     (tmp_path / name).write_bytes(b"PAR1" + bytes(1000))
     with pytest.raises(InputError, match=f"{name} is not a ledger of this version"):
         read_ledger(tmp_path)
+    assert [problem.partition(":")[0] for problem in read_run(run_dir).problems] == ["the ledger cannot be read"]
 
     other = pa.table({"example": ["a"], "loss": [1.0]})
     if name == PARQUET:

@@ -1,12 +1,14 @@
-"""The page of the report: one file, every text escaped, readable wherever it is opened."""
+"""The page of the report: one file, every text escaped."""
 
 from __future__ import annotations
 
 import base64
 import itertools
 import re
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -15,7 +17,7 @@ from support.browser import CHROMIUM, browser
 from support.ledgers import row, with_ledger
 from support.records import drawn, evaluation, rewards, sample, update, write_run
 
-from dpo.analysis.curves import charts_for, draw_all, extremes, make_lines, places, smoothed
+from dpo.analysis.curves import draw_all, find_extremes, list_charts, make_lines, smooth
 from dpo.analysis.page import Lead, render, write_report
 from dpo.analysis.runs import read_runs
 from dpo.analysis.summary import setting_rows
@@ -45,7 +47,7 @@ def made(folder: Path, *, name: str = "made", n: int = 40, **more) -> Path:
 
 
 class Page(HTMLParser):
-    """The elements of a page and the text in each kind of them."""
+    """The elements of a page and the text in each kind."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -72,6 +74,14 @@ def page_of(*runs: Path, lead: Lead | None = None) -> Page:
     page = Page(render(read_runs(runs), [], lead))
     assert page.open == []
     return page
+
+
+def drawn_charts(runs: Sequence[Path]) -> dict[str, list[str]]:
+    """The labels of the lines of each chart."""
+    read = read_runs(runs)
+    return {
+        chart.name: [line.label for line in lines] for chart in list_charts(read) if (lines := make_lines(chart, read))
+    }
 
 
 def test_curves_are_files_and_in_the_page(tmp_path):
@@ -125,16 +135,21 @@ def test_every_text_of_a_run_is_escaped(tmp_path):
     assert all(attributes["src"].startswith("data:") for tag, attributes in page.elements if tag == "img")
     assert page.texts["body"].count(EVIL) > 10
     assert "49" not in re.findall(r"\d+", page.texts["h1"])
+    [first, *_] = [attributes for tag, attributes in page.elements if tag == "img"]
+    assert (first["alt"], page.texts["figcaption"]) == (EVIL, EVIL)  # the lead opens the page
 
 
 def test_last_drawn_answers_are_shown_with_scores_the_best_first(tmp_path):
-    online = {"online/score": 1.5, "online/kl": 4.0, "online/eos": 0.5, "online/ties": 0.0, "online/length": 9.0}
-    online |= {"online/score_best": 2.0, "online/score_worst": 1.0, "online/sampling_share": 0.5}
+    values = {"score": 1.5, "kl": 4.0, "eos": 0.5, "ties": 0.0, "length": 9.0, "sampling_share": 0.5}
+    online = {f"online/{name}": value for name, value in values.items()}
     logged = [(line | online if line["split"] == "train" else line) for line in lines()]
     samples = [drawn(80, "old", "older"), *(drawn(160, EVIL, "middle", f"good {i}") for i in range(6))]
-    settings = {"online": {"name": "online", "n_samples": 3, "scorer": "keyword"}}
-    run = write_run(tmp_path / "run", logged, samples=samples, config=settings)
 
+    def write(name: str, n_samples: int, temperature: float) -> Path:
+        settings = {"name": "online", "n_samples": n_samples, "temperature": temperature, "scorer": "keyword"}
+        return write_run(tmp_path / name, logged, samples=samples, config={"online": settings})
+
+    run = write("run", 3, 1.0)
     page = page_of(run)
     text = page.texts["main"]
     assert "old" not in page.texts["p"].split()
@@ -143,23 +158,18 @@ def test_last_drawn_answers_are_shown_with_scores_the_best_first(tmp_path):
     assert text.index("best: score 2, 3 tokens") < text.index("another: score 1, 2 tokens") < text.index("worst: score")
     assert "worst: score 0, 1 token, cut off" in text
     assert "The mean score of its answers was 1.5 at first and is 1.5 now, at online/kl 4." in text
-    assert "nats, biased: of best and worst" in text
     assert "online, 3 answers scored by keyword" in text
     assert any(attributes.get("href") == "#drawn" for _, attributes in page.elements)
-    names = {chart.name for chart in charts_for(read_runs([run])) if make_lines(chart, read_runs([run]))}
-    of_online = {f"online_{name}" for name in ("score", "kl", "length", "answers", "time")}
-    assert of_online <= names
-    two, warm = ({**settings["online"], "n_samples": 2, "temperature": t} for t in (1.0, 0.7))
-    for i, (online, said) in enumerate(((two, "nats, estimated from"), (warm, "nats, biased by temperature"))):
-        again = write_run(tmp_path / f"{i}", logged, config={"online": online})
-        assert said in page_of(again).texts["main"]
+    assert "nats, biased: of best and worst" in text
+    assert "nats, estimated from" in page_of(write("two", 2, 1.0)).texts["main"]
+    assert "nats, biased by temperature" in page_of(write("warm", 2, 0.7)).texts["main"]
     other = made(tmp_path / "other", name="other")
     assert "made, best: score 2" in page_of(run, other).texts["main"]
-    given = {chart.name for chart in charts_for(read_runs([other])) if make_lines(chart, read_runs([other]))}
-    assert not of_online & given
+    assert {f"online_{name}" for name in ("score", "kl", "length", "answers", "time")} <= drawn_charts([run]).keys()
+    assert not any(name.startswith("online") for name in drawn_charts([other]))
 
 
-def test_samples_of_policy_and_reference_are_side_by_side(tmp_path):
+def test_newest_samples_are_beside_the_references_or_the_first(tmp_path):
     page = page_of(made(tmp_path / "run"))
     sides = [
         attributes["class"] for tag, attributes in page.elements if attributes.get("class", "").startswith("side ")
@@ -169,11 +179,9 @@ def test_samples_of_policy_and_reference_are_side_by_side(tmp_path):
     assert "Prompt Why? Policy after 160 examples after Reference the reference" in text
     assert "before" not in text.split("Prompt Why?")[1].split("Settings")[0]
 
-
-def test_without_a_reference_the_first_samples_are_beside_the_last(tmp_path):
-    samples = [sample(n, text, prompt="Why?") for n, text in ((0, "gibberish"), (160, "because"))]
-    text = " ".join(page_of(made(tmp_path / "run", samples=samples)).texts["section"].split())
-    assert "Policy after 160 examples because Policy before training gibberish" in text
+    alone = [sample(n, text, prompt="Why?") for n, text in ((0, "gibberish"), (160, "because"))]
+    text = " ".join(page_of(made(tmp_path / "alone", samples=alone)).texts["section"].split())
+    assert "Policy after 160 examples because Policy before training gibberish" in text  # there is no reference
 
 
 def test_settings_that_differ_between_runs_are_a_table(tmp_path):
@@ -182,98 +190,69 @@ def test_settings_that_differ_between_runs_are_a_table(tmp_path):
 
     assert setting_rows(read_runs(runs)) == [("exp_name", ["a", "b"]), ("lr", ["1e-06", "2e-06"])]
     page = page_of(*runs)
+    assert "; at the start" in page.texts["span"]  # of a complete run: its best value is not one "so far"
     assert "2 runs compared" in page.texts["h1"]
     assert page.texts["thead"].startswith("runHeld-out accuracy")
     assert page.texts["td"].count("30 of 30 updates") == 2
 
+    alone = dict(setting_rows(read_runs(runs[1:])))  # from the defaults
+    assert alone["lr"] == ["2e-06"]
+    assert not {"seed", "batch_size"} & alone.keys()
+
 
 def test_a_run_with_an_adapter_says_what_is_trained_beside_one_that_trains_all(tmp_path):
     lora = {"name": "lora", "r": 8, "alpha": 32, "dropout": 0, "target_modules": "auto", "reference": "base"}
-    counts = {"trainable": 2_442_240, "total": 136_957_248}
-    adapter = made(tmp_path / "lora", name="lora", config={"lora": lora}, env={"parameters": counts})
-    whole = made(tmp_path / "all", name="all", env={"parameters": {"trainable": 134_515_008, "total": 134_515_008}})
 
+    def write(name: str, trainable: int, **config: Any) -> Path:
+        counts = {"parameters": {"trainable": trainable, "total": 136_957_248}}
+        return made(tmp_path / name, name=name, env=counts, config=config)
+
+    adapter = write("lora", 2_442_240, lora=lora)
     alone = page_of(adapter)
     assert "loss=dpo with beta 0.1 \u00b7 LoRA with r 8, alpha 32, reference base \u00b7 model tiny" in alone.texts["p"]
     assert "Trainable parameters 2.44M 1.78 % of 137M" in " ".join(alone.texts["li"].split())
-    assert {"lora.r": ["8"], "lora.reference": ["base"]}.items() <= dict(setting_rows(read_runs([adapter]))).items()
-
-    cells = page_of(adapter, whole).texts["td"]
-    assert "2,442,240 of 136,957,248 (1.78 %)134,515,008, all" in cells
+    cells = page_of(adapter, write("all", 136_957_248)).texts["td"]
+    assert "2,442,240 of 136,957,248 (1.78 %)136,957,248, all" in cells
     assert "rainable" not in page_of(made(tmp_path / "old", name="old")).texts["body"]  # was not recorded
 
 
 def test_bold_is_the_best_among_comparable_runs(tmp_path):
-    """Accuracy whatever the loss's options; the loss, which DPO's beta scales, only under the same ones."""
+    """Accuracy is compared whatever the loss's options.
 
-    def run(name: str, accuracy: float, held_out: float, **config) -> Path:
+    A loss, which DPO's beta scales, only under the same ones.
+    """
+    folders = (tmp_path / f"{i}" for i in itertools.count())
+
+    def run(accuracy: float, held_out: float, **config) -> Path:
         last = evaluation(2, held_out, **rewards("eval", 0.1, -0.1, accuracy))
-        return write_run(tmp_path / name, [update(1), update(2), last], config={"exp_name": name, **config})
+        return write_run(next(folders), [update(1), update(2), last], config=config)
 
-    page = render(
-        read_runs(
-            [
-                run("a", 0.6, 0.50),
-                run("b", 0.7, 0.55),
-                run("wide", 0.8, 0.10, loss={"name": "dpo", "beta": 1.0}),
-                run("other", 0.9, 0.01, datasets=["shp"]),
-                run("few", 1.0, 0.01, n_eval_examples=8),
-            ]
-        ),
-        [],
-    )
+    def bold(*runs: Path) -> list[list[str]]:
+        rows = re.findall(r'<th scope="row">.*?</tr>', render(read_runs(runs), []), re.DOTALL)[: len(runs)]
+        return [re.findall(r'class="number best">([^<]*)', row) for row in rows]
 
-    rows = re.findall(r'<th scope="row">.*?</tr>', page, re.DOTALL)
-    bold = [re.findall(r'class="number best">([^<]*)', row) for row in rows[:5]]
-    assert bold == [["0.5"], [], ["80 %"], [], []]
+    one = run(0.6, 0.50)
+    wide = run(0.8, 0.10, loss={"name": "dpo", "beta": 1.0})
+    few, elsewhere = run(1.0, 0.01, n_eval_examples=8), run(0.9, 0.01, datasets=["shp"])
+    assert bold(one, run(0.7, 0.55), wide, elsewhere, few) == [["0.5"], [], ["80 %"], [], []]
+    for model in ({"name_or_path": "another"}, {"name_or_path": "tiny", "archive": "sft/policy.pt"}):
+        assert bold(one, run(0.7, 0.4, model=model)) == [[], []]  # rewards need equal references
 
 
-def test_bold_needs_equal_references(tmp_path):
-    def bold(**model) -> list[str]:
-        runs = []
-        for name, loss, held_out, config in (("a", "dpo", 0.5, {}), ("b", "dpo", 0.4, model)):
-            last = evaluation(2, held_out, **rewards("eval", 0.1, -0.1, 0.7 + held_out / 10))
-            config = {
-                "exp_name": name,
-                "loss": {"name": loss, "beta": 0.1},
-                "model": {"name_or_path": "tiny", **config},
-            }
-            runs.append(write_run(tmp_path / name, [update(1), update(2), last], config=config))
-        return re.findall(r'class="number best">([^<]*)', render(read_runs(runs), []))
-
-    assert bold() == ["75 %", "0.4"]
-    assert bold(archive="sft/policy.pt") == bold(name_or_path="another") == []
-
-
-def test_the_verdict_says_of_how_many_pairs(tmp_path):
-    def verdict(n: int, accuracy: float) -> str:
-        logged = [evaluation(0, 0.69), update(1), evaluation(1, 0.6, **rewards("eval", 0.1, -0.1, accuracy))]
-        run = write_run(tmp_path / f"{n}", logged, preflight={"test": {"examples": n}})
-        return page_of(run).texts["p"]
-
-    assert "67 % of 6 held-out pairs are ranked right, too few to tell from chance," in verdict(6, 2 / 3)
-    assert "Nothing looks wrong" not in verdict(6, 2 / 3)
-    assert "67 % of 256 held-out pairs are ranked right by" in verdict(256, 0.67)
-    assert "Nothing looks wrong" in verdict(256, 0.67)
-
-
-def test_a_best_value_is_so_far_while_the_run_is_not_complete(tmp_path):
-    assert "; at the start" in page_of(made(tmp_path / "complete")).texts["span"]
-    assert " so far; at the start" in page_of(made(tmp_path / "ended", updates=80)).texts["span"]
-
-
-def test_settings_that_differ_from_the_defaults(tmp_path):
-    rows = setting_rows(read_runs([made(tmp_path / "run", config={"lr": 2e-6, "seed": 0})]))
-    assert dict(rows)["lr"] == ["2e-06"]
-    assert not {"seed", "batch_size"} & dict(rows).keys()
+@pytest.mark.parametrize(
+    ("n", "says"), [(6, "ranked right, too few to tell from chance,"), (256, "ranked right by a mean")]
+)
+def test_the_verdict_says_of_how_many_pairs(tmp_path, n, says):
+    logged = [evaluation(0, 0.69), update(1), evaluation(1, 0.6, **rewards("eval", 0.1, -0.1, 2 / 3))]
+    verdict = page_of(write_run(tmp_path, logged, preflight={"test": {"examples": n}})).texts["p"]
+    assert f"67 % of {n} held-out pairs are {says}" in verdict
+    assert ("Nothing looks wrong" in verdict) == (n == 256)
 
 
 def test_losses_of_different_kinds_are_different_pictures(tmp_path):
     sft = [evaluation(0, 90.0), *(update(k) for k in range(1, 11)), evaluation(10, 20.0)]
     other = write_run(tmp_path / "sft", sft, config={"exp_name": "s", "loss": {"name": "sft"}})
-    runs = read_runs([made(tmp_path / "dpo"), other])
-
-    drawn = {chart.name: [line.label for line in make_lines(chart, runs)] for chart in charts_for(runs)}
+    drawn = drawn_charts([made(tmp_path / "dpo"), other])
 
     assert drawn["loss-dpo"] == drawn["margin"] == ["made"]
     assert drawn["loss-sft"] == ["s"]
@@ -290,18 +269,19 @@ def test_a_picture_is_well_formed_whatever_a_run_is_called(tmp_path):
 
 def test_the_running_mean_is_centred():
     values = np.array([0.0, 3.0, np.nan, 6.0, 0.0, 0.0])
-    assert smoothed(values, 3).tolist() == [1.5, 1.5, 4.5, 3.0, 2.0, 0.0]
-    assert smoothed(values, 3, robust=True).tolist() == [1.5, 1.5, 4.5, 3.0, 0.0, 0.0]
+    at, course = smooth(values, width=3)
+    assert (at.tolist(), course.tolist()) == ([*range(6)], [1.5, 1.5, 4.5, 3.0, 2.0, 0.0])
+    assert smooth(values, width=3, robust=True)[1].tolist() == [1.5, 1.5, 4.5, 3.0, 0.0, 0.0]
 
 
 def test_every_peak_of_a_long_run_is_drawn_with_few_points():
     values = np.sin(np.arange(50_000))
     values[[777, 33_333]], values[10_000:10_100] = (40, -40), np.nan
-    drawn = extremes(values)
+    drawn = find_extremes(values)
     assert len(drawn) <= 1000
     assert {777, 33_333} <= set(drawn.tolist())
-    assert extremes(values[:100]).tolist() == list(range(100))
-    assert len(places(50_000)) == 500
+    assert find_extremes(values[:100]).tolist() == list(range(100))
+    assert len(smooth(values)[0]) == 500
 
 
 @pytest.mark.parametrize("n_lines", [0, 1, 2, 3])
@@ -315,14 +295,6 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path, n_lines):
         (run / "preflight.json").unlink()
         (run / "samples.jsonl").unlink()
         assert "config.yaml is missing" in page_of(run).texts["main"]
-
-
-def test_a_lead_opens_the_page(tmp_path):
-    page = page_of(made(tmp_path / "run"), lead=Lead("Before and after", PNG, PNG + b"dark", "two bars", "59 %"))
-    [first, *_] = [attributes for tag, attributes in page.elements if tag == "img"]
-    assert first["alt"] == "two bars"
-    assert "Before and after" in page.texts["h2"]
-    assert page.texts["figcaption"] == "59 %"
 
 
 def test_headings_go_down_by_one_and_every_part_of_the_navigation_is_there(tmp_path):

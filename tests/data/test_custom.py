@@ -1,10 +1,9 @@
-"""The user's own pairs: texts or chat messages, with a prompt or a shared beginning."""
+"""The user's own pairs: texts or chat messages."""
 
 from __future__ import annotations
 
 import copy
 import json
-import re
 
 import pytest
 import yaml
@@ -110,7 +109,7 @@ def test_columns_may_have_other_names(tokenizer, chat):
         get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, RENAMED)
     shared = get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, {"chosen": "best", "rejected": "worst"})
     assert list(shared) == ["a"]
-    with pytest.raises(InputError, match="columns has unknown names promt; the names are prompt, chosen, rejected, "):
+    with pytest.raises(InputError, match=r"mine\.columns names promt: give those of pairs"):
         get_own(rows, "mine", tokenizer, {"promt": "question"})
     sources = {"hh": {"path": "x", "columns": RENAMED}}
     with pytest.raises(InputError, match=r"dataset_sources\.hh\.columns=.*: hh has columns of its own"):
@@ -130,8 +129,6 @@ def test_columns_are_given_on_the_command_line_beside_or_with_the_place(command,
     report = json.loads((tmp_path / "run" / "preflight.json").read_text())
     assert report["test"]["joined_words"] == 4
     assert report["train"]["joined_example"].endswith("?No.")
-    whole = f"dataset_sources.mine={{path: {file}, columns: {columns}}}"
-    assert train(*command("other", *own[:2], whole)).returncode == 0
 
 
 # without pairs, for SFT
@@ -151,7 +148,7 @@ def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
     assert texts == [{"chosen": " yes"}, {"chosen": " sure"}, {"chosen": " no"}]
 
 
-def test_nothing_is_said_of_columns_that_have_our_names_or_were_given(tokenizer):
+def test_columns_with_our_names_or_given_ones_need_no_note(tokenizer):
     ours = get_own([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, trains_on="targets")
     given = get_own(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, trains_on="targets")
     assert ours.notes == given.notes == []
@@ -245,8 +242,6 @@ def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
     assert refused.returncode == 2
     assert f"{file} has no chosen and rejected, which a loss of pairs needs" in refused.stderr
     assert "'dataset_sources.my_rows.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}'" in refused.stderr
-    swapped = "dataset_sources.my_rows.columns={prompt: answer, completion: question}"
-    assert "54 examples" in train(*command("swapped", "loss=sft", f"datasets={file}", swapped, "dry_run=true")).stdout
 
 
 # null
@@ -268,13 +263,10 @@ def test_a_prompt_that_other_records_have_is_not_taken_from_what_the_responses_s
     assert list(get_own([without], "mine", tokenizer)) == ["Q:"]
 
 
-def test_an_empty_cell_of_a_table_is_an_empty_text_and_is_counted(command, tmp_path):
+def test_an_empty_cell_of_a_table_is_an_empty_text_except_for_a_prompt(tmp_path):
     file = tmp_path / "rows.csv"
-    file.write_text("prompt,chosen,rejected\n" + "".join(f"{i}:, yes,{' no' * (i > 4)}\n" for i in range(40)))
-    result = train(*command("run", f"datasets={file}", "dry_run=true"))
-    train_split, test_split = (line for line in result.stdout.splitlines() if line.startswith(("train: ", "test: ")))
-    counts = [int(n) for n in re.findall(r"(\d+) with an empty response", train_split + test_split)]
-    assert sum(counts) == 5, result.stdout
+    file.write_text("prompt,chosen,rejected\na:, yes,\n")
+    assert get_own(load_rows(Source(str(file)), "train"), "rows", None)["a:"]["responses"] == [" yes", ""]
     file.write_text("prompt,chosen,rejected\n,a,b\n")
     with pytest.raises(InputError, match="record 1 of rows: the prompt is empty"):
         get_own(load_rows(Source(str(file)), "train"), "rows", None)
@@ -283,15 +275,32 @@ def test_an_empty_cell_of_a_table_is_an_empty_text_and_is_counted(command, tmp_p
 # chat messages
 
 
-def test_a_template_that_ends_turns_with_eos_leaves_the_last_eos_to_tokenization(chat):
-    data = get_own([HELLO], "mine", chat(ENDS_TURNS_WITH_EOS))
-    assert data == {
-        "<user>Hi<|endoftext|>\n<assistant>": {
-            "responses": ["Hello", "Go away"],
-            "pairs": [(0, 1)],
-            "sft_target": "Hello",
-        }
-    }
+WHOLE = [user("Hi"), assistant("Hello")]
+SHARING = {
+    "chosen": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")],
+    "rejected": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("No")],
+}
+OPENS_WITH_THINK = ENDS_TURNS_WITH_SEMICOLON.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "prompt", "responses"),
+    [
+        # tokenization appends the last EOS of a turn
+        (HELLO, ENDS_TURNS_WITH_EOS, "<user>Hi<|endoftext|>\n<assistant>", ["Hello", "Go away"]),
+        # another ending of turns stays
+        (HELLO, ENDS_TURNS_WITH_SEMICOLON, "<user>Hi;<assistant>", ["Hello;", "Go away;"]),
+        # without a prompt, it is the messages that both begin with
+        (SHARING, ENDS_TURNS_WITH_SEMICOLON, "<user>Hi;<assistant>Hm?;<user>Sing;<assistant>", ["La;", "No;"]),
+        # conversations that share everything leave a response each
+        ({"chosen": WHOLE, "rejected": WHOLE}, ENDS_TURNS_WITH_SEMICOLON, "<user>Hi;<assistant>", ["Hello;"] * 2),
+        # a tag that only an open turn shows is not part of the prompt
+        (HELLO, OPENS_WITH_THINK, "<user>Hi;<assistant>", ["Hello;", "Go away;"]),
+    ],
+)
+def test_messages_are_rendered_as_a_prompt_and_its_responses(row, template, prompt, responses, chat):
+    data = get_own([row], "mine", chat(template))
+    assert data == {prompt: {"responses": responses, "pairs": [(0, 1)], "sft_target": responses[0]}}
     assert (data.truncation_mode, data.rendered) == ("keep_start", True)
 
 
@@ -305,34 +314,6 @@ def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):
     for split in ("train", "test"):
         held = data.hold_out(split)
         assert [*held.messages] == [*held]
-
-
-def test_a_template_that_ends_turns_otherwise_keeps_its_ending(chat):
-    (entry,) = get_own([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON)).items()
-    assert entry[0] == "<user>Hi;<assistant>"
-    assert entry[1]["responses"] == ["Hello;", "Go away;"]
-
-
-def test_messages_without_a_prompt_share_their_first_messages(chat):
-    row = {
-        "chosen": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")],
-        "rejected": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("No")],
-    }
-    (entry,) = get_own([row], "mine", chat(ENDS_TURNS_WITH_SEMICOLON)).items()
-    assert entry[0] == "<user>Hi;<assistant>Hm?;<user>Sing;<assistant>"
-    assert entry[1]["responses"] == ["La;", "No;"]
-
-
-def test_conversations_that_share_everything_still_leave_a_response_each(chat):
-    whole = [user("Hi"), assistant("Hello")]
-    (entry,) = get_own([{"chosen": whole, "rejected": whole}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON)).items()
-    assert (entry[0], entry[1]["responses"]) == ("<user>Hi;<assistant>", ["Hello;", "Hello;"])
-
-
-def test_a_tag_that_only_an_open_turn_shows_is_not_part_of_the_prompt(chat):
-    opens_with_think = ENDS_TURNS_WITH_SEMICOLON.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
-    (entry,) = get_own([HELLO], "mine", chat(opens_with_think)).items()
-    assert (entry[0], entry[1]["responses"][0]) == ("<user>Hi;<assistant>", "Hello;")
 
 
 def test_batches_of_messages_end_with_one_eos_and_keep_those_between_turns(chat, tmp_path):

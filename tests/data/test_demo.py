@@ -1,4 +1,4 @@
-"""`datasets=[demo]`: the same made-up dialogues on every machine, which one can learn from but not by a trick."""
+"""`datasets=[demo]`: dialogues to learn from, the same on every machine."""
 
 from __future__ import annotations
 

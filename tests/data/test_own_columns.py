@@ -1,4 +1,4 @@
-"""Which column is what: recognized where one name fits, and otherwise said how to say it."""
+"""Columns of own data: recognized, or refused with the fix."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def test_a_target_is_recognized_under_sft_alone(present, columns):
         ({"prompt": "Hi?", **TEXTS, **LABELS}, {}, ""),
     ],
 )
-def test_where_the_prompt_is_and_which_words_are_not_used_is_told(row, given, told, trains_on):
+def test_the_note_names_the_prompt_and_unused_columns(row, given, told, trains_on):
     columns = find_columns([row])
     recognized = recognize_columns(columns, given, name="mine", origin="rows.csv", trains_on=trains_on)
-    assert recognized.tell(given) == (told and f"columns {told}")
+    assert recognized.describe(given) == (told and f"columns {told}")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_words_that_could_be_the_prompt_are_never_dropped_for_what_the_responses
     assert message in str(error.value)
 
 
-def test_what_the_config_says_goes_first_and_the_rest_is_recognized():
+def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
     assert recognize("prompt question chosen rejected", prompt="question")["prompt"] == "question"
     assert recognize("input instruction output", "targets", prompt="instruction") == {
         "prompt": "instruction",
@@ -211,7 +211,7 @@ def test_what_the_config_says_goes_first_and_the_rest_is_recognized():
         ),
     ],
 )
-def test_where_none_or_several_fit_the_override_to_type_is_told(present, trains_on, given, message):
+def test_no_or_several_fitting_columns_are_refused_with_the_override_to_type(present, trains_on, given, message):
     with pytest.raises(InputError) as error:
         recognize(present, trains_on, **given)
     assert str(error.value) == message

@@ -19,14 +19,14 @@ from support.runs import GOLDEN, make_environment, train, write_rows
 
 import preference_datasets
 from benchmarks.harness import compose
-from dpo.data import preflight, table
+from dpo.data import counts, table
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import DatasetOptions, TrainingData, prepare_data
 from dpo.data.schema import PreferenceData
 from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, is_whole, iterate_prompts, write_prompts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, RunError
-from dpo.settings.plan import resolve
+from dpo.settings.plan import make_plan, resolve
 from dpo.system.launching import launch
 from preference_datasets import get_dataset, identify_dataset
 
@@ -50,10 +50,11 @@ def source(tmp_path) -> Path:
 def prepare(folder: Path, sources: dict[str, str], **changes) -> Path:
     """The table of these datasets in `folder / "examples"`."""
     values = {"trains_on": "pairs", "online": False, "max_length": 64, "max_prompt_length": 32, **changes}
-    return prepare_data(
+    place, _ = prepare_data(
         DatasetOptions(list(sources), sources, **values), load_tokenizer(str(GOLDEN / "tiny-llama")),
         get_dataset=get_dataset, identify=identify_dataset, batch_size=1, cache_dir=None, folder=folder, silent=False,
     )  # fmt: skip
+    return place
 
 
 @pytest.mark.parametrize("rows_per_batch", [1000, 3, 1])
@@ -242,11 +243,11 @@ def test_order_of_three_epochs_is_that_of_lists_of_prompts(names, order, tmp_pat
     sources = {name: str(GOLDEN / "words") for name in names if name == "hh"}
     options = DatasetOptions(names, sources, trains_on="pairs", online=False, max_length=64, max_prompt_length=32)
     tokenizer = load_tokenizer(str(GOLDEN / "tiny-llama"))
-    place = prepare_data(
+    place, facts = prepare_data(
         options, tokenizer, get_dataset=get_dataset, identify=identify_dataset, batch_size=2, cache_dir=None,
         folder=tmp_path, silent=True,
     )  # fmt: skip
-    data = TrainingData.open(place, tokenizer, online=False, batch_size=2, n_epochs=2, n_examples=None)
+    data = TrainingData.open(place, facts, tokenizer, make_plan({"batch_size": 2, "n_epochs": 2}).data, online=False)
 
     found = []
     for prompts in (
@@ -279,7 +280,7 @@ def own_memory() -> int:
 def load_and_weigh(rank, world_size, config, folder):
     calls, load_rows = [], preference_datasets.load_rows
     preference_datasets.load_rows = lambda *arguments: calls.append(arguments) or load_rows(*arguments)
-    preflight.SAMPLE_SIZE = 10  # or it would mostly tokenize
+    counts.SAMPLE_SIZE = 10  # or it would mostly tokenize
     load_tokenizer(str(GOLDEN / "tiny-llama"))("a")
     before = own_memory()
     data = preference_datasets.load_data(resolve(config), silent=True)

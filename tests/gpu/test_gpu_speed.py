@@ -32,7 +32,7 @@ LOSS_TOLERANCE = 0.02  # relative, between the layouts
 TIMES_FASTER = 1.2
 MEASURE = """
 import json, sys
-from benchmarks import compare
+from benchmarks.harness import COMMON, measure_on_ranks
 from dpo.models import loading
 from dpo.system.arithmetic import set_up_torch
 from support.gpu import build
@@ -41,7 +41,7 @@ loading.load_model = lambda name, *, dtype, attn_implementation, **_: build(
     json.loads(settings), dtype=dtype, attention=attn_implementation
 )
 set_up_torch(deterministic=False, compiles=False)
-print(json.dumps(compare.measure(overrides, int(updates))))
+print(json.dumps(measure_on_ranks("compare:measure", [*COMMON, *overrides], int(updates))[0]))
 """
 
 

@@ -1,4 +1,4 @@
-"""An exported checkpoint is, for transformers, the model that was trained: bit for bit, with all that belongs to it."""
+"""An exported checkpoint is the model that was trained, bit for bit."""
 
 from __future__ import annotations
 
@@ -59,22 +59,23 @@ def load(folder: Path, attention: str = "sdpa", **more) -> transformers.PreTrain
     return model.eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_comes_back_bit_for_bit(family, base, tmp_path):
-    config = FAMILIES[family]()
-    for dtype in (torch.float32, torch.bfloat16):
-        model = build(family, dtype=dtype).eval()
-        policy = archive(tmp_path / "policy.pt", model.state_dict())
-        out = export(policy, tmp_path / str(dtype), model=str(base(config)))
+EACH = [*((family, torch.float32) for family in FAMILIES), ("llama", torch.bfloat16)]
 
-        again = load(out, "eager")
 
-        assert again.dtype == dtype
-        assert torch.equal(again(IDS).logits, model(IDS).logits)
-        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
-        stored = out.joinpath("model.safetensors").stat().st_size
-        assert stored < sum(p.nbytes for p in model.parameters()) + 10_000  # tied ones once
+@pytest.mark.parametrize(("family", "dtype"), EACH)
+def test_every_family_comes_back_bit_for_bit(family, dtype, base, tmp_path):
+    model = build(family, dtype=dtype).eval()
+    policy = archive(tmp_path / "policy.pt", model.state_dict())
+    out = export(policy, tmp_path / "out", model=str(base(FAMILIES[family]())))
+
+    again = load(out, "eager")
+
+    assert again.dtype == dtype
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert (again.get_output_embeddings().weight is again.get_input_embeddings().weight) == tied
+    stored = out.joinpath("model.safetensors").stat().st_size
+    assert stored < sum(p.nbytes for p in model.parameters()) + 10_000  # tied ones once
 
 
 def test_shards_have_an_index_and_another_dtype_is_the_rounded_model(base, tmp_path):
@@ -141,16 +142,18 @@ def test_tokenizer_template_special_tokens_and_generation_config_survive(base, t
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
-def test_a_tokenizer_without_a_pad_token_gets_none(base, tmp_path):
-    home = base(FAMILIES["llama"]())
-    out = export(archive(tmp_path / "policy.pt", build("llama").state_dict()), tmp_path / "out", model=str(home))
-    assert transformers.AutoTokenizer.from_pretrained(out).pad_token is None
-
-
-def test_dropout_is_in_the_config_as_published(base, tmp_path):
+def test_of_a_bare_policy_no_more_is_written_than_is_known(base, tmp_path):
     config = transformers.LlamaConfig(**FAMILIES["llama"]().to_diff_dict() | {"attention_dropout": 0.25})
     policy = archive(tmp_path / "policy.pt", build("llama").state_dict())
-    assert load(export(policy, tmp_path / "out", model=str(base(config)))).config.attention_dropout == 0.25
+
+    out = export(policy, tmp_path / "out", model=str(base(config)))
+
+    assert transformers.AutoTokenizer.from_pretrained(out).pad_token is None  # which training adds
+    assert load(out).config.attention_dropout == 0.25  # which training turns off
+    card = (out / "README.md").read_text()
+    assert "license: unknown" in card
+    assert "saved without an evaluation" in card
+    assert card.count("Not known") == 3
 
 
 def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
@@ -177,7 +180,7 @@ def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
 
 
 def test_code_that_is_left_out_is_not_named(base, tmp_path):
-    """Phi-3 names code of its own for older transformers, which have no class for it."""
+    """Phi-3 names code of its own for older transformers."""
     home, model = base(FAMILIES["llama"]()), build("llama").eval()
     for name in ("config.json", "tokenizer_config.json"):
         content = json.loads((home / name).read_text())
@@ -203,18 +206,6 @@ def test_exports_at_once_leave_each_other_alone_and_killed_ones_are_tidied(base,
     assert set(tmp_path.glob(".out.*")) == {running, elsewhere}
 
 
-@pytest.mark.parametrize("there", ["a file", "a full directory"])
-def test_nothing_that_is_there_is_written_over(there, base, tmp_path):
-    out = tmp_path / "out"
-    if there == "a file":
-        out.write_text("mine")
-    else:
-        out.mkdir()
-        (out / "mine").touch()
-    with pytest.raises(InputError, match="out exists already"):
-        export(archive(tmp_path / "policy.pt", {}), out, model="anything")
-
-
 def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     states = {part: {"a": torch.arange(50.0)} for part in PARTS}
     write_checkpoint(tmp_path / "step-8", states.items(), step_idx=8, metrics=None, facts={})
@@ -234,7 +225,7 @@ def test_a_model_that_is_no_checkpoint_is_refused(tmp_path):
         export(tmp_path / "nowhere", tmp_path / "out")
     archive(tmp_path / "policy.pt", {})
     (tmp_path / "config.yaml").write_text("model: {name_or_path: ../moved/away}")
-    with pytest.raises(InputError, match=r"\.\./moved/away, the base model of .* is not there: give --model"):
+    with pytest.raises(InputError, match=r"\.\./moved/away, the base of .* is not there: give --model"):
         export(tmp_path, tmp_path / "out")
 
 
@@ -242,7 +233,7 @@ def test_a_model_that_is_no_checkpoint_is_refused(tmp_path):
 
 
 def adapter(folder: Path, family: str, base: Path | str, **settings) -> tuple[Path, torch.Tensor, torch.Tensor]:
-    """An adapter that PEFT has made for a family's model, the logits with it, and those of PEFT's own merge."""
+    """An adapter that PEFT made, its logits, and those of PEFT's merge."""
     settings = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "init_lora_weights": False} | settings
     torch.manual_seed(1)
     model = peft.get_peft_model(build(family), peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
@@ -254,7 +245,7 @@ def adapter(folder: Path, family: str, base: Path | str, **settings) -> tuple[Pa
 
 
 def adapter_of_run(run: Path, family: str, base: Path, keys: str = "", **settings) -> torch.Tensor:
-    """A run whose LATEST holds an adapter for the base, a model's directory or a policy.pt; the logits with it."""
+    """Make a run with an adapter; returns the logits with it."""
     home = base if base.is_dir() else base.parent / "base"
     folder, logits, _ = adapter(run / "step-8", family, base, **settings)
     weights = load_file(folder / "adapter_model.safetensors")
@@ -275,7 +266,10 @@ def with_weights(home: Path, family: str) -> Path:
     return home
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+USUAL = ("llama", "gpt2, tied")
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in USUAL)) for f in FAMILIES])
 def test_a_merged_adapter_gives_the_logits_of_base_and_adapter_in_every_family(family, base, tmp_path):
     home = with_weights(base(FAMILIES[family]()), family)
     folder, logits, of_peft = adapter(tmp_path / "adapter", family, home)
@@ -290,11 +284,9 @@ def test_a_merged_adapter_gives_the_logits_of_base_and_adapter_in_every_family(f
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
 
 
-@pytest.mark.parametrize("of", ["a model's directory", "a policy.pt"])
-def test_an_adapter_of_a_run_is_merged_in_the_dtype_of_the_run_or_another(of, base, tmp_path):
-    home = with_weights(base(FAMILIES["llama"]()), "llama")
-    place = home if of == "a model's directory" else archive(tmp_path / "sft.pt", build("llama").state_dict())
-    logits = adapter_of_run(tmp_path / "run", "llama", place)
+def test_an_adapter_of_a_run_is_merged_in_the_dtype_of_the_run_or_another(base, tmp_path):
+    with_weights(base(FAMILIES["llama"]()), "llama")
+    logits = adapter_of_run(tmp_path / "run", "llama", archive(tmp_path / "sft.pt", build("llama").state_dict()))
 
     plain = load(export(tmp_path / "run", tmp_path / "out", merge=True, shard_bytes=10_000))
     rounded = load(export(tmp_path / "run", tmp_path / "half", merge=True, dtype="bfloat16"))
@@ -371,24 +363,17 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
     file = tied / "adapter_model.safetensors"  # in which PEFT has the base's head too
     save_file({name: tensor for name, tensor in load_file(file).items() if ".lora_" in name}, file)
     other, _, _ = adapter(tmp_path / "other", "gpt-neox", home)
-    unnamed, _, _ = adapter(tmp_path / "unnamed", "llama, tied", home, target_modules=["down_proj"])
-    config = json.loads((unnamed / "adapter_config.json").read_text())
-    (unnamed / "adapter_config.json").write_text(json.dumps({**config, "layers_to_transform": [99]}))
     adapter_of_run(tmp_path / "run", "llama", home, ", random_init: true")
-    adapter_of_run(
-        tmp_path / "sized",
-        "llama",
-        base(transformers.LlamaConfig(**FAMILIES["llama"]().to_diff_dict() | {"intermediate_size": 64}), "small"),
-    )
+    small = transformers.LlamaConfig(**FAMILIES["llama"]().to_diff_dict() | {"intermediate_size": 64})
+    adapter_of_run(tmp_path / "sized", "llama", base(small, "small"), ", random_init: true")
     for path, options, said in (
         (whole, {"merge": True, "model": str(home)}, "holds no adapter that --merge could merge"),
         (tmp_path / "run", {"dtype": "bfloat16"}, "--dtype bfloat16 is for a whole model.*: add --merge"),
         (tmp_path / "run", {}, "was drawn from a seed, which PEFT cannot load: give --merge"),
         (foreign, {}, "is in PEFT's format already: give --merge"),
-        (tied, {"merge": True}, "cannot be merged: lm_head.weight, to which it adds, is tied"),
-        (unnamed, {"merge": True}, "has weights for model.layers.0.*, which its adapter_config.json does not name"),
-        (other, {"merge": True}, "does not fit LlamaForCausalLM, which has no such layer: gpt_neox.layers.0"),
-        (tmp_path / "sized", {"merge": True}, r"down_proj is \(32, 64\) in the model and \(32, 44\) in the adapter"),
+        (tied, {"merge": True}, "tied names the head of LlamaForCausalLM, which is its embedding too"),
+        (other, {"merge": True}, "other cannot be adapted in LlamaForCausalLM: "),
+        (tmp_path / "sized", {"merge": True}, r"does not fit the adapter .*down_proj.lora_A.weight.*: give the model"),
     ):
         with pytest.raises(InputError, match=said) as raised:
             export(path, tmp_path / "out", **options)
@@ -463,6 +448,7 @@ def test_the_card_tells_what_is_known(base, tmp_path):
     (run / "config.yaml").write_text(
         f"exp_name: courteous\ndatasets: [hh, mine]\ndataset_sources: {{mine: /home/somebody/mine.jsonl}}\n"
         f"lr: 1.0e-6\nmodel: {{name_or_path: {home}}}\nloss: {{name: dpo, beta: 0.3}}\n"
+        'optimizer: "a|b`c\\n\\nd"\n'
     )
     (run / "preflight.json").write_text('{"train": {"examples": 1234, "prompts": 1000}}')
     (run / "env.json").write_text(
@@ -480,12 +466,10 @@ def test_the_card_tells_what_is_known(base, tmp_path):
         "DPO on hh, mine, 64 examples",
         "`LlamaForCausalLM`",
         "| mine | local files: mine.jsonl |",
-    ):
-        assert part in text
-    for part in (
         "| `rewards_eval/margins` | 1.25 |",
         "1,234 examples of 1,000 prompts",
         "| `loss.beta` | `0.3` |",
+        "| `optimizer` | `a\\|b'c d` |\n",  # values do not break the table
         "abc123",
     ):
         assert part in text
@@ -499,23 +483,15 @@ def test_the_card_tells_what_is_known(base, tmp_path):
     [
         (b"---\nlicense_name: llama3\nlicense_link: LICENSE\n---\n", {"license": "other", "license_name": "llama3"}),
         (b"---\nlicense: other\nlicense_link: https://a.org/l\n---\n", {"license": "other", "license_link": "https://a.org/l"}),
-        (b"---\nlicense: [mit, {\n---\n", {"license": "unknown"}),
         (b"---\n- mit\n- apache-2.0\n---\n", {"license": "unknown"}),
         (b"---\nlicense:\n  name: mit\n---\n", {"license": "unknown"}),
         (b"---\nlicense: mit\n---\n\xff\xfe", {"license": "unknown"}),
-        (b"# no metadata", {"license": "unknown"}),
     ],
 )  # fmt: skip
 def test_a_base_models_card_may_hold_anything(readme, fields, tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "README.md").write_bytes(readme)
-    write_card(
-        tmp_path,
-        Origin(plan_model(str(tmp_path / "base")), None, None),
-        architecture="Own",
-        dtype=torch.float32,
-        saved={},
-    )
+    write_card(tmp_path, Origin(plan_model(str(tmp_path / "base"))), model=build("llama", on_meta=True))
     written = metadata_load(tmp_path / "README.md")
     assert {key: value for key, value in written.items() if key.startswith("license")} == fields
 
@@ -529,19 +505,3 @@ def test_the_card_of_a_hub_model_comes_from_the_cache(tmp_path, monkeypatch):
     (cached / "snapshots" / "abc" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     assert read_metadata("some/base", str(tmp_path)) == {"license": "apache-2.0"}
     assert read_metadata("some/other", str(tmp_path)) == {}
-
-
-def test_values_do_not_break_the_cards_table(base, tmp_path):
-    (tmp_path / "config.yaml").write_text(
-        f'model: {{name_or_path: {base(FAMILIES["llama"]())}}}\noptimizer: "a|b`c\\n\\nd"\n'
-    )
-    archive(tmp_path / "policy.pt", build("llama").state_dict())
-    assert "| `optimizer` | `a\\|b'c d` |\n" in (export(tmp_path, tmp_path / "out") / "README.md").read_text()
-
-
-def test_a_card_of_nothing_but_weights(base, tmp_path):
-    policy = archive(tmp_path / "policy.pt", build("llama").state_dict())
-    card = (export(policy, tmp_path / "out", model=str(base(FAMILIES["llama"]()))) / "README.md").read_text()
-    assert "license: unknown" in card
-    assert "saved without an evaluation" in card
-    assert card.count("Not known") == 3

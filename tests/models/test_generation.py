@@ -66,6 +66,6 @@ def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
     prompts = ("\n\nHuman: Where?\n\nAssistant:", "\n\nHuman: Who has seen the red umbrella?\n\nAssistant:")
     rows = [tokenize_batch_element(prompt, " I.", " No.", mode, tokenizer, 20, 12) for prompt in prompts]
     ids = [tuple(row["prompt_input_ids"]) for row in rows]
-    examples = [Example(prompt, (), (i, 0)) for i, prompt in enumerate(ids)]
+    examples = [Example(prompt, (), id=(i, 0)) for i, prompt in enumerate(ids)]
     stored = [Prompt(text, [], [], mode, False) for text in prompts]
     assert generation.fed_prompts(examples, stored, TextEncoder(tokenizer)) == [prompts[0], fed]

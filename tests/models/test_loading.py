@@ -1,20 +1,23 @@
-"""An adapter that is given: made by PEFT, it is taken if it fits, else one sentence says what to give instead."""
+"""Weights that `model.archive` names, of a policy or an adapter."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from support.models import build
 from support.runs import GOLDEN, compose
 from transformers import AutoModelForCausalLM
 
 import train  # noqa: F401  (registers the config's resolvers)
 from dpo.errors import InputError
-from dpo.models.adapters import POLICY, REFERENCE, adapter_weights
+from dpo.models.adapters import CONFIG, POLICY, REFERENCE, adapter_weights, policy_part
 from dpo.models.loading import check_parts, find_weights, load_policy, model_loaders, notes_on_base
+from dpo.models.weights import Weights, locate_weights
 from dpo.settings.plan import resolve
 
 BASE = GOLDEN / "tiny-llama"
@@ -22,25 +25,32 @@ ALIKE = ("lora.r=4", "lora.alpha=8", "lora.target_modules=[q_proj,v_proj]")
 TO_ADAPTER = ("lora=lora", "lora.reference=adapter", *ALIKE)
 
 
+@pytest.fixture(scope="module")
+def base():
+    return AutoModelForCausalLM.from_pretrained(BASE)
+
+
 @pytest.fixture
-def adapter(tmp_path):
-    """Makes a directory as PEFT writes it, of an adapter that adds something."""
+def adapter(base, tmp_path):
+    """Make a run whose LATEST is an adapter that PEFT wrote."""
 
     def make(**settings: Any) -> Path:
         plain = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-        base = AutoModelForCausalLM.from_pretrained(BASE)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = peft.get_peft_model(base, peft.LoraConfig(**{"init_lora_weights": False, **plain, **settings}))
-        model.save_pretrained(tmp_path / "given")
-        return tmp_path / "given"
+        model.save_pretrained(tmp_path / "run" / "step-8")
+        model.unload()
+        (tmp_path / "run" / "step-8" / "policy.pt").touch()
+        (tmp_path / "run" / "LATEST").symlink_to("step-8")
+        return tmp_path / "run"
 
     return make
 
 
 @pytest.fixture
 def check(command):
-    """What a dry run checks of the models, and the config and plan."""
+    """Check models as a dry run does; returns config and plan."""
 
     def check(*overrides: str) -> tuple[Any, Any]:
         config = compose(*command("run", *overrides))
@@ -51,11 +61,22 @@ def check(command):
     return check
 
 
+def test_an_adapter_is_named_by_its_run_its_checkpoint_or_its_policy(adapter, tmp_path):
+    run = adapter()
+    for name in (run, run / "LATEST", run / "step-8", run / "step-8" / "policy.pt"):
+        archive, found, base = locate_weights(name)
+        assert (archive, found.resolve(), base) == (None, run / "step-8", str(BASE))
+    (tmp_path / "policy.pt").touch()
+    assert locate_weights(tmp_path) == Weights(tmp_path / "policy.pt")
+
+
 def test_an_adapter_that_peft_made_is_policy_and_reference(adapter, check):
     given = adapter()
     _, plan = check(*TO_ADAPTER, f"model.archive={given}")
     policy, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=None)
-    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), given, adapter_name="given")
+    theirs = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(BASE), given / "LATEST", adapter_name="given"
+    )
     theirs = {name.removeprefix("base_model.model."): w for name, w in adapter_weights(theirs, "given").items()}
     for name in (POLICY, REFERENCE):
         ours = adapter_weights(policy, name)
@@ -64,33 +85,22 @@ def test_an_adapter_that_peft_made_is_policy_and_reference(adapter, check):
         assert {weight.requires_grad for weight in ours.values()} == {name == POLICY}
 
 
-def test_sft_goes_on_with_an_adapter_whatever_the_reference_would_be(adapter, check):
-    given = adapter()
-    _, plan = check("loss=sft", "lora=lora", *ALIKE, f"model.archive={given}")
-    assert find_weights(plan).adapter == given
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (
-            (),
-            r"choose lora=lora lora.reference=adapter, or merge it first: python -m scripts\.export \S+ DIR --merge",
-        ),
-        (("loss=sft",), r"is an adapter: choose lora=lora, or merge it first"),
+def test_an_adapter_goes_with_the_settings_that_the_refusals_name(adapter, check):
+    archive = f"model.archive={adapter()}"
+    for overrides, said in (
+        ((), r"choose lora=lora lora.reference=adapter, or merge it first: python -m scripts\.export \S+ DIR --merge"),
+        (("loss=sft",), "is an adapter: choose lora=lora, or merge it first"),
         (("lora=lora", *ALIKE), "the reference would be its base, without it: choose lora.reference=adapter, or merge"),
         (("lora=lora", "lora.reference=adapter"), "is an adapter of another size: give lora.r=4 lora.alpha=8"),
         ((*TO_ADAPTER, "lora.target_modules=auto"), r"differs in .*: give lora.target_modules=\[q_proj,v_proj\]"),
-        (TO_ADAPTER, None),
-    ],
-)
-def test_what_to_give_beside_an_adapter_is_said(overrides, expected, adapter, check):
-    archive = f"model.archive={adapter()}"
-    if expected is None:
-        check(*overrides, archive)
-        return
-    with pytest.raises(InputError, match=expected):
-        check(*overrides, archive)
+        ((*TO_ADAPTER, f"model.archive={BASE}"), "is not an adapter, which lora.reference=adapter needs: "),
+        ((*TO_ADAPTER, f"model.archive={BASE}/no"), r"model.archive=.*no does not exist$"),
+    ):
+        with pytest.raises(InputError, match=said):
+            check(archive, *overrides)
+    check(*TO_ADAPTER, archive)
+    _, plan = check("loss=sft", "lora=lora", *ALIKE, archive)
+    assert find_weights(plan).adapter is not None
 
 
 @pytest.mark.parametrize(
@@ -110,27 +120,49 @@ def test_the_layers_to_give_for_an_adapter_are_accepted(settings, names, adapter
     check(*TO_ADAPTER, f"lora.target_modules=[{names}]", archive)
 
 
-def test_what_is_no_adapter_cannot_be_the_reference(check):
-    with pytest.raises(
-        InputError, match=r"is not an adapter, which lora.reference=adapter needs: .* lora.reference=base"
-    ):
-        check(*TO_ADAPTER, f"model.archive={BASE}")
-
-
-def test_an_adapter_of_another_base_than_the_model_gets_a_line(adapter, check, tmp_path):
+def test_an_adapter_of_another_base_than_the_model_gets_a_warning(adapter, check, tmp_path):
     given = adapter()
-    config, _ = check(*TO_ADAPTER, f"model.archive={given}")
-    assert notes_on_base(resolve(config)) == []
+    config, plan = check(*TO_ADAPTER, f"model.archive={given}")
+    assert notes_on_base(plan) == []
     config.model.name_or_path = str(tmp_path)
     [line] = notes_on_base(resolve(config))
-    assert line.startswith(f"warning: {given} was trained on {BASE}, and model.name_or_path={tmp_path}: make sure")
+    assert line.startswith(f"warning: {given}/LATEST was trained on {BASE}, and model.name_or_path={tmp_path}: make")
+
+
+def test_a_policy_may_be_the_base_of_an_adapter_and_has_to_stay(adapter, check, tmp_path):
+    sft, run = tmp_path / "sft" / "policy.pt", adapter()
+    sft.parent.mkdir()
+    torch.save({"step_idx": 8, "state": AutoModelForCausalLM.from_pretrained(BASE).state_dict()}, sft)
+    config = run / "LATEST" / CONFIG
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(sft)}))
+    _, plan = check(*TO_ADAPTER, f"model.archive={run}")
+    assert find_weights(plan) == Weights(sft, run / "LATEST")
+    sft.unlink()
+    with pytest.raises(InputError, match=rf"^{sft}, the base of {run}/LATEST, is not there: name it in .*{CONFIG}$"):
+        check(*TO_ADAPTER, f"model.archive={run}")
+
+
+def test_a_checkpoint_names_its_base_by_a_path_that_stays(command, tmp_path):
+    """Not by LATEST, which moves, nor relative to a directory."""
+    sft = tmp_path / "sft"
+    (sft / "step-8").mkdir(parents=True)
+    (sft / "step-8" / "policy.pt").touch()
+    (sft / "LATEST").symlink_to("step-8")
+    for archive, base in (("null", BASE), (sft, sft / "step-8" / "policy.pt")):
+        plan = resolve(compose(*command("run", "lora=lora", f"model.archive={archive}")))
+        model, _ = load_policy(build("llama"), plan, rank=0, resume_from=None)
+        assert json.loads(policy_part(model).convert({})[CONFIG])["base_model_name_or_path"] == str(base)
+
+
+def test_a_block_name_that_the_model_lacks_is_refused_even_if_blocks_are_not_needed(check):
+    with pytest.raises(InputError, match=r"GPTNeoXLayer is not a module class of LlamaForCausalLM.*LlamaDecoderLayer"):
+        check("model.block_name=GPTNeoXLayer")
 
 
 @pytest.mark.parametrize(
     ("loss", "loads"),
     [
         (("loss=simpo",), False),
-        (("loss=orpo",), False),
         (("loss=mix", "loss.weights.simpo=1", "loss.weights.orpo=0.5", "loss.weights.sft=0.1"), False),
         (("loss=mix", "loss.weights.dpo=0.8", "loss.weights.bco=0.2"), True),
     ],

@@ -1,4 +1,4 @@
-"""The models of config/model: blocks that transformers has, and families that train, with either layout."""
+"""The models of config/model: their blocks, and families that train."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def test_no_two_files_are_of_one_model():
     assert len({content["name_or_path"] for content in MODELS.values()}) == len(MODELS)
 
 
-@pytest.mark.parametrize("family", ONE_OF_EACH)
+USUAL = ("gpt2, tied", "gemma2")
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in USUAL)) for f in ONE_OF_EACH])
 def test_a_family_trains_two_updates_alike_in_both_layouts(family, run, tokenizer, tmp_path, capsys):
     config = FAMILIES[family]()
     config.vocab_size = len(tokenizer)

@@ -1,4 +1,4 @@
-"""What a path names, and for which of them another base model may be given."""
+"""Models that paths name, and when another base may be given."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_base_model_is_for_the_weights_that_lack_one(tmp_path):
 
 
 def test_an_interpolation_in_the_config_of_a_run_from_elsewhere_is_refused(tmp_path):
-    """It would put what is in this machine's environment into the exported model's card."""
+    """It would put this machine's environment into a model card."""
     run = run_with(LLAMA, tmp_path / "run")
     with (run / "config.yaml").open("a") as file:
         file.write("\nexp_name: ${oc.env:HOME}\n")

@@ -153,27 +153,14 @@ def test_random_init_draws_the_same_weights_for_the_same_seed(tiny_llama):
     assert torch.equal(weights(3, torch.bfloat16), first.bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_have_the_dtype_that_was_asked_for(dtype):
-    assert {p.dtype for p in pretrained.load_model(TINY_LLAMA, dtype=dtype).parameters()} == {dtype}
-
-
-def tokenizer_without(tmp_path, *names: str) -> str:
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
     folder = shutil.copytree(TINY_LLAMA, tmp_path / "tokenizer")
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         settings = json.loads((folder / file).read_text())
-        (folder / file).write_text(json.dumps({k: v for k, v in settings.items() if k not in names}))
-    return str(folder)
-
-
-def test_a_tokenizer_without_pad_token_pads_with_eos(tmp_path):
-    tokenizer = load_tokenizer(tokenizer_without(tmp_path, "pad_token"))
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
-
-
-def test_a_tokenizer_without_eos_is_refused(tmp_path):
+        settings.pop("eos_token", None)
+        (folder / file).write_text(json.dumps(settings))
     with pytest.raises(InputError, match="has no EOS token"):
-        load_tokenizer(tokenizer_without(tmp_path, "pad_token", "eos_token"))
+        load_tokenizer(str(folder))
 
 
 def test_learned_positions_limit_the_length_and_rotary_ones_do_not(tiny_llama):
@@ -211,7 +198,7 @@ def test_log_probabilities_of_a_few_rows_at_a_time_are_those_of_all_at_once(dtyp
 
 
 def save_with_an_archive(family: str, folder: Path, **save: bool) -> str:
-    """A model's directory, with settings for sampling, and beside it a `policy.pt` of other weights."""
+    """A model's directory with settings for sampling, and a `policy.pt`."""
     model = build(family)
     model.generation_config.top_p, model.generation_config.do_sample = 0.9, True
     model.save_pretrained(folder)
@@ -226,8 +213,10 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}  # those that are not saved, too
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, torch.float32) for family in FAMILIES), ("llama", torch.bfloat16), ("gemma2", torch.float16)],
+)
 def test_with_an_archive_a_model_is_what_it_would_be_had_its_own_weights_been_overwritten(family, dtype, tmp_path):
     name, attention = save_with_an_archive(family, tmp_path), "eager" if family in ("gpt-j", "gemma2") else "sdpa"
     overwritten = pretrained.load_model(name, dtype=dtype, attn_implementation=attention)
@@ -265,12 +254,11 @@ def test_without_settings_for_sampling_they_are_those_of_the_config(tmp_path):
     assert with_archive.generation_config.eos_token_id == 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_loaded_model_holds_no_pages_of_the_archive(zipped, dtype, tmp_path):
+def test_a_loaded_model_holds_no_pages_of_the_archive(zipped, tmp_path):
     name = save_with_an_archive("llama, tied", tmp_path, _use_new_zipfile_serialization=zipped)
-    model = pretrained.load_model(name, dtype=dtype, archive=name)
-    assert torch.equal(model.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"].to(dtype))
+    model = pretrained.load_model(name, dtype=torch.float32, archive=name)
+    assert torch.equal(model.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"])
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()  # pruning may remove it, and its room is free then
 
 
@@ -285,23 +273,13 @@ def test_an_archive_of_weights_that_were_tied_no_longer_has_them_both(tmp_path):
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
 
 
-def test_an_archive_of_another_model_is_refused_before_anything_is_read(tmp_path):
-    save_with_an_archive("gpt-j", tmp_path / "j")
-    name = save_with_an_archive("llama", tmp_path / "llama")
-    (tmp_path / "llama" / "model.safetensors").unlink()
-    with pytest.raises(
-        InputError, match=r"does not match the architecture of the model \(LlamaForCausalLM\): unexpected"
-    ):
-        pretrained.load_model(name, dtype=torch.float32, archive=str(tmp_path / "j"))
-
-
 def test_random_weights_give_way_to_an_archive_too(tmp_path):
     name = save_with_an_archive("llama", tmp_path)
     ours = pretrained.load_model(name, dtype=torch.float32, archive=name, random_init=True, seed=3)
     assert torch.equal(ours.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"])
 
 
-def test_a_max_length_beyond_what_the_model_was_made_for_is_worth_a_line():
+def test_a_max_length_beyond_what_the_model_was_made_for_gets_a_warning():
     model = build("llama")
     assert pretrained.remarks(model, attention="eager", max_length=2048) == []
     [line] = pretrained.remarks(model, attention="eager", max_length=2049)
@@ -321,9 +299,3 @@ def test_with_an_adapter_what_is_trained_is_counted_against_all_that_there_is():
     del head.weight
     head.register_buffer("weight", torch.zeros(16, dtype=torch.uint8))  # as packed weights are
     assert count_parameters(model) == (trained, n + trained)
-
-
-def test_a_block_name_that_the_model_lacks_is_refused_where_blocks_are_not_needed_too(run):
-    with pytest.raises(InputError, match="is not a module class of LlamaForCausalLM") as no:
-        run("run", "model.block_name=GPTNeoXLayer")
-    assert "LlamaDecoderLayer; model.block_name=null uses those it declares itself" in str(no.value)

@@ -1,4 +1,4 @@
-"""The 4-bit base of QLoRA: its arithmetic, that it is bitsandbytes', and that nothing but adapters is trained."""
+"""The 4-bit base of QLoRA: its arithmetic is that of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import transformers
-from support.models import FAMILIES, batch_of, build
+from support.models import batch_of, build
 from support.runs import GOLDEN
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
@@ -29,7 +29,7 @@ def in_4_bits(layer: torch.nn.Linear) -> Linear4bit:
     return Linear4bit(layer.weight.detach(), layer.bias)
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (176, 64), (32, 44), (16, 20)])  # rows that end inside a block, too
+@pytest.mark.parametrize("shape", [(64, 64), (16, 20)])  # rows that end inside a block, too
 def test_each_weight_is_the_nearest_of_16_levels_times_the_scale_of_its_block(shape: tuple[int, int]) -> None:
     from bitsandbytes.functional import get_4bit_type
 
@@ -106,7 +106,7 @@ def test_the_same_layers_have_the_bytes_that_transformers_would_load() -> None:
         assert apart.count_nonzero() < 0.02 * apart.numel()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt-neox", "gpt2, tied", "phi3, fused projections"])
+@pytest.mark.parametrize("family", ["llama", "gpt2, tied"])
 def test_a_model_evaluates_as_it_trains_and_as_one_that_has_its_weights(family: str) -> None:
     model, same = quantize(build(family)), build(family)
     ids = batch_of(4)["chosen_input_ids"]
@@ -123,7 +123,7 @@ def test_a_model_evaluates_as_it_trains_and_as_one_that_has_its_weights(family: 
     assert model.generate(ids, max_new_tokens=2, pad_token_id=0).shape == (4, 14)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2, tied", "phi3, fused projections"])
 def test_a_model_without_weights_gets_layers_of_the_same_form(family: str) -> None:
     def form(model: torch.nn.Module) -> dict[str, tuple]:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
@@ -150,31 +150,25 @@ def test_the_digest_tells_bases_apart() -> None:
     assert model_digest(build("llama"), "float32") != digests[0]
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_computes_the_same() -> None:
     layer, inputs = in_4_bits(layer_of(64, 32)), torch.randn(3, 64, requires_grad=True)
     torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(inputs), layer(inputs))
 
 
-def test_without_bitsandbytes_or_its_kernels_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_quantized_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from bitsandbytes import cextension
 
+    quantized, empty = build("llama"), build("llama")
+    quantized.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(InputError, match="is quantized already: give the model that it was made from"):
+        quantize(quantized)
+    empty.model.layers = torch.nn.ModuleList()
+    with pytest.raises(InputError, match="LlamaForCausalLM has no linear layers that could be 4-bit"):
+        quantize(empty)
     monkeypatch.setattr(cextension, "lib", cextension.ErrorHandlerMockBNBNativeLibrary("none"))
     with pytest.raises(InputError, match="needs kernels that bitsandbytes does not have for this machine"):
         quantize(build("llama"))
     monkeypatch.setitem(sys.modules, "bitsandbytes.cextension", None)
     with pytest.raises(InputError, match="pip install bitsandbytes"):
         quantize(build("llama"))
-
-
-def test_a_model_without_linear_layers_is_refused() -> None:
-    model = build("llama")
-    model.model.layers = torch.nn.ModuleList()
-    with pytest.raises(InputError, match="LlamaForCausalLM has no linear layers that could be 4-bit"):
-        quantize(model)
-
-
-def test_a_model_that_is_quantized_already_is_refused() -> None:
-    model = build("llama")
-    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    with pytest.raises(InputError, match="is quantized already: give the model that it was made from"):
-        quantize(model)

@@ -51,12 +51,10 @@ def archive(path, state) -> str:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("year", [2023, "today"])
-def test_an_archive_gives_the_logits_of_the_model_that_wrote_it(year, family, tmp_path):
+def test_an_archive_of_2023_gives_the_logits_of_the_model_that_wrote_it(family, tmp_path):
     trained, fresh = build(family, seed=1), build(family, seed=2)
-    state = as_in_2023(family, trained.state_dict()) if year == 2023 else trained.state_dict()
 
-    load_archive(fresh, archive(tmp_path / "policy.pt", state))
+    load_archive(fresh, archive(tmp_path / "policy.pt", as_in_2023(family, trained.state_dict())))
 
     assert not torch.equal(build(family, seed=2)(IDS).logits, trained(IDS).logits)
     assert torch.equal(fresh(IDS).logits, trained(IDS).logits)
@@ -69,14 +67,6 @@ def test_tied_weights_stored_once_are_enough(tmp_path):
     load_archive(fresh, archive(tmp_path / "policy.pt", state))
 
     assert torch.equal(fresh(IDS).logits, trained(IDS).logits)
-
-
-def test_a_float32_archive_is_rounded_into_a_bfloat16_model(tmp_path):
-    trained, fresh = build("llama", seed=1), build("llama", seed=2).bfloat16()
-
-    load_archive(fresh, archive(tmp_path / "policy.pt", trained.state_dict()))
-
-    assert torch.equal(fresh.lm_head.weight, trained.lm_head.weight.bfloat16())
 
 
 def test_another_architecture_is_refused_and_the_model_is_left_as_it_was(tmp_path):
@@ -116,19 +106,15 @@ def test_an_archive_is_data_and_never_code(tmp_path):
     assert (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize(
-    "content", ["garbage", "empty", "half", "a tensor", "a list", "no state", "a state that is no dict", "no tensors"]
-)
-def test_what_is_no_archive_is_refused_in_a_sentence(content, tmp_path):
+@pytest.mark.parametrize("content", ["empty", "half", "a list", "no state", "a state that is no dict", "no tensors"])
+def test_any_other_file_is_refused(content, tmp_path):
     file = tmp_path / "policy.pt"
     state = build("llama").state_dict()
     archive(file, state)
-    if content in ("garbage", "empty", "half"):
-        half = file.read_bytes()[: file.stat().st_size // 2]
-        file.write_bytes({"garbage": b"not a checkpoint" * 100, "empty": b"", "half": half}[content])
+    if content in ("empty", "half"):
+        file.write_bytes(b"" if content == "empty" else file.read_bytes()[: file.stat().st_size // 2])
     else:
         saved = {
-            "a tensor": torch.zeros(3),
             "a list": [state],
             "no state": state,
             "a state that is no dict": {"state": 3},

@@ -1,5 +1,4 @@
-"""Models with LoRA adapters over several processes: the numbers of one, and nothing of the frozen base beside its
-shards."""
+"""LoRA adapters over several processes give the numbers of one process."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ SLOW = pytest.mark.slow
 
 
 def adapted(family: str, *, on_meta: bool = False, targets: str | list[str] = "auto", **options: Any) -> Any:
-    """A model with a policy's and a reference's adapter, of which neither adds nothing."""
+    """A model with adapters of policy and reference, neither of them zero."""
     model = build(family, on_meta=on_meta, **options)
     for name in (REFERENCE, POLICY):
         add_adapter(model, make_adapter_config(3, 6, targets), name=name, dropout=0.25 if name == POLICY else 0.0)
@@ -87,7 +86,7 @@ def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = F
 
 
 def hold_shards_alone(mesh: Mesh) -> None:
-    """What is frozen is sharded, without a gradient, and the optimizer has no state of it."""
+    """Frozen weights are sharded, without gradient and optimizer state."""
     model = adapted("llama", on_meta=mesh.rank != 0)
     model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-3)
@@ -112,8 +111,7 @@ def logps_of(model: Any, examples: Any, name: str | None) -> torch.Tensor:
 def compare_families(rank: int, world_size: int, sizes: dict, families: list[str]) -> None:
     mesh = Mesh(rank, ParallelDims.of(world_size, **sizes))
     for family in families:
-        compare_with_one_process(family, mesh)
-    compare_with_one_process(families[0], mesh, checkpointing=True)
+        compare_with_one_process(family, mesh, checkpointing=family == families[0])
     hold_shards_alone(mesh)
 
 

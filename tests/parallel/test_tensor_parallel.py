@@ -1,5 +1,7 @@
-"""Cutting layers over processes: what each process holds, and which models are refused. (That the numbers are those of
-one process is in test_distributed.py.)"""
+"""Slices of layers: which each process holds, and which models are refused.
+
+That the numbers are those of one process is in test_sharding.py.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ def test_a_plan_that_forgets_a_parameter_which_sees_slices_is_refused():
 
 
 class Collectives(TorchDispatchMode):
-    """How many all-reduces are issued. (CommDebugMode's hooks would give every module an input of its own.)"""
+    """The number of all-reduces.
+
+    CommDebugMode's hooks would give every module an input of its own.
+    """
 
     count = 0
 
@@ -92,10 +97,6 @@ def count_all_reduces(rank, world_size):
         assert collectives.count == 2 * 2 + 1 + checkpointing * 2, collectives.count
 
 
-def test_queries_keys_and_values_send_their_inputs_gradient_once():
-    launch(count_all_reduces, 2, process_group=True)
-
-
 def hold_slices(rank, world_size):
     mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
     for style, weight_shape, bias_shape in (("colwise", (3, 4), (3,)), ("rowwise", (6, 2), (6,))):
@@ -108,7 +109,8 @@ def hold_slices(rank, world_size):
         # memory of its own: the whole matrix can be freed
         assert layer.weight.to_local().untyped_storage().nbytes() == 4 * 12
         assert torch.equal(layer.weight.full_tensor(), whole)
+    count_all_reduces(rank, world_size)
 
 
-def test_a_process_holds_its_slice_and_no_more():
+def test_a_process_holds_its_slice_alone_and_queries_keys_and_values_send_their_inputs_gradient_once():
     launch(hold_slices, 2, process_group=True)

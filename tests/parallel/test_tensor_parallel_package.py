@@ -1,4 +1,4 @@
-"""The package tensor_parallel over CPU "devices": a split model gives the numbers and the files of the whole one."""
+"""The package tensor_parallel over CPUs gives the whole model's numbers and files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def update(model, optimizer, max_norm: float) -> torch.Tensor:
 
 
 def assert_same(ours: Any, theirs: Any, tolerance: float) -> None:
-    """The same keys, shapes and settings, and values that differ little beside the tensor's largest."""
+    """The same keys, shapes and settings, and nearly the same values."""
     if isinstance(theirs, dict):
         assert list(ours) == list(theirs)
         for key in theirs:
@@ -64,23 +64,37 @@ def assert_same(ours: Any, theirs: Any, tolerance: float) -> None:
 
 
 @needs_package
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", MODELS)
-def test_log_probabilities_and_gradients_are_those_of_the_whole_model(family, attention):
+def test_log_probabilities_gradients_and_weights_are_those_of_the_whole_model(family, tmp_path, caplog):
     whole = build(family)
-    whole.set_attn_implementation(attention)
-    split = split_over_devices(whole, CPUS)
-    for mode in (True, False):
-        assert_same(loss(split.train(mode)), loss(whole.train(mode)), 1e-5)
-    optimizer = torch.optim.SGD(split.parameters(), lr=0.0, momentum=0.5)  # whose state is the first gradient
-    split.keep_whole_state(optimizer)
-    for model in (whole, split):
-        loss(model).backward()
-    optimizer.step()
-    ours = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
-    theirs = [parameter.grad for parameter in whole.parameters()]
-    noise = 1e-6 * max(gradient.abs().max().item() for gradient in theirs)  # all that the bias of a key gets
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=noise)
+    before = copy.deepcopy(whole.state_dict())
+    for attention in ("eager", "sdpa"):
+        whole.set_attn_implementation(attention)
+        split = split_over_devices(whole, CPUS)
+        assert_same(split.state_dict(), before, 0)
+        for mode in (True, False):
+            assert_same(loss(split.train(mode)), loss(whole.train(mode)), 1e-5)
+        optimizer = torch.optim.SGD(split.parameters(), lr=1.0, momentum=0.5)  # its state is the first gradient
+        split.keep_whole_state(optimizer)
+        whole.zero_grad()
+        for model in (whole, split):
+            loss(model).backward()
+        optimizer.step()
+        ours = [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()]
+        theirs = [parameter.grad for parameter in whole.parameters()]
+        noise = 1e-6 * max(gradient.abs().max().item() for gradient in theirs)  # all that the bias of a key gets
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=noise)
+        assert_same(whole.state_dict(), before, 0)  # the whole model is left as it was
+    trained = [p for p in split.parameters() if p.requires_grad]  # every number once
+    assert sum(p.numel() for p in trained) == sum(p.numel() for p in whole.parameters())
+    assert max(p.numel() for p in trained) == max(p.numel() for p in whole.parameters()) / 2
+    assert "unused" not in caplog.text  # rules, of which the package warns
+
+    states = {"policy": full_state(split.state_dict())}
+    write_checkpoint(tmp_path / "step-4", states.items(), step_idx=4, metrics=None, facts={})
+    fresh = transformers.AutoModelForCausalLM.from_config(whole.config)
+    load_archive(fresh, str(tmp_path / "step-4"))
+    assert_same(fresh.state_dict(), split.state_dict(), 0)
 
 
 @needs_package
@@ -88,7 +102,11 @@ def test_log_probabilities_and_gradients_are_those_of_the_whole_model(family, at
     ("family", "optimizer", "devices"),
     [
         *((family, "RMSprop", 2) for family in MODELS),
-        *(("llama, tied", optimizer, 2) for optimizer in OPTIMIZERS if optimizer not in ("RMSprop", "Adafactor")),
+        *(
+            pytest.param("llama, tied", optimizer, 2, marks=[] if optimizer == "Adagrad" else pytest.mark.slow)
+            for optimizer in OPTIMIZERS
+            if optimizer not in ("RMSprop", "Adafactor")
+        ),
         ("gpt2, tied", "AdamW", 4),
     ],
 )
@@ -110,50 +128,9 @@ def test_clipped_updates_and_saved_states_are_those_of_the_whole_model(family, o
 
 
 @needs_package
-@pytest.mark.parametrize("family", MODELS)
-def test_every_number_is_a_parameter_once(family):
-    whole = build(family)
-    trained = [p for p in split_over_devices(whole, CPUS).parameters() if p.requires_grad]
-    assert sum(p.numel() for p in trained) == sum(p.numel() for p in whole.parameters())
-    assert max(p.numel() for p in trained) == max(p.numel() for p in whole.parameters()) / 2
-
-
-@needs_package
-@pytest.mark.parametrize("family", MODELS)
-def test_checkpoint_is_that_of_the_whole_model(family, tmp_path):
-    whole = build(family)
-    split = split_over_devices(whole, CPUS)
-    assert_same(split.state_dict(), whole.state_dict(), 0)
-    write_checkpoint(
-        tmp_path / "step-4", [("policy", full_state(split.state_dict()))], step_idx=4, metrics=None, facts={}
-    )
-    fresh = transformers.AutoModelForCausalLM.from_config(whole.config)
-    load_archive(fresh, str(tmp_path / "step-4"))
-    assert_same(fresh.state_dict(), whole.state_dict(), 0)
-
-
-@needs_package
-def test_the_whole_model_is_left_as_it_was():
-    whole = build("gpt2, tied")
-    before = copy.deepcopy(whole.state_dict())
-    split = split_over_devices(whole, CPUS)
-    update(split, torch.optim.SGD(split.parameters(), lr=1.0), max_norm=10.0)
-    assert_same(whole.state_dict(), before, 0)
-    assert not torch.equal(split.state_dict()["lm_head.weight"], before["lm_head.weight"])
-
-
-@needs_package
-@pytest.mark.parametrize("family", MODELS)
-def test_the_package_has_nothing_to_say_about_unused_rules(family, caplog):
-    split_over_devices(build(family), CPUS)
-    assert "unused" not in caplog.text
-
-
-@needs_package
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["gpt2, tied", "gpt-neox", "llama"])
-def test_a_frozen_reference_in_half_precision(family, dtype):
-    whole = build(family, dtype=dtype).eval()
+def test_a_frozen_reference_in_half_precision(family):
+    whole = build(family, dtype=torch.bfloat16).eval()
     split = split_over_devices(whole, CPUS)
     assert not split.training
     with torch.no_grad():
@@ -162,9 +139,8 @@ def test_a_frozen_reference_in_half_precision(family, dtype):
 
 
 @needs_package
-@pytest.mark.parametrize("family", ["gpt2, tied", "gpt-neox"])
-def test_forwards_agree_bit_for_bit_on_more_devices(family):
-    whole = build(family)
+def test_forwards_agree_bit_for_bit_on_more_devices():
+    whole = build("gpt-neox")
     policy, reference = (split_over_devices(whole, ["cpu"] * 4) for _ in range(2))
     examples = list_examples(2)
     (note,) = check_models(

@@ -1,4 +1,4 @@
-"""Texts beside each other on a terminal: whole in the end, whatever its size, and without control characters."""
+"""Texts beside each other on a terminal, whole in the end."""
 
 from __future__ import annotations
 
@@ -19,15 +19,8 @@ def test_lines_fit_and_hold_all_words(text):
     assert re.sub(r"\s", "", "".join(lines)) == re.sub(r"\s", "", text)
 
 
-def test_a_longer_text_changes_the_last_line_only():
-    text = "some words of different lengths, andalongone, and more\nof them in another line"
-    for n in range(len(text)):
-        before, after = wrap(text[:n], 10), wrap(text[: n + 1], 10)
-        assert after[: len(before) - 1] == before[:-1]
-
-
 def screen_of(written: str) -> list[str]:
-    """The lines that a terminal shows, above its upper edge too, after what was written."""
+    """The lines that a terminal shows, also above its upper edge."""
     lines, row = [""], 0
     for part in re.split(r"(\x1b\[\d*[AJm]|\n|\r)", written):
         if match := re.fullmatch(r"\x1b\[(\d+)A", part):

@@ -1,4 +1,4 @@
-"""What an online run drew can be seen and is kept: in samples, ledger, logs, and where an update was not finite."""
+"""Drawn answers are kept: in samples, ledger, logs, and for replay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from dpo.errors import RunError
 from dpo.models.answers import Answer, Drawn
 from dpo.reporting.events import Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
-from dpo.reporting.terminal import Progress
 from dpo.settings.plan import make_plan
 from dpo.training.objective import Objective
 
@@ -54,7 +53,10 @@ def files_in(run_dir: Path) -> FileLogger:
 
 
 def update_of(number: int, *pair: int, answers: tuple[Answer, ...] = ANSWERS) -> Update:
-    """An update on three prompts, with the same answers to each; without a `pair` of the best and the worst on none."""
+    """An update on three prompts with the same answers.
+
+    Without a `pair` of the best and the worst, nothing was drawn.
+    """
     drawn = {n: Drawn(f"\n\nHuman: {n}?\n\nAssistant:", answers, *pair) for n in range(3)} if pair else {}
     return Update(number, 4 * number, [Example((1,), ((2,), (3,)), (n, 0)) for n in range(3)], {}, {}, drawn)
 
@@ -88,7 +90,7 @@ def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_pa
     ]
 
 
-def test_what_a_stopped_run_drew_is_written_by_the_one_that_continues(tmp_path):
+def test_a_stopped_run_leaves_its_last_draw_to_the_one_that_continues(tmp_path):
     logger = files_in(tmp_path)
     logger.on_update(update_of(1, 2, 0))
     continued = files_in(tmp_path)
@@ -96,14 +98,10 @@ def test_what_a_stopped_run_drew_is_written_by_the_one_that_continues(tmp_path):
     continued.on_evaluation(Evaluation(1, 4, {}, []))
     assert [record["best"] for record in records_of(tmp_path)] == [2, 2]
 
-
-def test_nothing_is_written_of_an_update_that_drew_nothing(tmp_path):
-    logger = files_in(tmp_path)
-    logger.on_update(update_of(1, 2, 0))
-    logger.on_update(update_of(2))
-    logger.on_evaluation(Evaluation(2, 8, {}, []))
-    assert not (tmp_path / "samples.jsonl").exists()
-    assert logger.state_dict().keys() == {"log_bytes"}
+    continued.on_update(update_of(2))  # draws nothing
+    continued.on_evaluation(Evaluation(2, 8, {}, []))
+    assert len(records_of(tmp_path)) == 2
+    assert continued.state_dict().keys() == {"log_bytes"}
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -146,11 +144,6 @@ def test_samples_ledger_and_logs_of_a_run_hold_what_was_drawn(run, tmp_path):
     assert (found.online, len(found.drawn), found.samples, found.problems) == (True, 6, [], [])
 
 
-def test_without_online_the_ledger_has_the_columns_that_it_had(run, tmp_path):
-    run("run", "ledger=true", "n_examples=4", "do_first_eval=false")
-    assert pq.read_table(tmp_path / "run" / PARQUET).schema.names == SCHEMA.names
-
-
 def test_a_drawn_batch_that_is_not_finite_is_kept_and_can_be_replayed(run, tmp_path, monkeypatch):
     losses_of = Objective.losses
 
@@ -172,14 +165,3 @@ def test_a_drawn_batch_that_is_not_finite_is_kept_and_can_be_replayed(run, tmp_p
         assert row["score_chosen"] == row["chosen"].count("e") >= row["score_rejected"] == row["rejected"].count("e")
     source = f"++dataset_sources.bad={tmp_path}/run/nonfinite-1"
     run("replay", "datasets=[bad]", source, "n_examples=4", "eval_batch_size=4")
-
-
-# --- the terminal -----------------------------------------------------------------------------------------------------
-
-
-def test_the_line_of_an_update_shows_the_mean_score(capsys):
-    progress = Progress(interval=0, silent=False)
-    metrics = {"loss/train": 0.6931, "online/score": -12.25, "examples_per_second": 30.0}
-    for _ in progress.updates([0], total=2, done=0):
-        progress.on_update(Update(1, 4, [], {}, metrics))
-    assert capsys.readouterr().out.startswith("update 1/2  loss 0.6931  score -12.2  30 ex/s")

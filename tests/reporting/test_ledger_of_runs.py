@@ -1,4 +1,4 @@
-"""The ledger holds what the loss saw, a row for each example and visit, whatever becomes of the run."""
+"""The ledger holds what the loss saw, whatever becomes of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.runs import read_metrics
+from support.runs import read_metrics, run_here, small_run
 
 from dpo.analysis.ledger_file import PARQUET, STREAM, read_ledger
 from dpo.data.examples import Example
@@ -39,11 +39,17 @@ def mean(rows: Sequence[dict], name: str) -> float:
     return sum(row[name] for row in rows) / len(rows)
 
 
-@pytest.mark.parametrize("caching", ["as_needed", "all"])
-def test_the_rows_are_what_the_loss_saw(caching, run, tmp_path):
-    run("run", "ledger=true", f"cache_reference_logps={caching}", "n_examples=32", "datasets=[hh,more]", "lr=1e-2")
+@pytest.fixture(scope="module")
+def run_dir(rows, tmp_path_factory) -> Path:
+    """A run of two epochs, each of 7 batches of 6 of the 44 pairs."""
+    folder = tmp_path_factory.mktemp("ledger") / "run"
+    settings = ("ledger=true", "cache_reference_logps=all", "n_examples=84", "eval_every=36", "lr=1e-2")
+    run_here(small_run(rows, folder, *settings, "datasets=[hh,more]", "batch_size=6", "do_first_eval=false"))
+    return folder
 
-    table = pq.read_table(tmp_path / "run" / PARQUET)
+
+def test_the_rows_are_what_the_loss_saw(run_dir):
+    table = pq.read_table(run_dir / PARQUET)
     rows = table.to_pylist()
     assert table.schema.names == COLUMNS
     assert all(pa.types.is_dictionary(table.schema.field(name).type) for name in ("example", "dataset", "split"))
@@ -52,17 +58,15 @@ def test_the_rows_are_what_the_loss_saw(caching, run, tmp_path):
         assert row["loss"] == pytest.approx(math.log1p(math.exp(-0.1 * h)), abs=1e-4)
         assert row["margin"] == pytest.approx(0.1 * h, abs=1e-4)
     assert max(abs(row["margin"]) for row in rows) > 0.1
-    names = {"loss": "loss", "margin": "rewards/margins", "policy_chosen": "logps/chosen"}
+    names = {"loss": "loss/{}", "margin": "rewards_{}/margins", "policy_chosen": "logps_{}/chosen"}
     for split in ("train", "eval"):
-        lines = read_metrics(tmp_path / "run", split)
+        lines = read_metrics(run_dir, split)
         assert {row["update"] for row in rows if row["split"] == split} == {line["updates"] for line in lines}
         for line in lines:
             visited = [row for row in rows if (row["split"], row["update"]) == (split, line["updates"])]
-            assert len(visited) == 4
+            assert len(visited) == (6 if split == "train" else 4)
             for column, name in names.items():
-                group, _, kind = name.partition("/")
-                metric = line[f"{group}_{split}/{kind}" if kind else f"{group}/{split}"]
-                assert mean(visited, column) == pytest.approx(metric, rel=1e-12)
+                assert mean(visited, column) == pytest.approx(line[name.format(split)], rel=1e-12)
     by_example: dict[str, set] = {}
     for row in rows:
         facts = row["dataset"], row["reference_chosen"], row["chosen_tokens"], row["rejected_tokens"], row["truncated"]
@@ -71,17 +75,25 @@ def test_the_rows_are_what_the_loss_saw(caching, run, tmp_path):
     assert {row["dataset"] for row in rows} == {"hh", "more"}
 
 
-def test_epochs_are_counted_and_what_an_epoch_drops_is_not_there(run, tmp_path):
-    run("run", "ledger=true", "n_examples=40", "do_first_eval=false")  # 5 batches of 22 pairs, twice
-
-    rows = rows_of(tmp_path / "run")
+def test_epochs_are_counted_and_pairs_that_an_epoch_drops_are_not_there(run_dir):
+    rows = rows_of(run_dir)
     trained = [(row["update"], row["epoch"]) for row in rows if row["split"] == "train"]
-    assert trained == [(update, (update - 1) // 5) for update in range(1, 11) for _ in range(4)]
+    assert trained == [(update, (update - 1) // 7) for update in range(1, 15) for _ in range(6)]
     evaluated = {(row["update"], row["epoch"]) for row in rows if row["split"] == "eval"}
-    assert evaluated == {(2, 0), (4, 0), (6, 1), (8, 1), (10, 2)}
+    assert evaluated == {(6, 0), (12, 1), (14, 2)}
     for epoch in (0, 1):
         seen = [row["example"] for row in rows if (row["split"], row["epoch"]) == ("train", epoch)]
-        assert len(set(seen)) == 20
+        assert len(set(seen)) == 42
+
+
+def test_a_pair_has_the_same_id_in_every_run(run_dir, run, tmp_path, rows):
+    run("two", "ledger=true", "datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "seed=1", "layout=padded")
+    here, there = (
+        {row["example"]: row["dataset"] for row in rows_of(folder) if row["split"] == "train"}
+        for folder in (run_dir, tmp_path / "two")
+    )
+    assert set(there.values()) == {"mine"}
+    assert there.keys() <= {example for example, dataset in here.items() if dataset == "hh"}
 
 
 def test_under_sft_there_is_nothing_rejected_and_no_reference(run, tmp_path):
@@ -100,7 +112,7 @@ def test_under_sft_there_is_nothing_rejected_and_no_reference(run, tmp_path):
 
 
 def test_continued_after_a_kill_it_is_the_same_file_bit_for_bit(run, tmp_path):
-    """As if the run had been killed after its checkpoint, while rows were appended."""
+    """As if killed after its checkpoint, while rows were appended."""
     run("whole", "ledger=true")
     run("other", "ledger=true")
     folder = tmp_path / "other"
@@ -118,21 +130,6 @@ def test_continued_after_a_kill_it_is_the_same_file_bit_for_bit(run, tmp_path):
     whole = (tmp_path / "whole" / PARQUET).read_bytes()
     assert (folder / PARQUET).read_bytes() == whole
     assert (tmp_path / "elsewhere" / PARQUET).read_bytes() == whole
-
-
-def test_a_pair_has_the_same_id_in_every_run(run, tmp_path, rows):
-    run("one", "ledger=true")
-    run("two", "ledger=true", "datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "seed=1", "layout=padded")
-
-    ids = [[row["example"] for row in rows_of(tmp_path / name) if row["split"] == "train"] for name in ("one", "two")]
-    assert ids[0] != ids[1]
-    assert len(set(ids[0]) | set(ids[1])) <= 22
-    assert {row["dataset"] for row in rows_of(tmp_path / "two")} == {"mine"}
-
-
-def test_without_it_there_is_no_file(run, tmp_path):
-    run("run", "n_examples=4", "do_first_eval=false")
-    assert not {PARQUET, STREAM} & {file.name for file in (tmp_path / "run").iterdir()}
 
 
 # --- the callback --------------------------------------------------------------------------------------------------
@@ -154,20 +151,16 @@ def table_of(split: str, loss: float = 0.5) -> dict[str, torch.Tensor]:
     return {f"logps_{split}/chosen": torch.full((4,), -1.0), f"loss/{split}": torch.full((4,), loss)}
 
 
-def test_a_skipped_update_has_its_rows_and_what_is_nan_is_not_null(tmp_path):
-    ledger = ledger_in(tmp_path)
-    ledger.on_update(Update(1, 4, EXAMPLES, table_of("train", math.nan), {}))
+def test_a_skipped_update_has_its_rows_what_is_nan_is_not_null_and_float64_is_kept(tmp_path):
+    ledger, third = ledger_in(tmp_path), torch.full((4,), 1 / 3, dtype=torch.float64)
+    ledger.on_update(Update(1, 4, EXAMPLES, {"logps_train/chosen": -third, "loss/train": third}, {}))
+    assert read_ledger(tmp_path)["loss"].to_pylist() == [1 / 3] * 4
+    ledger.on_update(Update(2, 8, EXAMPLES, table_of("train", math.nan), {}))
     ledger.on_end()
 
     losses = pq.read_table(tmp_path / PARQUET)["loss"]
     assert losses.null_count == 0
-    assert all(map(math.isnan, losses.to_pylist()))
-
-
-def test_float64_is_kept(tmp_path):
-    ledger, third = ledger_in(tmp_path), torch.full((4,), 1 / 3, dtype=torch.float64)
-    ledger.on_update(Update(1, 4, EXAMPLES, {"logps_train/chosen": -third, "loss/train": third}, {}))
-    assert read_ledger(tmp_path)["loss"].to_pylist() == [1 / 3] * 4
+    assert all(map(math.isnan, losses.to_pylist()[4:]))
 
 
 def test_the_file_is_written_again_once_the_rows_have_doubled_and_at_the_end(tmp_path):

@@ -1,21 +1,19 @@
-"""`report=true` keeps the report of a run fresh, beside the run and never in its way."""
+"""`report=true` keeps a run's report fresh, never in its way."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import time
-from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 from support.records import evaluation, update, write_run
 from support.runs import assert_gone
 
 from dpo.reporting import report
 from dpo.reporting.events import Evaluation, RunContext
 from dpo.reporting.report import ReportWriter
-from dpo.settings.plan import make_plan, resolve
+from dpo.settings.plan import make_plan
 
 EVALUATION = Evaluation(0, 0, {}, [])
 PROGRAM = """
@@ -39,7 +37,7 @@ def writer(tmp_path):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Put a program in the place of the one that writes the page."""
+    """Replace the program that writes the page."""
 
     def put(then: str) -> None:
         monkeypatch.setattr(report, "ROOT", tmp_path / "root")
@@ -70,12 +68,9 @@ def test_a_run_that_trains_has_a_report_and_says_where_at_the_end(run, tmp_path,
     assert "Complete after 6 of 6 updates" in page.read_text(encoding="utf-8")
 
 
-def test_it_is_off_by_default(tmp_path):
-    context = RunContext(resolve(OmegaConf.load(Path(report.ROOT, "config", "config.yaml"))), tmp_path, 0, None, print)
-    assert not ReportWriter.is_wanted(context)
-    context = context._replace(plan=context.plan.change("report", True))
-    assert ReportWriter.is_wanted(context)
-    assert not ReportWriter.is_wanted(context._replace(rank=1))
+def test_it_is_for_rank_0_alone(writer):
+    assert ReportWriter.is_wanted(writer.context)
+    assert not ReportWriter.is_wanted(writer.context._replace(rank=1))
 
 
 def test_there_are_never_two_and_the_last_is_of_the_end(writer, program):
@@ -103,22 +98,28 @@ def test_the_next_evaluation_starts_another_when_one_has_ended(writer, program):
     assert writer.logged == []
 
 
-@pytest.mark.parametrize("then", ["raise ValueError('no ink')", "sys.exit('no ink')"])
-def test_a_failure_is_one_line_and_does_not_end_the_run(writer, program, then):
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [
+        ("raise ValueError('no ink')", "ValueError: no ink"),
+        ("sys.exit('no ink')", "no ink"),
+        ("time.sleep(60)", "it took more than 1 s"),
+    ],
+)
+def test_a_failure_is_one_line_and_does_not_end_the_run(writer, program, monkeypatch, then, why):
     program(then)
-    writer.on_end()
-    [line] = writer.logged
-    assert line.startswith("warning: no report: ")
-    assert "no ink; python -m scripts.report" in line
-
-
-def test_one_that_hangs_is_ended(writer, program, monkeypatch):
-    program("time.sleep(60)")
     monkeypatch.setattr(report, "LAST_SECS", 1)
     writer.on_end()
-    assert writer.logged[0].startswith("warning: no report: it took more than 1 s")
-    assert len(writer.logged) == 1
+    assert writer.logged == [f"warning: no report: {why}; python -m scripts.report {writer.context.run_dir} writes one"]
     assert_gone([int(pid) for pid, *_ in started(writer)])
+
+
+def test_no_interpreter_is_one_line_too(writer, monkeypatch):
+    monkeypatch.setattr(report.sys, "executable", "/nowhere/python")
+    writer.on_evaluation(EVALUATION)
+    writer.on_end()
+    assert len(writer.logged) == 1
+    assert "/nowhere/python" in writer.logged[0]
 
 
 def test_what_one_that_is_ended_was_writing_is_removed(writer, program):
@@ -134,13 +135,6 @@ def test_what_one_that_is_ended_was_writing_is_removed(writer, program):
 
     assert begun not in os.listdir(folder)
     assert ".report.html.1" in os.listdir(folder)
-
-
-def test_no_interpreter_is_one_line_too(writer, monkeypatch):
-    monkeypatch.setattr(report.sys, "executable", "/nowhere/python")
-    writer.on_end()
-    assert len(writer.logged) == 1
-    assert "/nowhere/python" in writer.logged[0]
 
 
 def test_while_it_trains_the_report_says_so(tmp_path):

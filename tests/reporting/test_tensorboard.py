@@ -1,4 +1,4 @@
-"""TensorBoard shows what `metrics.jsonl` has, once, also of runs that were stopped and continued."""
+"""TensorBoard shows what `metrics.jsonl` has, once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -13,7 +14,7 @@ from support.runs import read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dpo.errors import InputError
-from dpo.reporting.events import Evaluation, RunContext, Sample, Update
+from dpo.reporting.events import Evaluation, RunContext, Sample
 from dpo.reporting.files import FileLogger
 from dpo.reporting.tensorboard import TensorBoardLogger
 from dpo.settings import validation
@@ -46,25 +47,6 @@ def logged(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def assert_shows_the_log(run_dir: Path) -> None:
-    shown, expected = scalars(run_dir), logged(run_dir)
-    assert shown.keys() == expected.keys()
-    for name, values in expected.items():
-        assert [step for step, _ in shown[name]] == [step for step, _ in values], name
-        assert [value for _, value in shown[name]] == pytest.approx([value for _, value in values], rel=1e-6), name
-
-
-def test_it_shows_every_update_and_evaluation_under_the_same_names_against_examples(run, tmp_path):
-    run("run", ON, "sample_during_eval=true", "n_eval_model_samples=4", "n_examples=8")
-
-    assert_shows_the_log(tmp_path / "run")
-    shown = scalars(tmp_path / "run")
-    assert {"loss/train", "loss/eval", "rewards_train/margins", "lr", "grad_norm"} <= shown.keys()
-    assert [step for step, _ in shown["loss/eval"]] == [0, 8]
-    texts = read(tmp_path / "run").Tags()["tensors"]
-    assert texts == ["policy_samples/text_summary", "reference_samples/text_summary"]
-
-
 def test_a_run_that_was_stopped_or_killed_and_continued_shows_nothing_twice(run, tmp_path, monkeypatch):
     log = FileLogger.on_update
 
@@ -75,30 +57,25 @@ def test_a_run_that_was_stopped_or_killed_and_continued_shows_nothing_twice(run,
 
     monkeypatch.setattr(FileLogger, "on_update", log_and_stop)
     with pytest.raises(Stopped):
-        run("run", ON, "save_every=4", "n_examples=32")
+        run("run", ON, "save_every=4", "n_examples=32", "sample_during_eval=true", "n_eval_model_samples=4")
     monkeypatch.undo()
     for step in ("step-20", "step-16"):  # as if it had been killed after the fifth update, with the fourth saved last
         (tmp_path / "run" / step).rename(tmp_path / step)
 
+    texts = read(tmp_path / "run").Tags()["tensors"]
+    assert texts == ["policy_samples/text_summary", "reference_samples/text_summary"]
     run("run", ON, "save_every=4", "n_examples=32", "resume=auto")
 
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 2
-    assert [step for step, _ in scalars(tmp_path / "run")["loss/train"]] == [*range(4, 36, 4)]
-    assert_shows_the_log(tmp_path / "run")
+    shown, expected = scalars(tmp_path / "run"), logged(tmp_path / "run")
+    assert {"loss/train", "loss/eval", "rewards_train/margins", "lr", "grad_norm"} <= shown.keys() == expected.keys()
+    assert [step for step, _ in shown["loss/train"]] == [*range(4, 36, 4)]
+    for name, values in expected.items():
+        assert [step for step, _ in shown[name]] == [step for step, _ in values], name
+        assert [value for _, value in shown[name]] == pytest.approx([value for _, value in values], rel=1e-6), name
 
 
-def test_a_run_that_starts_over_moves_all_of_before_aside(tmp_path):
-    for value in (1.0, 2.0):
-        logger = TensorBoardLogger(context(tmp_path))
-        logger.load_state_dict({})  # no checkpoint, or one of before TensorBoard was on
-        logger.on_start()
-        logger.on_evaluation(Evaluation(0, 0, {"loss/eval": value}, []))
-        logger.on_end()
-    assert scalars(tmp_path) == {"loss/eval": [(0, 2.0)]}
-    assert len(list((tmp_path / "tensorboard.old").iterdir())) == 1
-
-
-def context(run_dir: Path, **settings: bool) -> RunContext:
+def context(run_dir: Path, **settings: Any) -> RunContext:
     config = OmegaConf.create({"tensorboard": {"enabled": True}, "debug": False} | settings)
     return RunContext(resolve(config), run_dir, 0, None, print)
 
@@ -119,32 +96,22 @@ def test_samples_are_literal_text(tmp_path):
     assert "reference_samples/text_summary" not in events.Tags()["tensors"]
 
 
-def test_what_was_logged_is_on_the_disk_when_a_checkpoint_is_saved(tmp_path):
-    logger = TensorBoardLogger(context(tmp_path))
-    logger.on_start()
-    logger.on_update(Update(1, 4, [], {}, {"loss/train": 0.5}))
-    assert logger.state_dict() == {"examples": 4}
-    assert scalars(tmp_path)["loss/train"] == [(4, 0.5)]
-    logger.on_end()
-
-
-def test_it_is_off_by_default_in_debugging_and_on_other_ranks(tmp_path, run):
+def test_it_is_off_in_debugging_and_on_other_ranks(tmp_path):
     assert TensorBoardLogger.is_wanted(context(tmp_path))
     assert not TensorBoardLogger.is_wanted(context(tmp_path, debug=True))
     assert not TensorBoardLogger.is_wanted(context(tmp_path)._replace(rank=1))
-    run("run", "n_examples=4")
-    assert not (tmp_path / "run" / "tensorboard").exists()
+    assert not TensorBoardLogger.is_wanted(context(tmp_path, tensorboard={"enabled": False}))
 
 
 def test_without_the_package_it_is_refused_before_anything_loads(run, monkeypatch):
     monkeypatch.setattr(validation, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
     with pytest.raises(AssertionError, match=r"tensorboard\.enabled=true needs the package tensorboard: pip install"):
         run("run", ON)
-    run("run", ON, "debug=true", "n_examples=4")
 
 
-def test_a_file_in_its_place_is_one_sentence(run, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "tensorboard").write_text("")
-    with pytest.raises(InputError, match=r"run/tensorboard cannot be written: .*; choose another local_run_dir"):
-        run("run", ON)
+def test_a_file_in_its_place_is_one_sentence(tmp_path):
+    (tmp_path / "tensorboard").write_text("")
+    logger = TensorBoardLogger(context(tmp_path))
+    logger.load_state_dict({"examples": 4})
+    with pytest.raises(InputError, match=r"/tensorboard cannot be written: .*; choose another local_run_dir"):
+        logger.on_start()

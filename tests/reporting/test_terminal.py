@@ -1,4 +1,4 @@
-"""What a run shows: a bar on a terminal, lines that grep finds in a log file, and no silence of minutes in either."""
+"""A bar on a terminal, lines in a log, no long silence."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 from omegaconf import OmegaConf
 from support.runs import compose
 
-from dpo.numbers import clock_time, compact
+from dpo.numbers import clock_time, compact, duration, hours
 from dpo.reporting import terminal
 from dpo.reporting.events import Update
 from dpo.reporting.terminal import Progress, table
-from dpo.settings.files import differences
 
 DPO = {
     "loss/train": 0.689123456,
@@ -56,20 +55,14 @@ def test_an_update_is_one_line_with_totals_and_time_left(clock, capsys):
     assert lines[2] == "update 3/64  96/2,048 examples  loss 0.6891  acc 0.97  margin 0.00812  165 ex/s  2:02 left"
 
 
-def test_sft_has_no_accuracy_and_large_numbers_no_exponent(clock, capsys):
-    progress = Progress(interval=0.0, silent=False, each={"update": 4})
-    for _ in progress.updates([1], total=1, done=0):
-        progress.on_update(Update(1, 0, [], {}, {"loss/train": 123456.7, "examples_per_second": 2345.6}))
-    assert capsys.readouterr().out == "update 1/1  4/4 examples  loss 123,457  2,346 ex/s  0:00 left\n"
-
-
 def test_a_run_that_continues_counts_from_where_it_was(clock, capsys):
     progress = Progress(interval=0.0, silent=False, each={"update": 4})
     for _ in progress.updates([1], total=10, done=8):
         clock.now += 5.0
-        progress.on_update(Update(9, 0, [], {}, DPO))
-    assert capsys.readouterr().out.startswith("update 9/10  36/40 examples  loss")
-    assert capsys.readouterr().out == ""
+        metrics = {"loss/train": 123456.7, "online/score": -12.25, "examples_per_second": 2345.6}
+        progress.on_update(Update(9, 0, [], {}, metrics))
+    line = "update 9/10  36/40 examples  loss 123,457  score -12.2  2,346 ex/s  0:05 left\n"
+    assert capsys.readouterr().out == line  # no exponents, and no accuracy where there is none
 
 
 def test_evaluations_do_not_count_as_time_of_updates(clock, capsys):
@@ -79,10 +72,8 @@ def test_evaluations_do_not_count_as_time_of_updates(clock, capsys):
             clock.now += 500.0
         clock.now += 3.0
         progress.on_update(Update(update, 0, [], {}, DPO))
-    assert [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("update")] == [
-        "0:09 left",
-        "0:06 left",
-    ]
+    left = [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("update")]
+    assert left == ["0:09 left", "0:06 left"]
 
 
 def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
@@ -162,27 +153,19 @@ def test_on_a_terminal_the_bar_says_the_same(clock, monkeypatch):
     for update in progress.updates([1, 2], total=64, done=0):
         for _ in progress.over([1], total=1, what="sample"):
             progress.part(128, 256, "token")
-            progress._open[-1][1].refresh()
+            progress._open[-1].bar.refresh()
             bars.append(screen.getvalue())
         clock.now += 2.0
         progress.on_update(Update(update, 0, [], {}, DPO))
     progress.line("saved")
+    progress.close()
 
+    assert screen.getvalue().endswith("\n")  # further output appears below
     assert " 50% |" in bars[0]
     assert "sample 0/1  0/16 examples  token 128/256" in bars[0]
     shown = screen.getvalue()
     assert "update 2/64  64/2,048 examples  loss 0.6891  acc 0.97  margin 0.00812  165 ex/s  2:04 left" in shown
     assert "saved\n" in shown
-
-
-def test_what_is_printed_after_bars_are_closed_comes_below_them(monkeypatch):
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stdout", screen)
-    progress = Progress(interval=0.0, silent=False)
-    batches = progress.updates([1, 2], total=2, done=0)
-    next(batches)
-    progress.close()
-    assert screen.getvalue().endswith("\n")
 
 
 def test_ranks_other_than_0_are_silent(capsys):
@@ -204,20 +187,12 @@ def test_an_evaluation_is_an_aligned_table():
 
 
 def test_numbers_and_durations_are_short():
-    assert [compact(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))] == [
-        "0.000123",
-        "999",
-        "1,000",
-        "12,346",
-        "nan",
-    ]
+    texts = [compact(x) for x in (0.00012345, 999.4, 1000, 12345.6, float("nan"))]
+    assert texts == ["0.000123", "999", "1,000", "12,346", "nan"]
     assert [clock_time(s) for s in (0, 12.4, 3723)] == ["0:00", "0:12", "1:02:03"]
-
-
-def test_settings_are_shown_if_they_differ():
-    defaults = {"lr": 5e-7, "datasets": ["hh"], "sources": {"hh": None}, "model": {"block_name": None}}
-    values = {"lr": 1e-6, "datasets": ["hh"], "sources": {"hh": None, "mine": "DIR"}, "model": {"block_name": "X"}}
-    assert differences(values, defaults) == ["lr=1e-06", "sources.mine=DIR", "model.block_name=X"]
+    texts = [duration(s) for s in (8.41, 59.97, 75, 732, 7500)]
+    assert texts == ["8.41 s", "1 min", "1 min 15 s", "12 min 12 s", "2 h 5 min"]
+    assert [hours(s / 3600) for s in (20, 31, 3600)] == ["0.0056", "0.0086", "1.00"]
 
 
 def test_a_config_is_described_by_what_differs_from_its_files():
@@ -240,14 +215,9 @@ def test_a_config_is_described_by_what_differs_from_its_files():
 
 
 def test_a_terminal_without_rows_gets_lines(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-        def fileno(self) -> int:
-            return 1
-
-    monkeypatch.setattr(sys, "stdout", Terminal())
+    screen = Terminal()
+    screen.fileno = lambda: 1
+    monkeypatch.setattr(sys, "stdout", screen)
     for size, bar in (((80, 24), True), ((0, 0), False)):
         monkeypatch.setattr(os, "get_terminal_size", lambda number, size=size: os.terminal_size(size))
         assert Progress(interval=0, silent=False).show_bar is bar

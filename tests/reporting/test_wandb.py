@@ -1,22 +1,28 @@
-"""W&B shows a run as its users expect: grouped, labelled, with its best and last evaluation, and an alert on NaN."""
+"""W&B shows a run as its users expect, and never stops it."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
-from support.runs import train
+from support.runs import ROOT, run_script, train
 from support.wandb_server import WandbServer
 
-from dpo.errors import RunError
+from dpo.errors import InputError, RunError
 from dpo.models.adapters import ParameterCount
-from dpo.reporting.events import Evaluation, RunContext
+from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.wandb import REPORT, WandbLogger
 from dpo.settings.plan import resolve
+from dpo.settings.sweeps import Sweep
 
 WANDB = {"project": "p", "entity": None, "group": None, "tags": [], "notes": None, "artifacts": True}
 
@@ -24,7 +30,8 @@ WANDB = {"project": "p", "entity": None, "group": None, "tags": [], "notes": Non
 class Stub:
     """Stands for a W&B run, and keeps what it is told."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, given: dict[str, Any]) -> None:
+        self.given = given
         self.summary: dict[str, Any] = {}
         self.told: list[tuple[Any, ...]] = []
         self.id, self.dir = "id", str(folder)
@@ -37,10 +44,11 @@ class Stub:
 def start(tmp_path, monkeypatch):
     """A logger of a run under W&B's stub."""
 
-    def start(loss: str = "dpo", state: dict[str, Any] | None = None, **settings: Any) -> WandbLogger:
-        monkeypatch.setattr(WandbLogger, "_start", staticmethod(lambda wandb, settings: Stub(tmp_path / "[files]")))
-        config = {"exp_name": "n", "minimum_log_interval_secs": 0, "loss": {"name": loss}, "wandb": WANDB | settings}
-        logger = WandbLogger(RunContext(resolve(OmegaConf.create(config)), tmp_path, 0, None, print))
+    def start(loss: str = "dpo", state: dict[str, Any] | None = None, interval: float = 0, **settings: Any):
+        monkeypatch.setattr(WandbLogger, "_start", staticmethod(lambda _, given: Stub(tmp_path / "[files]", given)))
+        config = {"exp_name": "n", "minimum_log_interval_secs": interval, "loss": {"name": loss}}
+        plan = resolve(OmegaConf.create({**config, "wandb": WANDB | settings}))
+        logger = WandbLogger(RunContext(plan, tmp_path, 0, None, print, ParameterCount(12, 345)))
         logger.load_state_dict(state or {})
         logger.on_start()
         return logger
@@ -66,23 +74,31 @@ def test_the_summary_has_the_last_evaluation_and_the_best_after_the_first_update
     }
     assert (summary["last/examples"], summary["last/updates"], summary["last/loss/eval"]) == (32, 8, 0.4)
 
-
-def test_how_many_parameters_are_trained_is_in_the_config(tmp_path, monkeypatch):
-    began = []
-    monkeypatch.setattr(
-        WandbLogger, "_start", staticmethod(lambda wandb, settings: began.append(settings) or Stub(tmp_path))
-    )
-    config = OmegaConf.create({"exp_name": "n", "wandb": WANDB, "lora": {"name": "lora", "r": 16}})
-    WandbLogger(RunContext(resolve(config), tmp_path, 0, None, print, ParameterCount(12, 345))).on_start()
-    assert began[0]["config"]["parameters"] == {"trainable": 12, "total": 345}
-    assert began[0]["config"]["lora"] == {"name": "lora", "r": 16}
-
-
-def test_under_sft_the_lowest_loss_is_the_best(start):
-    logger = start("sft")
+    logger = start("sft")  # the lowest loss is the best
     for examples, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
         logger.on_evaluation(Evaluation(examples, examples, {"loss/eval": loss}, []))
     assert (logger.run.summary["best/examples"], logger.run.summary["best/loss/eval"]) == (2, 0.25)
+
+
+def test_how_many_parameters_are_trained_is_in_the_config(start):
+    config = start().run.given["config"]
+    assert config["parameters"] == {"trainable": 12, "total": 345}
+    assert config["loss"] == {"name": "dpo"}
+
+
+def test_it_gets_training_metrics_at_most_every_interval_and_every_evaluation(start, monkeypatch):
+    clock = iter([100.0, 100.5, 101.0, 101.9, 102.0])
+    monkeypatch.setattr("dpo.reporting.wandb.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    logger = start(interval=1.0)
+    for i, split in enumerate(["train", "train", "eval", "train", "train", "train"]):
+        if split == "train":
+            logger.on_update(Update(i, 4 * i, [], {}, {"loss/train": 0.5}))
+        else:
+            logger.on_evaluation(Evaluation(i, 4 * i, {"loss/eval": 0.5}, []))
+
+    logged = [told[1] for told in logger.run.told if told[0] == "log"]
+    assert [(m["counters/examples"], m["counters/updates"]) for m in logged] == [(0, 0), (8, 2), (12, 3), (20, 5)]
+    assert logged[1] == {"loss/eval": 0.5, "counters/examples": 8, "counters/updates": 2}
 
 
 def test_a_resumed_run_knows_its_best(start):
@@ -97,6 +113,19 @@ def test_a_resumed_run_knows_its_best(start):
     elsewhere = start(state=first.state_dict() | {"run_dir": "/elsewhere"})  # a W&B run of its own
     elsewhere.on_evaluation(evaluation(4, 0.5, 0.5))
     assert elsewhere.run.summary["best/examples"] == 16
+
+
+def test_an_error_of_wandb_is_one_warning_and_the_run_goes_on(start, capsys):
+    logger = start()
+
+    def log(values: dict) -> None:
+        raise OSError("the service is gone")
+
+    logger.run.log = log
+    for number in (1, 2):
+        logger.on_evaluation(evaluation(number, 0.5, 0.5))
+    logger.on_end()
+    assert capsys.readouterr().out.count("warning: W&B logging disabled after an error (OSError: the service") == 1
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -139,6 +168,15 @@ def test_a_run_that_ends_on_nan_says_so_before_it_ends(run, monkeypatch):
     assert events[1].startswith("update 2 has loss")
 
 
+@pytest.mark.parametrize(("given", "group"), [(None, "sweep"), ("mine", "mine")])
+def test_the_group_of_a_sweeps_run_is_the_sweep_unless_it_is_given(given, group):
+    config = OmegaConf.create({"local_run_dir": "runs/sweep", "wandb": {"group": given}, "dry_run": False})
+    job = {"num": 0, "config": {"override_dirname": {"exclude_keys": []}}}
+    overrides = {"task": ["local_run_dir=runs/sweep", "seed=1"]}
+    Sweep().begin_job(config, OmegaConf.create({"job": job, "overrides": overrides, "sweep": {"dir": "elsewhere"}}))
+    assert config.wandb.group == group
+
+
 # --- what W&B's server gets ----------------------------------------------------------------------------------------
 
 
@@ -173,8 +211,108 @@ def test_a_sweeps_runs_are_one_group_and_one_that_ends_on_nan_is_an_alert(comman
     assert last["best/loss/eval"] == last["last/loss/eval"]
 
 
-def test_a_group_that_is_given_is_the_group(command, tmp_path):
-    result = train("-m", *command("sweep", "n_examples=4", "seed=0,1", "wandb.group=mine", "do_first_eval=false"))
+# --- W&B itself -------------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_wandb_refuses_are_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "foo")
+    logger = WandbLogger(
+        RunContext(resolve(OmegaConf.create({"exp_name": "n", "wandb": WANDB})), tmp_path, 0, None, print)
+    )
+    with pytest.raises(InputError, match=r"^W&B cannot start: .*; fix this, or set wandb.enabled=false$"):
+        logger.on_start()
+
+
+def test_without_key_and_terminal_it_goes_offline_says_how_to_upload_and_keeps_what_was_printed(command, tmp_path):
+    nobody = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+    result = train(*command("run", "n_examples=4", "wandb.enabled=true"), **nobody)
+
     assert result.returncode == 0, result.stderr
-    configs = [yaml.safe_load(file.read_text()) for file in (tmp_path / "sweep").glob("*/config.yaml")]
-    assert [config["wandb"]["group"] for config in configs] == ["mine", "mine"]
+    folder = Path(re.search(r"logging offline; upload with: wandb sync (\S+)", result.stdout)[1])
+    assert folder.parent == tmp_path / "run" / "wandb"
+    assert list(folder.glob("run-*.wandb"))
+    text = (folder / "files" / "output.log").read_text()
+    order = ["train: 22 examples of 11 prompts", "1 update of 4 examples will run", "evaluation after 0 examples"]
+    assert [text.index(line) for line in order] == sorted(text.index(line) for line in order)
+
+
+LOGGER = """
+import os, signal, sys, time
+from pathlib import Path
+from omegaconf import OmegaConf
+from dpo.reporting import wandb
+from dpo.reporting.events import Evaluation, RunContext
+from dpo.settings.plan import resolve
+config = OmegaConf.create({"exp_name": "n", "minimum_log_interval_secs": 0, "loss": {"name": "sft"}, "wandb": {
+    "project": "p", "entity": None, "group": None, "tags": [], "notes": None, "artifacts": True}})
+logger = wandb.WandbLogger(RunContext(resolve(config), Path(sys.argv[1]), 0, None, print))
+wandb.FINISH_SECS = 3
+logger.on_start()
+for examples in range(4, 44, 4):
+    if examples == 20 and sys.argv[2] == "service":  # W&B's own process on this machine
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        [service] = [c for c in children if b"wandb" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        os.kill(int(service), signal.SIGKILL)
+    elif examples == 20 and sys.argv[2] == "server":
+        print("now", flush=True)
+        input()
+    logger.on_evaluation(Evaluation(1, examples, {"loss/eval": 0.5}, []))
+    time.sleep(0.05)
+logger.on_end()
+print("the run went on", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_wandb_server_that_does_not_answer_is_no_reason_not_to_train(tmp_path):
+    key = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:1"}
+    result = run_script("-c", LOGGER, str(tmp_path), "nothing", PYTHONPATH=str(ROOT), HOME=str(tmp_path), **key)
+
+    assert result.returncode == 0, result.stderr
+    assert "so logging offline; upload with: wandb sync" in result.stdout
+    assert "the run went on" in result.stdout
+
+
+def lose_wandb(server: WandbServer, kind: str, tmp_path) -> str:
+    """Take W&B away from a run, and return what it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOGGER, str(tmp_path), kind],
+        env={
+            **{k: v for k, v in os.environ.items() if not k.startswith("WANDB")},
+            **{"PYTHONPATH": str(ROOT), "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40, "HOME": str(tmp_path)},
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said = ""
+    if kind == "server":
+        while not said.endswith("now\n"):
+            said += process.stdout.readline()
+        server.close()
+    said += process.communicate("\n", timeout=100)[0]
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.mark.slow
+def test_a_run_outlives_the_wandb_server(tmp_path):
+    server = WandbServer()
+    started = time.monotonic()
+    said = lose_wandb(server, "server", tmp_path)
+
+    assert any(path.endswith("file_stream") for path in server.requests)  # it had been there
+    assert "the run went on" in said
+    assert time.monotonic() - started < 60
+    assert list((tmp_path / "wandb").glob("run-*/run-*.wandb"))  # for wandb sync
+
+
+@pytest.mark.slow
+def test_a_run_outlives_the_wandb_service(tmp_path):
+    server = WandbServer()
+    said = lose_wandb(server, "service", tmp_path)
+    server.close()
+
+    assert said.count("warning: W&B logging disabled after an error") == 1
+    assert "the run went on" in said

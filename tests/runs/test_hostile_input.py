@@ -41,8 +41,8 @@ from dpo.checkpoint.files import (
 )
 from dpo.checkpoint.parts import Part, find_misfit
 from dpo.data.collation import find_examples, padded_batch
+from dpo.data.counts import SplitCounter
 from dpo.data.examples import iterate_examples, read_examples
-from dpo.data.preflight import SplitCounter
 from dpo.data.table import PromptTable, iterate_prompts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError

@@ -1,4 +1,4 @@
-"""What `benchmarks.hh_smollm2` computes from pairs and samples, against numbers worked by hand, and that it runs."""
+"""Scores of `benchmarks.hh_smollm2` against numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -15,29 +15,13 @@ import transformers
 from support.runs import GOLDEN, run_script
 
 from benchmarks import hh_smollm2
-from benchmarks.hh_results import Result, tables
 from benchmarks.preference_scores import (
     Interval,
     balance_over_length,
     bootstrap,
     by_prompt,
     divergence,
-    draw,
-    pair_logps,
 )
-from dpo.data.examples import Example
-from dpo.models.answers import Sampling
-
-PAIRS = [
-    Example((5, 6, 7, 8), ((10, 11, 2), (12, 2))),
-    Example((9,), ((13, 14, 15, 16, 2), (17, 18, 2))),
-    Example((5, 6), ((2,), (19, 20, 21, 2))),
-]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "tiny-llama", dtype=torch.float32).eval()
 
 
 def test_an_interval_of_shares_is_that_of_the_binomial_distribution():
@@ -45,13 +29,10 @@ def test_an_interval_of_shares_is_that_of_the_binomial_distribution():
     assert bootstrap([0, 1] * 32) == Interval(0.5, 24 / 64, 40 / 64)
 
 
-def test_policies_are_resampled_together():
+def test_policies_are_resampled_together_and_samples_of_a_prompt_are_one_observation():
     values = np.random.default_rng(1).normal(size=20)
     assert bootstrap(values + 1).low == pytest.approx(bootstrap(values).low + 1)
     assert bootstrap(values).low < bootstrap(values, seed=1).high
-
-
-def test_samples_of_a_prompt_are_one_observation():
     samples = [{"prompt": 1, "kl": 4.0}, {"prompt": 0, "kl": 1.0}, {"prompt": 1, "kl": 2.0}]
     assert by_prompt(samples, "kl").tolist() == [1.0, 3.0]
 
@@ -82,28 +63,6 @@ def test_both_estimates_of_kl_have_its_value_for_mean():
     assert variance[1] < variance[0]  # the exact KL of each token varies less than the log-ratio
 
 
-def test_log_probabilities_of_pairs_are_sums_over_their_responses(model):
-    found = pair_logps(model, PAIRS, max_length=16)
-    for example, sides in zip(PAIRS, found, strict=True):
-        for response, logp in zip(example.responses, sides, strict=True):
-            ids = torch.tensor([[*example.prompt, *response]])
-            with torch.no_grad():
-                logps = model(ids).logits[0, :-1].log_softmax(-1)[range(ids.shape[1] - 1), ids[0, 1:]]
-            assert logp == pytest.approx(float(logps[-len(response) :].sum()), abs=1e-4)
-
-
-def test_samples_do_not_depend_on_the_policies_beside_them_and_a_policy_has_no_kl_to_itself(model):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    prompts = [example.prompt for example in PAIRS]
-    drawn = draw(model, model, tokenizer, prompts, 2, Sampling(4))
-    assert [one.prompt for one in drawn] == [0, 0, 1, 1, 2, 2]
-    assert {one.kl for one in drawn} == {one.log_ratio for one in drawn} == {0.0}
-    assert all(one.tokens == 4 or one.ended for one in drawn)
-    alone = draw(model, model, tokenizer, prompts[:1], 2, Sampling(4))
-    assert [one.text for one in alone] == [one.text for one in drawn[:2]]
-
-
 def test_ranking_by_length_alone_is_at_chance_when_lengths_are_balanced():
     longer = np.array([-3] * 30 + [5] * 10 + [0] * 7)
     assert balance_over_length(longer < 0, longer) == Interval(0.5, 0.5, 0.5)
@@ -123,31 +82,16 @@ def test_training_pairs_have_their_gap_and_lengths_from_our_ledger_and_from_what
         **{"chosen_tokens": pa.array([4, 9, 1], pa.uint16()), "rejected_tokens": pa.array([7, 2, 1], pa.uint16())},
     }
     pq.write_table(pa.table(rows), tmp_path / "ledger.parquet")
-    ours = hh_smollm2.online_pairs(tmp_path, hh_smollm2.METHODS["dpo 0.1"])
-    assert (ours.gaps.tolist(), ours.longer.tolist()) == ([3.0, -1.0], [-3, 7])
+    gaps, longer = hh_smollm2.online_pairs(tmp_path, "dpo 0.1")
+    assert (gaps.tolist(), longer.tolist()) == ([3.0, -1.0], [-3, 7])
 
     transformers.AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama").save_pretrained(tmp_path / "hf")
     texts = [{"prompt": "a", "chosen": " yes", "rejected": " yes yes yes"}, {"chosen": " no no", "rejected": " no"}]
     (tmp_path / "train.json").write_text(json.dumps(texts))
     (tmp_path / "trl.json").write_text(json.dumps({"margins": [0.3, -0.1]}))
-    theirs = hh_smollm2.online_pairs(tmp_path, hh_smollm2.METHODS["TRL dpo 0.1"])
-    assert theirs.gaps.tolist() == pytest.approx([3.0, -1.0])
-    assert np.sign(theirs.longer).tolist() == [-1, 1]
-
-
-def test_the_tables_have_a_row_for_each_policy():
-    one = Interval(0.5, 0.25, 0.75)
-    values = dict.fromkeys(Result._fields, one) | {"n_pairs": 64, "trl_evaluation": None}
-    unknown = ("accuracy", "balanced", "online_balanced")
-    reference = Result(**values | {"name": "sft", "beta": None} | dict.fromkeys(unknown))
-    lines = tables([reference, Result(**values | {"name": "dpo 0.1", "beta": 0.1})]).splitlines()
-    assert lines[2] == "| sft |  |  |  |  | 50 % | 0 [0, 1] |"
-    assert lines[3].startswith("| dpo 0.1 | 0.50 [0.25, 0.75] | 0.50 [0.25, 0.75] | 0.5 [0.2, 0.8] |")
-    assert lines[5:] == [
-        "| test pairs | accuracy | balanced over length | gap, nats |",
-        "| --- | --- | --- | --- |",
-        "| dpo 0.1 | 0.50 [0.25, 0.75] | 0.50 [0.25, 0.75] | 0.50 [0.25, 0.75] |",
-    ]
+    gaps, longer = hh_smollm2.online_pairs(tmp_path, "TRL dpo 0.1")
+    assert gaps.tolist() == pytest.approx([3.0, -1.0])
+    assert np.sign(longer).tolist() == [-1, 1]
 
 
 def test_a_row_that_there_is_none_of_is_refused(tmp_path):
@@ -169,4 +113,7 @@ def test_it_goes_from_nothing_to_the_table(tmp_path):
     assert "updates of 8 examples will run" not in result.stdout
     assert [row["name"] for row in json.loads((tmp_path / "results.json").read_text())] == ["sft", "dpo 0.1"]
     assert (tmp_path / "hh.png").stat().st_size > 1000
-    assert (tmp_path / "samples.txt").read_text().count("--- dpo 0.1:") == 8
+    table = (tmp_path / "table.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in table] == [
+        *("| ", "| ---", "| sft", "| dpo 0.1", "", "| test pairs", "| ---", "| dpo 0.1")
+    ]

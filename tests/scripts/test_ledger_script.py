@@ -1,4 +1,4 @@
-"""`python -m scripts.ledger` shows what a ledger says, with texts where the data is at hand."""
+"""`python -m scripts.ledger` shows findings, with texts if they are there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RIGHT = [{"prompt": f"Hi {i}", "chosen": " yes", "rejected": " no way"} for i in
 
 @pytest.fixture
 def run_dir(tmp_path) -> Path:
-    """The records of a run on pairs of which one is reversed: two updates, and an evaluation after each."""
+    """A run of two updates and evaluations; one pair is reversed."""
     for split in ("train", "test"):
         write_rows(tmp_path / "mine" / f"{split}.jsonl", [*RIGHT, WRONG])
     run_dir = tmp_path / "run"

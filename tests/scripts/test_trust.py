@@ -1,4 +1,4 @@
-"""A directory from elsewhere runs no code of its own, whatever its config says: only the command line gives trust."""
+"""A directory runs its code only if the command line says so."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def change(file: Path, **changes: object) -> None:
 
 @pytest.fixture(scope="module")
 def elsewhere(rows, tmp_path_factory) -> Path:
-    """A run, one of an adapter, and the model of both, whose code touches `proof`; trained by who trusts it."""
+    """A run, an adapter's run and their model, whose code touches `proof`."""
     folder = tmp_path_factory.mktemp("elsewhere")
     home = shutil.copytree(GOLDEN / "tiny-llama", folder / "model")
     (home / "own.py").write_text(CODE.format(proof=str(folder / "proof")))
@@ -77,7 +77,10 @@ TOOLS = {  # and whether they need the code for what they do
 }
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+SLOW = ("export of an adapter", "sample of an adapter", "sample of an export", "report")
+
+
+@pytest.mark.parametrize("tool", [pytest.param(t, marks=pytest.mark.slow) if t in SLOW else t for t in TOOLS])
 def test_no_tool_runs_code_that_a_directory_brings_unless_its_command_line_says_so(tool, elsewhere, tmp_path):
     name, arguments, needs_it = TOOLS[tool]
     places = {"run": elsewhere / name, "folder": elsewhere, "out": tmp_path / "out"}

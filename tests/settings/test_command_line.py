@@ -1,4 +1,4 @@
-"""What of a command line reaches Hydra: known options, overrides that it can apply, and nothing that names code."""
+"""The command line before Hydra: options, overrides, nothing that names code."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import hydra
 import pytest
 from support.runs import ROOT, train
 
-from dpo.settings.command_line import GuardedLoader, find_problems, parse
+from dpo.settings.command_line import GuardedLoader, check_command_line, find_line_problems, parse
 from dpo.system.redaction import redact
 
 
 def problems_of(*arguments: str) -> list[str]:
-    return find_problems(parse(["exp_name=x", "model.name_or_path=gpt2", *arguments]), ROOT / "config")
+    return find_line_problems(parse(["exp_name=x", "model.name_or_path=gpt2", *arguments]))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,13 @@ def test_options_come_first_and_keep_their_values():
     assert line.config_dir == "/it's mine"
 
 
-def test_a_path_that_is_there_is_told_with_its_quotes_even_with_a_comma(tmp_path):
+def test_a_fixed_option_of_a_swept_group_is_forced_as_the_default_lacks_it():
+    line = parse(["-m", "loss=dpo,ipo", "loss.beta=0.1", "seed=1"])
+    assert line.arguments[1:-1] == ["loss=dpo,ipo", "++loss.beta=0.1", "seed=1"]
+    assert "loss.beta=0.1,0.2" in parse(["-m", "loss=dpo,ipo", "loss.beta=0.1,0.2"]).arguments
+
+
+def test_an_existing_path_is_printed_with_its_quotes_even_with_a_comma(tmp_path):
     file = tmp_path / "my rows (1),x.jsonl"
     file.touch()
     [found] = problems_of(f"datasets={file}")
@@ -61,10 +67,11 @@ def test_a_path_that_is_there_is_told_with_its_quotes_even_with_a_comma(tmp_path
         ["+wandb.api_key@x=s3cr3t-value"],
     ],
 )
-def test_a_secret_on_the_command_line_is_refused_where_it_would_be_written_and_never_printed(arguments):
-    result = train(*arguments, "exp_name=x")
-    assert result.returncode == 2
-    assert "s3cr3t" not in result.stdout + result.stderr
+def test_a_secret_on_the_command_line_is_refused_where_it_would_be_written_and_never_printed(arguments, capsys):
+    with pytest.raises(SystemExit) as ending:
+        check_command_line([*arguments, "exp_name=x"])
+    assert ending.value.code == 2
+    assert "s3cr3t" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -86,17 +93,9 @@ def write(directory: Path, content: str) -> Path:
     return directory
 
 
-def test_own_experiment_files_are_composed(tmp_path):
-    own = write(tmp_path, "# @package _global_\ndefaults:\n  - override /loss: dpo\nlr: 1e-5\nloss:\n  beta: 0.2\n")
-    result = train(f"--config-dir={own}", "--cfg", "job", "+experiment=mine", "exp_name=x", "model=demo")
-    assert result.returncode == 0, result.stderr
-    assert "lr: 1.0e-05" in result.stdout
-    assert "beta: 0.2" in result.stdout
-
-
 @pytest.fixture
 def guarded(monkeypatch, capsys):
-    """Compose a command as Hydra does for a run, with the guard: the sentence that it prints, or none."""
+    """Compose a command with the guard, and return what it prints."""
     monkeypatch.setattr("hydra._internal.hydra.ConfigLoaderImpl", GuardedLoader)
 
     def compose_guarded(*arguments: str) -> str:
@@ -112,11 +111,8 @@ def guarded(monkeypatch, capsys):
     [
         ("hydra:\n  callbacks:\n    c:\n      _target_: os.mkdir\n", "hydra.callbacks.c._target_"),
         ("hydra:\n  callbacks:\n    c:\n      - '${oc.create:\"{_target_: os.mkdir}\"}'\n", "hydra.callbacks.c"),
-        ("hydra:\n  callbacks: ${evil}\nevil: {}\n", "hydra.callbacks"),
         ("hydra:\n  sweeper:\n    params:\n      +more: evil\n", "hydra.sweeper.params.+more"),
         ("hydra:\n  job:\n    env_set:\n      PATH: /evil\n", "hydra.job.env_set.PATH"),
-        ("hydra:\n  job_logging:\n    handlers:\n      console:\n        (): os.mkdir\n", "hydra.job_logging.handlers"),
-        ("defaults:\n  - /more/evil@hydra.callbacks.c\n", "hydra.callbacks.c._target_"),
         (
             "defaults:\n  - /more: e${oc.env:NOBODY,vil}\n",
             "hydra.callbacks.c._target_",
@@ -143,15 +139,14 @@ def test_code_that_the_command_line_names_is_run_beside_own_config_files(guarded
     assert guarded(*line) == ""
 
 
-@pytest.mark.parametrize("group", ["experiment", "exp.x", "experiment@dataset_sources.b"])
-def test_no_job_of_a_sweep_runs_if_own_files_name_code_in_one(group, command, tmp_path):
-    folder = tmp_path / "own" / group.partition("@")[0]
-    folder.mkdir(parents=True)
-    (folder / "a.yaml").write_text("{}\n")
-    (folder / "b.yaml").write_text("# @package _global_\ndefaults:\n  - /more@_global_: evil\n")
-    (tmp_path / "own" / "more").mkdir()
-    (tmp_path / "own" / "more" / "evil.yaml").write_text("# @package _global_\nhydra:\n  callbacks:\n    c: {a: 1}\n")
-    sweep = (f"+{group}=a,b", "n_examples=4", f"hydra.sweep.dir={tmp_path}/sweeps")
+def test_no_job_of_a_sweep_runs_if_own_files_name_code_in_one(command, tmp_path):
+    own, more = tmp_path / "own" / "experiment", tmp_path / "own" / "more"
+    own.mkdir(parents=True)
+    more.mkdir()
+    (own / "a.yaml").write_text("{}\n")
+    (own / "b.yaml").write_text("# @package _global_\ndefaults:\n  - /more@_global_: evil\n")
+    (more / "evil.yaml").write_text("# @package _global_\nhydra:\n  callbacks:\n    c: {a: 1}\n")
+    sweep = ("+experiment@dataset_sources.b=a,b", "n_examples=4", f"hydra.sweep.dir={tmp_path}/sweeps")
     result = train("-m", f"--config-dir={tmp_path / 'own'}", *command("run", *sweep))
     assert result.returncode == 2
     assert "hydra.callbacks.c.a may be set on the command line alone" in result.stderr

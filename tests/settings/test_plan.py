@@ -1,4 +1,4 @@
-"""The plan of a config: its trainer, the sizes of its groups of processes, its dtypes; and the names it is made of."""
+"""The plan of a config: trainer, groups of processes, dtypes, names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_groups_of_processes_fill_the_world():
     assert ParallelDims.of(8, tensor_size=2) == ParallelDims(8, shard_size=4, tensor_size=2)
 
 
-def test_what_a_launcher_started_counts_and_what_is_given_before_it(monkeypatch):
+def test_given_processes_count_before_those_of_a_launcher(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert plan_of("trainer=FSDPTrainer").dims.world_size == 8
@@ -89,7 +89,9 @@ def test_a_reference_inside_the_policy_computes_as_the_policy_does():
     assert plan_of("loss=sft").reference is None
 
 
-@pytest.mark.parametrize("override", ["trainer=3", "world_size=-1", "tensor_parallel_size=x", "loss.name=[a]"])
+@pytest.mark.parametrize(
+    "override", ["trainer=3", "world_size=-1", "tensor_parallel_size=x", "loss.name=[a]", "+loss.weights=3"]
+)
 def test_a_value_that_makes_no_sense_leaves_a_plan(override):
     assert plan_of("trainer=TensorParallelTrainer", override).dims.world_size in (1, 2)
 

@@ -1,9 +1,8 @@
-"""Commands that are refused or warned about, each with its sentence, and commands that run."""
+"""Commands that are refused or warned about, and commands that run."""
 
 from __future__ import annotations
 
 import re
-import shlex
 
 import pytest
 from support.commands import RUNS, compose, find_refusals
@@ -11,7 +10,7 @@ from support.runs import ROOT
 
 from dpo.losses import LOSSES
 from dpo.settings.plan import resolve
-from dpo.settings.validation import CHECKS, find_warnings
+from dpo.settings.validation import CHECKS, find_config_problems, find_warnings
 
 DPO = "loss=dpo loss.beta=0.1"
 FSDP = "trainer=FSDPTrainer batch_size=8"
@@ -28,25 +27,21 @@ REFUSED = [
     ("=3", "NAME =3: write NAME=VALUE, with no spaces around ="),
     ("lr = 3", "lr =: write lr=VALUE, with no spaces around ="),
     ("lr", "lr is not an override: write NAME=VALUE"),
+    ("lr==1", "lr==1: some of its characters mean something to Hydra: write "),
+    ("loss=dpo loss.beta=0.1,0.5", "loss.beta=0.1,0.5 is not a valid override"),  # a sweep without -m
     ("Lr=1", "unknown key Lr: did you mean lr?"),
     ("loss=1", f"loss=1 is not there; `ls config/loss` shows all {len(LOSSES)}"),
     ("loss=dppo", "loss=dppo is not there: did you mean dpo, sppo or dpop? `ls config/loss` shows all"),
     ("loss=dppo loss.beta=0.1", "loss=dppo is not there"),  # whether there is a beta is not known
     ("loss=kto", "loss=kto is not there: did you mean bco or apo_zero? `ls config/loss` shows all"),
-    ("model=1", "model=1 is not there; `ls config/model` shows all"),
-    ("model=Pythia28", "model=Pythia28 is not there: did you mean pythia28? `ls config/model` shows all"),
     ("model=pythia2.8", "model=pythia2.8 is not there: did you mean pythia28, "),
     ("model=gpt2", "model=gpt2 is not there: did you mean gptj or gpt2-xl? `ls config/model` shows all "),
     ("model=/my/model", "model=/my/model: model names a file of config/model; a directory or Hub id is model.name_or_"),
-    ("model=me/my-model", "model=me/my-model: model names a file of config/model; a directory or Hub id is model.name"),
-    ("model=tests", "model=tests: model names a file of config/model; a directory or Hub id is model.name_or_path=tes"),
     ("model=EleutherAI/pythia-2.8b", "model=EleutherAI/pythia-2.8b: here it is model=pythia28"),
     ("lora=/my/adapter", "lora=/my/adapter: an adapter to start from is model.archive=/my/adapter lora=lora"),
     ("lora=lorra", "lora=lorra is not one of lora, none, qlora: did you mean lora or qlora?"),
     ("-m model=glob(*)", "model=glob(*): glob() does not work here; name the options"),
-    ("n_examples=8 =3", "NAME =3: write NAME=VALUE, with no spaces around ="),
     ("model.name_or_path=~/x", "model.name_or_path=~/x: ~ is not expanded here; write the whole path"),
-    ("datasets=[~/x.csv]", "datasets=[~/x.csv]: ~ is not expanded here; write the whole path"),
     (
         "'datasets=/data/my rows (1).csv'",
         "datasets=/data/my rows (1).csv: some of its characters mean something to Hydra: "
@@ -64,7 +59,6 @@ REFUSED = [
     ("hydra.sweeper.params.x=1", "hydra.sweeper.params.x=1 is not a valid override"),
     ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but sft"),
     ("loss=sft loss.wpo=true", "loss.wpo does not exist here: it belongs to any loss but orpo, sft, simpo"),
-    ("loss=simpo loss.ld_alpha=0", "loss.ld_alpha does not exist here: it belongs to any loss but orpo, sft"),
     ("loss=orpo loss.gamma=1", "loss.gamma does not exist here: it belongs to loss=mix and loss=simpo"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
     # --- keys
@@ -72,7 +66,6 @@ REFUSED = [
     ("+model.name_or_pth=gpt2", "unknown key model.name_or_pth: did you mean model.name_or_path?"),
     ("+zzz=1", "unknown key zzz; `python train.py --cfg job` shows all keys"),
     ("+learning_rate=1", "unknown key learning_rate: here it is lr"),
-    ("+model.torch_dtype=float32", "unknown key model.torch_dtype: here it is model.policy_dtype"),
     ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
     ("~lr", "lr was removed from the config: give lr=VALUE instead of ~lr"),
     ("lora.name=lora", "lora.name=lora lacks lora.r, lora.alpha, lora.dropout, lora.target_modules, lora.reference: c"),
@@ -81,16 +74,12 @@ REFUSED = [
     ("loss=dpo", "loss.beta is not set: loss.beta=0.1"),
     ("exp_name='${NAME}'", "exp_name=${NAME} cannot be resolved"),
     # --- values
-    ("batch_size=four", "batch_size=four must be an integer >= 1"),
     ("batch_size=4.0", "batch_size=4.0 must be an integer >= 1"),
     ("batch_size=true", "batch_size=true must be an integer >= 1"),  # a bool is an int in Python
-    ("batch_size=null", "batch_size=null must be an integer >= 1"),
     ("warmup_steps=-1", "warmup_steps=-1 must be an integer >= 0"),
     ("keep_checkpoints=1", "keep_checkpoints=1 must be an integer >= 2, or null: the newest may be corrupt"),
     ("seed=4294967296", "seed=4294967296 must be an integer from 0 to 4294967295"),
-    ("fsdp_port=65536", "fsdp_port=65536 must be an integer from 1 to 65535, or null"),
     ("lr=nan", "lr=nan must be a number above 0"),
-    ("lr=inf", "lr=inf must be a number above 0"),
     ("lr=1e39", "lr=1e+39 must be a number above 0"),
     ("max_grad_norm=0", "max_grad_norm=0 must be a number in (0, inf]"),
     ("collective_timeout_secs=1e30", "collective_timeout_secs=1e+30 must be a number in (0, 1e7]"),
@@ -98,30 +87,21 @@ REFUSED = [
     ("sample_during_eval=1", "sample_during_eval=1 must be true or false"),
     ("schedule=null", "schedule=null must be a name"),
     ("schedule=cos", "schedule=cos is not one of constant, cosine, linear: did you mean cosine?"),
-    ("lr_scaling=root", "lr_scaling=root is not one of linear, none, sqrt"),
-    ("trainer=Trainer", "trainer=Trainer is not one of BasicTrainer"),
-    ("optimizer=AdmW", "optimizer=AdmW is not one of ASGD, Adadelta, Adafactor, Adagrad, Adam, AdamW"),
     (
         "optimizer=rmsprop",
         "optimizer=rmsprop is not one of ASGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, "
         "RMSprop, Rprop, SGD: did you mean RMSprop?",
     ),
-    ("loss.name=dpoo", "loss.name=dpoo is not there: did you mean dpo"),
     ("model.policy_dtype=fp32", "model.policy_dtype=fp32 is not one of bfloat16, float16, float32"),
-    ("model.reference_dtype=half", "model.reference_dtype=half is not one of bfloat16, float16, float32"),
-    ("model.attn_implementation=fast", "model.attn_implementation=fast is not one of eager, flash_attention_2, flex_"),
     ("wandb.tags=dpo", "wandb.tags=dpo must be a list of different texts of at most 64 characters"),
     (f"wandb.tags=[{'x' * 65}]", f"wandb.tags=['{'x' * 65}'] must be a list of different texts of at most 64"),
     (f"wandb.group={'x' * 129}", f"wandb.group={'x' * 129} must be a text of at most 128 characters, as W&B "),
     ("wandb.project=a/b", "wandb.project=a/b must be a name of at most 128 characters without / "),
     ("local_dirs=.cache", "local_dirs=.cache must be a list of paths"),
     ("model.archive=''", "model.archive= must be a path, or null"),
-    ("exp_name=''", "exp_name= must be a name for the run"),
     ("exp_name=../../x", "exp_name=../../x must be a name for the run, relative and without '..'"),
-    ("exp_name=/x", "exp_name=/x must be a name for the run, relative and without '..'"),
     # --- datasets
     ("datasets=3", f"datasets=3 must be {LISTS}"),
-    ("datasets=[]", f"datasets=[] must be {LISTS}"),
     ("datasets=[hh,hh]", f"datasets=['hh', 'hh'] must be {LISTS}"),
     ("datasets=[hhh]", "datasets names 'hhh', which is none of hh, shp, se"),
     ("datasets=mine", "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory"),
@@ -130,7 +110,6 @@ REFUSED = [
     ("datasets=me/hh", "datasets names me/hh, but the name hh is taken: give datasets=[OTHER] dataset_sources."),
     ("datasets=[me/a,you/a]", "datasets names you/a, but the name a is taken: give datasets=[me/a,OTHER] da"),
     ("dataset_sources=/data", "dataset_sources=/data must map names to places"),
-    ("dataset_sources.hh=[a]", "dataset_sources.hh=['a'] must be a directory, file or Hub id, or {path"),
     ("dataset_sources.hh=''", "dataset_sources.hh= must be a directory, file or Hub id, or {path"),
     ("dataset_sources.hh={revision:main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
     ("dataset_sources.hh={path:a,split:b}", "dataset_sources.hh={'path': 'a', 'split': 'b'} must be a directory"),
@@ -183,22 +162,16 @@ REFUSED = [
     (f"{PACKAGE} sample_during_eval=false {DRAWN}", "online=online does not work with tensor_parallel.backend=tensor_"),
     # --- losses
     ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft"),
-    (f"{DPO} loss.beta=0", "loss.beta=0 must be a number above 0"),
-    (f"{DPO} loss.sft_weight=inf", "loss.sft_weight=inf must be a number from 0 to 1e30"),
     (f"{DPO} loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
     (f"{DPO} loss.f_divergence=kl", "loss.f_divergence=kl is not one of alpha, forward_kl, js"),
-    (f"{DPO} loss.f_alpha=1", "loss.f_alpha=1 must be a number in (0, 1)"),
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
     ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss whose log-ratios enter by their d"),
     ("loss=exo loss.label_smoothing=0", "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
-    ("loss=exo loss.ld_alpha=1.5", "loss.ld_alpha=1.5 must be a number from 0 to 1"),
     ("loss=mix", "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
     ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs"),
     ("loss=mix ~loss.weights", "loss=mix adds up no loss of pairs"),
-    ("loss=mix loss.weights.dpo=1e39", "loss.weights.dpo=1e+39 must be a number from 0 to 1e30"),
     ("loss=mix loss.weights.dpo=-1", "loss.weights.dpo=-1 must be a number from 0 to 1e30"),
     ("loss=mix loss.weights.dpo=1 loss.weights.ipo=-1", "loss.weights.ipo=-1 must be a number from 0 "),
-    ("loss=mix +loss.weights.cpo=1", "loss.weights.cpo: no loss is called cpo; a mix adds up sft, dpo, "),
     ("loss=mix loss.weights.cpo=1", "loss.weights.cpo: no loss is called cpo; a mix adds up sft, dpo, "),
     ("loss=mix loss.weights.dpo=1 +loss.weights.aot=1", "loss.weights.aot: aot compares the examples of a batch with "),
     ("loss=mix loss.weights.dpo=1 loss.weights.apo_zero=1 loss.f_divergence=js", "loss.f_divergence=js needs a loss"),
@@ -207,10 +180,7 @@ REFUSED = [
     ("loss=mix loss.weights.exo=1", "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
     # --- adapters
     (f"{LORA} lora.r=0", "lora.r=0 must be an integer from 1 to 65536"),
-    (f"{LORA} lora.alpha=0", "lora.alpha=0 must be a number above 0"),
-    (f"{LORA} lora.dropout=1", "lora.dropout=1 must be a number in [0, 1)"),
     (f"{LORA} lora.target_modules=all", "lora.target_modules=all must be auto, or a list of different names of layers"),
-    (f"{LORA} lora.target_modules=[]", "lora.target_modules=[] must be auto, or a list of different names of layers"),
     (f"{LORA} lora.reference=none", "lora.reference=none is not one of adapter, base, model"),
     (f"{LORA} {DPO} lora.reference=adapter", "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST"),
     (f"lora=qlora lr=1e-4 {CUT} world_size=2", "lora=qlora does not work with trainer=TensorParallelTrainer, which ca"),
@@ -303,7 +273,7 @@ ACCEPTED = [
 
 @pytest.fixture
 def typed(monkeypatch):
-    """Set the environment that a command begins with; the rest of the command."""
+    """Set the environment that a command begins with; return the rest."""
 
     def set_environment(command: str) -> str:
         environ = dict(re.findall(r"\b([A-Z_]+)=(\d+) ", command))
@@ -322,29 +292,29 @@ def test_a_command_that_cannot_work_is_refused_with_one_sentence(command, senten
     assert problem.startswith(sentence)
 
 
+def find_config_warnings(command: str) -> list[str]:
+    config = compose(command)
+    plan = resolve(config)
+    assert find_config_problems(config, plan) == []
+    return find_warnings(config, plan)
+
+
 @pytest.mark.parametrize(("command", "sentence"), NO_EFFECT)
 def test_a_key_without_effect_gets_a_warning_that_begins_with_it(command, sentence, typed):
-    key, *context = shlex.split(typed(command).removeprefix(RUNS))
-    assert find_refusals(f"{RUNS} {shlex.join([key, *context])}") == []
-    config = compose(f"{RUNS} {command}")
-    [warning] = find_warnings(config, resolve(config))
-    assert warning.startswith(key.split("=")[0])
+    [warning] = find_config_warnings(typed(command))
+    assert warning.startswith(command.split("=")[0])
     assert f"has no effect: {sentence}" in warning
 
 
 @pytest.mark.parametrize(("command", "sentence"), DISCOURAGED)
 def test_a_rate_that_trains_little_gets_a_warning(command, sentence, typed):
-    config = compose(typed(command))
-    [warning] = find_warnings(config, resolve(config))
+    [warning] = find_config_warnings(typed(command))
     assert warning.startswith(sentence)
 
 
 @pytest.mark.parametrize("command", ACCEPTED)
 def test_a_command_that_can_work_has_neither_problems_nor_warnings(command, typed):
-    command = typed(command)
-    assert find_refusals(command) == []
-    config = compose(command)
-    assert find_warnings(config, resolve(config)) == []
+    assert find_config_warnings(typed(command)) == []
 
 
 def test_every_key_that_needs_another_is_in_a_table():

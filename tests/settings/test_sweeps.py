@@ -1,18 +1,16 @@
-"""A sweep's jobs: what their directories are called, and the table at the end."""
+"""A sweep's jobs: names of their directories, the table at the end."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
 
 import pytest
 import yaml
-from support.runs import ROOT, run_python, train
+from support.runs import train
 
 from dpo.settings.command_line import parse
-from dpo.settings.files import help_text
-from dpo.settings.sweeps import LONGEST_NAME, Job, as_table, report, summarize
+from dpo.settings.sweeps import LONGEST_NAME, Job, Sweep
 
 
 @pytest.mark.parametrize(
@@ -28,7 +26,7 @@ from dpo.settings.sweeps import LONGEST_NAME, Job, as_table, report, summarize
         (["a=https://me:pass@host/x"], "2_a=https_REDACTED_host_x"),
     ],
 )
-def test_a_name_says_what_is_varied_in_characters_that_any_file_system_takes(overrides, name):
+def test_a_name_has_the_varied_overrides_in_characters_of_any_file_system(overrides, name):
     assert Job(2, overrides).name == name
     assert re.fullmatch(r"[\w.=,+-]+", Job(2, overrides).name, re.ASCII)
 
@@ -51,6 +49,12 @@ def log(directory, *lines: dict) -> None:
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def sweep_of(folder, *overrides: list[str]) -> Sweep:
+    sweep = Sweep()
+    sweep.folder, sweep.jobs = folder, [Job(number, varied) for number, varied in enumerate(overrides)]
+    return sweep
+
+
 def evaluation(examples: int, **metrics: float | None) -> dict:
     return {"split": "eval", "examples": examples, "updates": 1} | metrics
 
@@ -60,10 +64,11 @@ def test_the_best_evaluation_is_the_highest_accuracy_or_the_lowest_loss_after_tr
     dpo = [evaluation(n, **{accuracy: a, "loss/eval": 1.0}) for n, a in ((0, 0.9), (8, 0.5), (16, 0.75), (24, None))]
     log(tmp_path / "dpo", {"split": "train", "examples": 4, accuracy: 1.0}, *dpo)
     log(tmp_path / "sft", *(evaluation(n, **{"loss/eval": a}) for n, a in ((0, 1.0), (8, 3.0), (16, 2.0))))
-    jobs = [Job(0, ["loss=dpo"], tmp_path / "dpo", finished=True), Job(1, ["loss=sft"], tmp_path / "sft")]
-    jobs.append(Job(2, ["lr=1"], tmp_path / "nothing"))
+    sweep = sweep_of(tmp_path / "sweep", ["loss=dpo"], ["loss=sft"], ["lr=1"])
+    for job, name in zip(sweep.jobs, ("dpo", "sft", "nothing"), strict=True):
+        job.directory, job.is_finished = tmp_path / name, name == "dpo"
 
-    report(jobs, tmp_path / "sweep")
+    sweep.report()
 
     found = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert [(f["metric"], f["best"], f["examples"]) for f in found] == [
@@ -77,7 +82,7 @@ def test_the_best_evaluation_is_the_highest_accuracy_or_the_lowest_loss_after_tr
     assert lines[3].endswith(f"{tmp_path}/nothing (not finished)")
     assert len({line.index(str(tmp_path)) for line in lines[1:4]}) == 1  # aligned
     assert lines[4] == f"the same in {tmp_path}/sweep/sweep.json"
-    assert as_table([summarize(jobs[0])]).splitlines()[1].startswith("0    loss=dpo")
+    assert lines[1].startswith("0    loss=dpo")
 
 
 def test_a_table_that_cannot_be_written_and_a_line_that_was_cut_off_cost_nothing(tmp_path, capsys):
@@ -85,19 +90,22 @@ def test_a_table_that_cannot_be_written_and_a_line_that_was_cut_off_cost_nothing
     with (tmp_path / "job" / "metrics.jsonl").open("a") as file:
         file.write('{"split": "eval", "exam')
     (tmp_path / "file").touch()
-    report([Job(0, ["lr=1"], tmp_path / "job")], tmp_path / "file")
+    sweep = sweep_of(tmp_path / "file", ["lr=1"])
+    sweep.jobs[0].directory = tmp_path / "job"
+    sweep.report()
     said = capsys.readouterr().out
     assert "loss/eval 2 after 8 examples" in said
     assert f"warning: {tmp_path}/file/sweep.json cannot be written: " in said
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_sweep_writes_nothing(command, tmp_path):
     result = train("-m", *command("sweep", "seed=0,1", "dry_run=true", f"hydra.sweep.dir={tmp_path}/hydra"))
     assert result.returncode == 0, result.stderr
     assert not (tmp_path / "sweep").exists()
 
 
-def test_only_what_varies_is_told_to_the_jobs():
+def test_jobs_get_the_keys_that_do_not_vary():
     line = parse(["-m", "loss=dpo", "loss.beta=0.1,0.5", "seed=range(0,3)", "dataset_sources.mine=/a", "~lr"])
     told = line.arguments[-1]
     assert told == "hydra.job.config.override_dirname.exclude_keys=['loss','dataset_sources.mine','lr']"
@@ -143,23 +151,3 @@ def test_a_sweep_that_ends_early_has_its_table_too_and_without_a_directory_names
     found = json.loads((tmp_path / "hydra" / "sweep.json").read_text())
     assert [job["finished"] for job in found] == [True, False]
     assert result.stdout.splitlines()[-2].endswith("(not finished)")
-
-
-def test_help_shows_every_keys_comment_quickly_and_without_torch():
-    start = time.monotonic()
-    result = run_python("-X", "importtime", str(ROOT / "train.py"), "--help", "loss=dpo")
-    assert time.monotonic() - start < 1.5
-    assert result.returncode == 0
-    assert not re.search(r"\| +(torch|transformers|datasets|wandb)$", result.stderr, re.MULTILINE)
-    assert result.stdout == f"{help_text()}\n"
-    for file in ("config.yaml", "model/blank_model.yaml", "loss/dpo.yaml", "loss/ipo.yaml"):
-        text = (ROOT / "config" / file).read_text().split("\ndefaults:")[0]
-        shown = [line.strip() for line in result.stdout.splitlines()]
-        assert [line for line in text.splitlines() if line.strip() not in shown] == []
-    assert "  # how strongly the policy is held to the reference; 0.1 to 0.5 are usual\n  beta: ???" in result.stdout
-
-
-def test_an_option_of_a_group_that_is_swept_is_taken_though_the_default_has_it_not():
-    line = parse(["-m", "loss=dpo,ipo", "loss.beta=0.1", "seed=1"])
-    assert line.arguments[1:-1] == ["loss=dpo,ipo", "++loss.beta=0.1", "seed=1"]
-    assert "loss.beta=0.1,0.2" in parse(["-m", "loss=dpo,ipo", "loss.beta=0.1,0.2"]).arguments

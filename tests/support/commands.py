@@ -8,7 +8,7 @@ import hydra
 from omegaconf import DictConfig
 
 import train  # noqa: F401  (registers the config's resolvers)
-from dpo.settings.command_line import COMPOSING, find_problems, parse
+from dpo.settings.command_line import COMPOSING, find_line_problems, parse
 from dpo.settings.files import CONFIG_DIR
 from dpo.settings.validation import find_config_problems
 
@@ -21,7 +21,7 @@ def compose(command: str) -> DictConfig:
 
 
 def find_refusals(command: str) -> list[str]:
-    """The problems that train.py would print for a command."""
+    """The problems that train.py would print."""
     line = parse(shlex.split(command))
     if not (line.is_sweep or line.config_dir):
         try:
@@ -30,4 +30,4 @@ def find_refusals(command: str) -> list[str]:
             pass
         else:
             return find_config_problems(config)
-    return find_problems(line, CONFIG_DIR)
+    return find_line_problems(line)

@@ -206,7 +206,7 @@ def _launch(result: Connection, setting: Setting, constants: dict[str, Any], arg
     try:
         launching.launch(*arguments, **options)
         result.send(None)
-    except Exception as error:
+    except BaseException as error:  # also Stopped
         result.send(error)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What is different on a GPU, as far as a CPU can show it: products in TF32, compiled code, determinism."""
+"""Differences of a GPU, as far as a CPU can show them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def restored():
 
 
 class EmulatedTF32(TorchDispatchMode):
-    """Where `allow_tf32` is set, or `always`, inputs of products are off at random, for what rounds one way in one
-    layout rounds the other way in the other: by more than TF32's 10 bits of mantissa, as it adds up in a deep model.
+    """Inputs of products are off at random, as TF32 rounds them.
+
+    At random, for what rounds one way in one layout rounds the other way in the other; and by more than TF32's 10 bits
+    of mantissa, as it adds up in a deep model. Only where `allow_tf32` is set, unless `always`.
     """
 
     def __init__(self, *, always: bool = False) -> None:
@@ -68,7 +70,7 @@ def test_rounding_of_tf32_does_not_cost_the_layout_and_stays_on_for_training():
 
 
 class CountedBackend:
-    """A backend of torch.compile that runs what was traced as it is, and counts."""
+    """A backend of torch.compile that counts graphs and calls."""
 
     def __init__(self) -> None:
         self.graphs = self.calls = 0
@@ -117,7 +119,7 @@ def test_compiled_blocks_are_trained_compiled_also_after_sampling(make_trainer, 
 
 
 class Stub:
-    """A model that generates its prompts, by an operation that has no deterministic algorithm."""
+    """A model that "generates" by an operation without a deterministic algorithm."""
 
     config = transformers.LlamaConfig(**COMMON)
 
@@ -170,23 +172,17 @@ def test_a_process_group_on_gpus_is_bound_to_the_gpu_of_the_process(monkeypatch)
     assert told["device_id"] is None
 
 
-def test_no_attention_kernel_that_plans_for_every_shape():
+def test_no_attention_kernel_that_plans_for_every_shape_and_memory_that_grows_in_segments():
     torch.backends.cuda.enable_cudnn_sdp(True)
     set_up_torch(deterministic=False, compiles=False)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@pytest.mark.parametrize(
-    ("environment", "set_to"),
-    [
+    for environment, setting in (
         ({}, "expandable_segments:True"),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native"),  # the user says otherwise
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
-    ],
-)
-def test_cuda_memory_grows_in_segments_unless_the_user_says_otherwise(environment, set_to):
-    set_allocators(environment)
-    assert environment.get("PYTORCH_ALLOC_CONF") == set_to
+    ):
+        set_allocators(environment)
+        assert environment.get("PYTORCH_ALLOC_CONF") == setting
 
 
 def test_rows_are_aligned_on_a_gpu_alone(monkeypatch):
@@ -201,27 +197,21 @@ def test_rows_are_aligned_on_a_gpu_alone(monkeypatch):
     assert lengths["cuda"] == 64
 
 
-def test_fsdp_on_a_gpu_in_float32_says_what_bfloat16_would_save(make_trainer, monkeypatch):  # noqa: F811
-    trainer = make_trainer(*DPO)
-    trainer.__class__ = FSDPTrainer
-    assert trainer.notes() == []
-    trainer.mesh.device, trainer.mesh.data_size = torch.device("cuda"), 2
-    [note] = trainer.notes()
-    assert "model.fsdp_policy_mp=bfloat16 would halve the 0.00113 GB" in note
-    trainer.plan = trainer.plan.change("model.fsdp_policy_mp", "float32")  # which was asked for
-    assert trainer.notes() == []
-
-
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gpt-j", "eager"), ("gemma2", "eager")])
 def test_a_model_without_sdpa_gets_eager_attention_by_default(family, attention):
     config = FAMILIES[family]()
     assert choose_attention(config, "sdpa") == attention
-    assert choose_attention(config, "eager") == "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention(config, "sdpa"))
     assert model.config._attn_implementation == attention
 
 
-def test_the_attention_that_a_model_has_not_is_said(make_trainer):  # noqa: F811
+def test_what_is_slower_than_it_could_be_is_noted(make_trainer):  # noqa: F811
     trainer = make_trainer(*DPO)
     trainer.policy.config._attn_implementation = "eager"
     assert trainer.notes() == ["LlamaForCausalLM does not support sdpa; using eager attention"]
+    trainer.policy.config._attn_implementation, trainer.__class__ = "sdpa", FSDPTrainer
+    trainer.mesh.device, trainer.mesh.data_size = torch.device("cuda"), 2
+    [note] = trainer.notes()
+    assert "model.fsdp_policy_mp=bfloat16 would halve the 0.00113 GB" in note
+    trainer.plan = trainer.plan.change("model.fsdp_policy_mp", "float32")  # as was asked for
+    assert trainer.notes() == []

@@ -1,4 +1,4 @@
-"""A run has a directory of its own, with what is needed to repeat it and nothing that is secret."""
+"""A run's directory is its own, and holds no secrets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.runs import ROOT
 
 from dpo.errors import InputError
 from dpo.system.redaction import redact
-from dpo.system.run_directory import add_to_record, check_free, create_run_dir, lock_run_dir, write_record
+from dpo.system.run_directory import add_to_record, create_run_dir, lock_run_dir, write_record
 
 
 def test_what_looks_like_a_secret_is_redacted_and_nothing_else():
@@ -76,31 +76,22 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_alone(name, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
-def test_a_directory_with_other_files_is_used(tmp_path):
-    (tmp_path / "slurm-123.out").write_text("log")
-    assert create_run_dir(str(tmp_path)) == tmp_path
-
-
-def test_a_place_that_cannot_be_written_is_an_error_in_words(tmp_path):
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot be written: .*Not a directory.*; choose another, or set local_dirs"):
         create_run_dir(str(tmp_path / "file" / "run"))
-
-
-def test_a_read_only_place_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
     with pytest.raises(
         InputError, match=f"local_run_dir={tmp_path}/a/b cannot be written: .*Permission denied.*'{tmp_path}'"
     ):
-        check_free(tmp_path / "a" / "b")
-    assert list(tmp_path.iterdir()) == []
+        create_run_dir(str(tmp_path / "a" / "b"))
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_machine_without_git_can_train(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    run_dir = create_run_dir(str(tmp_path / "run"))
-    write_record(run_dir, {"lr": 1})
-    assert json.loads((run_dir / "env.json").read_text())["git_commit"] is None
+    write_record(tmp_path, {"lr": 1})
+    assert json.loads((tmp_path / "env.json").read_text())["git_commit"] is None
 
 
 def test_a_directory_is_one_run_at_a_time_and_free_again_when_it_ends(tmp_path):
@@ -109,11 +100,6 @@ def test_a_directory_is_one_run_at_a_time_and_free_again_when_it_ends(tmp_path):
         lock_run_dir(tmp_path)
     held.close()
     lock_run_dir(tmp_path).close()
-
-
-def test_a_run_may_be_continued_where_it_is(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("{}")
-    assert create_run_dir(str(tmp_path), continued=True) == tmp_path
 
 
 def test_a_home_directory_may_be_abbreviated(run, tmp_path, monkeypatch):

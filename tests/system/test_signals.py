@@ -1,16 +1,15 @@
-"""A signal is acknowledged once, in one line, and acted on; while a run starts it ends the process at once."""
+"""A signal is acknowledged once and acted on."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 
 import pytest
 from support.runs import run_python
 
 from dpo.system import signals
-from dpo.system.signals import Stopped, ctrl_c_ignored, ending_on_stop_signals, on_stop_signals
+from dpo.system.signals import Stopped, ending_on_stop_signals, handling_signals, on_stop_signals
 
 
 @pytest.fixture(autouse=True)
@@ -21,66 +20,54 @@ def hears_ctrl_c():
     signal.signal(signal.SIGINT, former)
 
 
-def noting(heard: list[int]) -> Callable[[int], str]:
+def hear(*numbers: int) -> list[int]:
+    """The signals that are acted on, of those sent."""
+    heard = []
+
     def act(number: int) -> str:
         heard.append(number)
         return "stopping after saving"
 
-    return act
+    with on_stop_signals(act):
+        for number in numbers:
+            os.kill(os.getpid(), number)
+    return heard
 
 
-@pytest.mark.parametrize("number", signals.SIGNALS)
-def test_a_signal_is_acknowledged_in_one_line_and_acted_on(number, capfd):
-    heard = []
-    with on_stop_signals(noting(heard)):
-        os.kill(os.getpid(), number)
-    assert heard == [number]
-    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    again = "; press Ctrl-C again to exit immediately without saving" if number == signal.SIGINT else ""
-    assert capfd.readouterr() == (f"{name}: stopping after saving{again}\n", "")
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGINT, "Ctrl-C: stopping after saving; press Ctrl-C again to exit immediately without saving\n"),
+        (signal.SIGTERM, "SIGTERM: stopping after saving\n"),
+        (signal.SIGUSR1, "SIGUSR1: stopping after saving\n"),
+    ],
+)
+def test_a_signal_is_acknowledged_in_one_line_and_acted_on(number, said, capfd):
+    assert hear(number) == [number]
+    assert capfd.readouterr() == (said, "")
 
 
 def test_ctrl_c_that_a_launcher_passes_on_too_counts_once(capfd):
-    heard = []
-    with on_stop_signals(noting(heard)):
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert heard == [signal.SIGINT]
+    assert hear(signal.SIGINT, signal.SIGINT) == [signal.SIGINT]
     assert capfd.readouterr().out.count("\n") == 1
 
 
 def test_a_second_ctrl_c_interrupts(monkeypatch):
     monkeypatch.setattr(signals, "SAME_SECS", 0)
-    heard = []
-    with on_stop_signals(noting(heard)):
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert heard == [signal.SIGINT]
+    with pytest.raises(KeyboardInterrupt):
+        hear(signal.SIGINT, signal.SIGINT)
 
 
-@pytest.mark.parametrize("rank", [{"RANK": "1"}, {"SLURM_PROCID": "1"}])
-def test_of_several_processes_one_acknowledges(rank, monkeypatch, capfd):
-    for name, value in rank.items():
-        monkeypatch.setenv(name, value)
-    heard = []
-    with on_stop_signals(noting(heard)):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert heard == [signal.SIGTERM]
+@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID"])
+def test_of_several_processes_one_acknowledges(name, monkeypatch, capfd):
+    monkeypatch.setenv(name, "1")
+    assert hear(signal.SIGTERM) == [signal.SIGTERM]
     assert capfd.readouterr().out == ""
 
 
-def test_ctrl_c_stays_ignored_where_it_is():
-    heard = []
-    with ctrl_c_ignored(), on_stop_signals(noting(heard)):
-        os.kill(os.getpid(), signal.SIGINT)
-    assert heard == []
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_what_was_heard_before_is_heard_again_afterwards():
-    with on_stop_signals(noting([])):
-        pass
+def test_ctrl_c_stays_ignored_where_it_is_and_is_heard_again_afterwards():
+    with handling_signals(signal.SIG_IGN, signal.SIGINT):
+        assert hear(signal.SIGINT) == []
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -103,28 +90,23 @@ with ending_on_stop_signals(sys.argv[1]):
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_while_a_run_starts_a_signal_ends_it_wherever_it_comes(number, status, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
+)
+def test_while_a_run_starts_a_signal_ends_it_wherever_it_comes(number, status, name, tmp_path):
     ended = run_python("-c", ENDING, str(tmp_path), str(int(number)))
-    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     assert (ended.returncode, ended.stdout) == (status, "table\n")
     assert ended.stderr == f"stopped by {name}: nothing to save\n"
 
 
 def test_who_listens_is_called_instead_and_stopped_learns_of_the_directory(tmp_path):
-    heard = []
     (tmp_path / "step-8").mkdir()
-
-    def stop() -> None:
-        with ending_on_stop_signals(tmp_path):
-            with on_stop_signals(noting(heard)):
-                os.kill(os.getpid(), signal.SIGTERM)
-            raise Stopped(*heard)
-
-    with pytest.raises(Stopped, match=f"rerun the same command with local_run_dir={tmp_path} resume=auto to continue"):
-        stop()
+    with (
+        pytest.raises(Stopped, match=f"rerun the same command with local_run_dir={tmp_path} resume=auto to continue"),
+        ending_on_stop_signals(tmp_path),
+    ):
+        raise Stopped(*hear(signal.SIGTERM))
 
 
 def test_the_exit_status_is_the_signals_as_shells_expect():
     assert [Stopped(number).status for number in signals.SIGNALS] == [130, 143, 143]
-    assert Stopped().status == 143

@@ -1,4 +1,4 @@
-"""The others wait for rank 0 as long as it makes progress, and no longer."""
+"""Ranks wait for one that works alone, while it makes progress."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.runs import small_run, train
+from support.runs import compose, small_run, train
 from support.warm import launch
 
 import train as main
-from benchmarks.harness import compose
 from dpo.checkpoint import resume, saver
 from dpo.checkpoint.checksums import HashedFile
 from dpo.checkpoint.files import check_complete
+from dpo.checkpoint.parts import Part
 from dpo.errors import RunError
 from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import ParallelDims
 from dpo.system import waiting
 from dpo.system.host import HostMemory
 from dpo.system.signals import Stopped, on_stop_signals
-from dpo.system.waiting import make_for_others, meet_rank_0, once_per_machine, report_progress, wait_for_makers
+from dpo.system.waiting import meet_rank_0, once_per_machine, report_progress, sending_heartbeats, wait_for
 from trainers import BasicTrainer
 
 TIMEOUT = 5.0  # seconds that a collective may take
+
+
+# --- for rank 0 ----------------------------------------------------------------------------------------------------
 
 
 def work_slowly_but_steadily(rank: int, world_size: int) -> None:
@@ -67,8 +70,8 @@ def test_a_rank_0_that_makes_no_progress_is_named():
     assert "rank 0 sent no heartbeat for 5 s" in str(raised.value)
 
 
-class Part:
-    """A part of a run whose state is a tensor."""
+class Ones:
+    """A state that is a tensor."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"a": torch.ones(3)}
@@ -86,8 +89,7 @@ def save_slowly(rank: int, world_size: int, run_dir: Path) -> None:
     HashedFile.write = write_slowly
     mesh = Mesh(rank, ParallelDims.of(world_size))
     checkpoints = saver.Checkpoints(run_dir, mesh, keep=None, log=print)
-    parts = {name: Part() for name in ("policy", "scheduler", "trainer")}
-    parts["optimizer"] = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
+    parts = [Part(name, Ones()) for name in ("policy", "optimizer", "scheduler", "trainer")]
     started = time.monotonic()
     checkpoints.save(parts, step_idx=8, metrics=None, quality=0.0, facts=dict)
     checkpoints.finish()
@@ -109,7 +111,7 @@ def verify_slowly(rank: int, world_size: int, overrides: list[str]) -> None:
 
     resume.check_complete = check_slowly
     BasicTrainer.train = lambda self: self.checkpoints.finish()
-    main.work(rank, world_size, compose(overrides))
+    main.work(rank, world_size, compose(*overrides))
 
 
 @pytest.mark.slow
@@ -121,30 +123,20 @@ def test_verifying_a_checkpoint_may_take_longer_than_a_collective(rows, tmp_path
     launch(verify_slowly, 2, again, process_group=True, timeout_secs=TIMEOUT)
 
 
-def meet_twice(rank: int, world_size: int) -> None:
-    for place in ("first", "second"):
-        started = time.monotonic()
-        if rank == 0:
-            time.sleep(1)  # by more than the processes start apart
-        meet_rank_0(place)
-        assert rank == 0 or 0.2 < time.monotonic() - started < 30
+# --- in one process, as rank 1 ---------------------------------------------------------------------------------------
 
 
-def test_every_place_is_waited_for():
-    launch(meet_twice, 2, process_group=True)
-
-
-def test_one_process_waits_for_nobody():
-    report_progress()
-    meet_rank_0("a place")
-
-
-def test_a_signal_is_heard_while_waiting(monkeypatch):
+@pytest.fixture
+def store(monkeypatch) -> dist.Store:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=60))
-    monkeypatch.setattr("dpo.system.waiting.is_shared", lambda: True)
-    monkeypatch.setattr("dpo.system.waiting.default_store", lambda: store)
+    monkeypatch.setattr(waiting, "is_shared", lambda: True)
+    monkeypatch.setattr(waiting, "default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    return store
+
+
+def test_a_signal_is_heard_while_waiting(store):
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
     def stop(number: int) -> str:
@@ -154,7 +146,21 @@ def test_a_signal_is_heard_while_waiting(monkeypatch):
         meet_rank_0("a place")
 
 
-# --- work that one process per machine does for all of them --------------------------------------------------------
+def test_heartbeats_are_waited_for_and_silence_ends_the_wait(store):
+    with sending_heartbeats(0.05):
+        threading.Timer(1.5, store.set, ("key", "done word")).start()
+        assert wait_for({1: "key"}, silence_secs=0.5) == {1: "done word"}
+    with pytest.raises(dist.DistError, match=r"rank 3 sent no heartbeat for 0\.3 s"):
+        wait_for({1: "key", 3: "none"}, silence_secs=0.3)
+
+
+def test_one_process_waits_for_nobody():
+    report_progress()
+    meet_rank_0("a place")
+    assert once_per_machine(lambda: "made", silence_secs=0) == "made"
+
+
+# --- for one process of each machine ---------------------------------------------------------------------------------
 
 
 class Interrupted(Exception):
@@ -162,7 +168,7 @@ class Interrupted(Exception):
 
 
 def share_a_word(rank: int, world_size: int, folder: Path) -> None:
-    """Three calls: on one machine, on two, and one that a signal breaks off where it is waited for."""
+    """Four calls, of which one is broken off and one fails."""
 
     def make(seconds: float = 0.0) -> str:
         with (folder / "makers").open("a") as file:
@@ -176,12 +182,16 @@ def share_a_word(rank: int, world_size: int, folder: Path) -> None:
     got.append(share(make))
     signal.signal(signal.SIGALRM, interrupt)
     if rank == 1:
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
     start = time.monotonic()
     try:
-        got.append(share(partial(make, 4.0 if rank == 0 else 0.0)))
+        got.append(share(partial(make, 2.5 if rank == 0 else 0.0)))
     except Interrupted:
-        got.append(f"broken off: {time.monotonic() - start < 3}")
+        got.append(f"broken off: {time.monotonic() - start < 2}")
+    try:
+        share(lambda: str(1 // rank))
+    except (ZeroDivisionError, dist.DistError) as error:
+        got.append(str(error))
     (folder / f"{rank}.json").write_text(json.dumps(got))
 
 
@@ -193,32 +203,10 @@ def test_the_first_process_of_each_machine_makes_it_and_a_signal_reaches_those_t
     launch(share_a_word, 3, tmp_path, process_group=True)
 
     got = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-    assert [one for one, *_ in got] == ["0's", "0's", "0's"]
-    assert [two for _, two, _ in got] == ["0's", "0's", "2's"]
-    assert [three for *_, three in got] == ["0's", "broken off: True", "2's"]
+    failed = "rank 0 failed while the others waited for it"
+    assert got == [
+        ["0's", "0's", "0's", "integer division or modulo by zero"],
+        ["0's", "0's", "broken off: True", failed],
+        ["0's", "2's", "2's", failed],
+    ]
     assert sorted((tmp_path / "makers").read_text().split()) == ["0", "0", "0", "2", "2"]
-
-
-def test_a_maker_that_sends_heartbeats_may_take_longer_than_the_timeout():
-    store, keys = dist.HashStore(), {0: "rank 0"}
-    thread = threading.Thread(target=make_for_others, args=(lambda: time.sleep(2) or "word", store, keys[0], 0.05))
-    thread.start()
-    assert wait_for_makers(store, keys, silence_secs=0.5) == {0: "word"}
-    thread.join()
-
-
-def test_silence_ends_the_wait():
-    with pytest.raises(dist.DistError, match=r"rank 3 sent no heartbeat for 0\.3 s"):
-        wait_for_makers(dist.HashStore(), {3: "rank 3"}, silence_secs=0.3)
-
-
-def test_a_failure_ends_the_wait_of_the_others_and_is_raised_where_it_happened():
-    store = dist.HashStore()
-    with pytest.raises(ZeroDivisionError):
-        make_for_others(lambda: str(1 / 0), store, "rank 0", 0.05)
-    with pytest.raises(dist.DistError, match="rank 0 failed while the others waited for it"):
-        wait_for_makers(store, {0: "rank 0", 1: "rank 1"}, silence_secs=60)
-
-
-def test_alone_nothing_is_shared():
-    assert once_per_machine(lambda: "made", silence_secs=0) == "made"

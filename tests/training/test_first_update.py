@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from support.runs import GOLDEN, compose
 
-from dpo.data.preflight import Preflight, SplitReport, TrainingData
+from dpo.data.counts import Preflight, SplitReport
+from dpo.data.preflight import TrainingData
 from dpo.settings.plan import resolve
 from dpo.training.first_update import FirstUpdate
 

@@ -12,7 +12,7 @@ from support.runs import read_metrics, train
 from dpo.checkpoint.files import read_state
 from dpo.settings.plan import make_plan
 from dpo.training.objective import Objective
-from dpo.training.optimization import Schedule
+from dpo.training.optimization import Schedule, find_warmup_warnings
 
 
 def optimizer_of(lr: float = 1.0) -> torch.optim.Optimizer:
@@ -158,3 +158,23 @@ def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(com
     assert re.findall("learning rate .*", said) == ["learning rate 0.002, as the run began; a new one would have 0.001"]
     groups = read_state(tmp_path / "run" / "step-12" / "optimizer.pt")["param_groups"]
     assert [group["lr"] for group in groups] == [0.002]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "schedule", "updates", "warning"),
+    [
+        (0, "cosine", 1, None),
+        (8, "constant", 16, None),
+        (9, "constant", 16, "takes most of the 16 updates of this run; warmup_steps=1 fits, a tenth of them"),
+        (
+            16, "constant", 16,
+            "is too long for the 16 updates of this run, which would never reach lr=0.001; warmup_steps=1 fits, a "
+            "tenth of them",
+        ),
+        (15, "cosine", 16, "leaves none of the 16 updates for cosine; warmup_steps=1 fits, a tenth of them"),
+        (1, "cosine", 2, "leaves none of the 2 updates for cosine; no warm-up fits so short a run: warmup_steps=0"),
+    ],
+)  # fmt: skip
+def test_a_warm_up_that_does_not_suit_the_run_is_warned_about(warmup, schedule, updates, warning):
+    training = make_plan({"warmup_steps": warmup, "lr": 1e-3, "schedule": schedule}).training
+    assert find_warmup_warnings(training, updates) == ([f"warmup_steps={warmup} {warning}"] if warning else [])

@@ -1,0 +1,192 @@
+"""Counts of the data and their description, before training starts.
+
+" b", " c", " d", " e" and "a" are one token each; max_length is 6 and max_prompt_length 2 unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from dpo.data import counts
+from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
+from dpo.data.examples import iterate_examples
+from dpo.data.table import Prompt, PromptTable, write_prompts
+from dpo.data.tokenization import TextEncoder
+from dpo.errors import InputError
+
+
+def prompt_of(text: str, *pairs: tuple[str, str], rendered: bool = False) -> Prompt:
+    responses = [response for pair in pairs for response in pair]
+    examples = [{"chosen": 2 * i, "rejected": 2 * i + 1} for i in range(len(pairs))]
+    return Prompt(text, responses, examples, "keep_end", rendered)
+
+
+def inspect(tokenizer, *prompts: Prompt, max_length: int = 6) -> SplitReport:
+    counter = SplitCounter(TextEncoder(tokenizer))
+    with tempfile.TemporaryDirectory() as folder:
+        write_prompts(Path(folder) / "split.arrow", counter.watch(prompts))
+        table = PromptTable(Path(folder) / "split.arrow")
+        return counter.count_tokens(table, max_length=max_length, max_prompt_length=2)
+
+
+def test_the_predicted_updates_are_those_that_the_batches_give():
+    wrong = []
+    for examples in range(1, 8):
+        for batch_size in range(1, examples + 1):
+            for n_epochs in (None, 0, 1, 2, 3):
+                for n_examples in (None, 1, 2, 3, 5, 6, 7, 8, 13, 20):
+                    if n_epochs is None and n_examples is None:
+                        continue  # never ends
+                    stop = {"batch_size": batch_size, "n_epochs": n_epochs, "n_examples": n_examples}
+                    batches = iterate_examples([1] * examples, shuffle=False, seed=0, **stop)
+                    counted = sum(1 for _ in batches)
+                    predicted, _ = count_updates(examples, **stop)
+                    if counted != predicted:
+                        wrong.append((examples, stop, counted, predicted))
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("n_epochs", "n_examples", "expected"),
+    [
+        (1, None, (2, 2)),  # 10 examples in batches of 4: 2 updates, and 2 examples left over
+        (3, None, (6, 6)),
+        (3, 8, (2, 0)),  # stops before the first epoch's end
+        (3, 9, (3, 2)),  # 8, then 10 with the two that are dropped, then 14
+        (None, 10**20, (2 * 10**19 + 1, 2 * 10**19)),  # no walk through the epochs
+        (None, 25, (6, 4)),  # 4, 8, then 14, 18, then 24, 28: two epochs ended, each with 2 left over
+    ],
+)
+def test_dropped_examples_are_those_of_the_epochs_that_end(n_epochs, n_examples, expected):
+    assert count_updates(10, batch_size=4, n_epochs=n_epochs, n_examples=n_examples) == expected
+
+
+COUNTED = {
+    "nothing to remark": ([prompt_of("a", (" b", " c"))], {}),
+    # 4 + 2 + EOS = 7 > 6: the prompt goes to 2, and the responses fit
+    "a long prompt": ([prompt_of("a b c d", (" b c", " c"))], {"truncated_prompts": 1}),
+    # 1 + 5 + EOS = 7 > 6: the prompt is short, the responses go to 4
+    "a long response": ([prompt_of("a", (" b", " b c d e b"))], {"truncated_responses": 1}),
+    # 1 + 4 + EOS = 6 fits; with a prompt of 2 only EOS would be lost, and that counts
+    "a response that loses only its EOS": (
+        [prompt_of("a", (" b", " b c d e")), prompt_of("a b", (" b", " b c d e"))],
+        {"truncated_responses": 1},
+    ),
+    "empty responses": ([prompt_of("a", ("", " b"), (" c", " \n"))], {"empty_responses": 2}),
+    # both " b c d e" after the cut to 4
+    "no difference, from the start or after truncation": (
+        [prompt_of("a", (" b", " b")), prompt_of("a", (" b c d e b", " b c d e c"))],
+        {"identical_pairs": 2, "truncated_responses": 1},
+    ),
+    # a pair without a difference is not its own reverse
+    "no difference, twice": (
+        [prompt_of("a", (" b", " b"), (" b", " b"))],
+        {"identical_pairs": 2, "duplicated_pairs": 1},
+    ),
+    # the same pair under another prompt is another pair
+    "a pair twice": (
+        [prompt_of("a", (" b", " c"), (" b", " c"), (" b", " d")), prompt_of("a b", (" b", " c"))],
+        {"duplicated_pairs": 1},
+    ),
+    "a pair in two datasets, and both ways": (
+        [prompt_of("a", (" b", " c")), prompt_of("a", (" b", " c"), (" d", " e")), prompt_of("a", (" e", " d"))],
+        {"duplicated_pairs": 1, "contradictory_pairs": 1},
+    ),
+    "a pair both ways": (
+        [prompt_of("a", (" b", " c"), (" c", " b")), prompt_of("a b", (" c", " b"))],
+        {"contradictory_pairs": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize(("prompts", "found"), COUNTED.values(), ids=COUNTED)
+def test_each_count_counts_its_own_examples_and_nothing_else(tokenizer, prompts, found):
+    report = asdict(inspect(tokenizer, *prompts))
+    noted = {key: report[key] for key in report.keys() - {"longest"} if isinstance(report[key], int) and report[key]}
+    n = sum(len(prompt.examples) for prompt in prompts)
+    assert noted == {"prompts": len(prompts), "examples": n, "tokenized": n, **found}
+
+
+def test_lengths_are_in_tokens_with_eos_after_truncation(tokenizer):
+    first = prompt_of("a", (" b c", " b"), (" b", " c"))  # 3 and 2 tokens, 2 and 2
+    report = inspect(tokenizer, first, prompt_of("a", (" b c d e b c", " b")))  # 7 cut to 4, and 2
+    assert (report.mean_prompt_tokens, report.mean_chosen_tokens, report.mean_rejected_tokens) == (1, 3, 2)
+    assert report.chosen_longer == pytest.approx(2 / 3)
+    assert report.longest == 5
+    assert inspect(tokenizer, first).longest == 4
+
+
+def test_targets_have_no_counts_of_pairs(tokenizer):
+    targets = {"a": " b c", "a b": " d"}
+    prompts = [Prompt(text, [target], [{"chosen": 0}], "keep_end", False) for text, target in targets.items()]
+    report = inspect(tokenizer, *prompts)
+    assert (report.prompts, report.examples, report.empty_responses, report.mean_chosen_tokens) == (2, 2, 0, 2.5)
+    pairwise = ("mean_rejected_tokens", "chosen_longer", "duplicated_pairs", "contradictory_pairs", "identical_pairs")
+    assert [getattr(report, name) for name in pairwise] == [None] * 5  # not counted, which is not 0
+
+
+def test_texts_with_eos_stop_the_run_and_are_counted_also_beyond_the_sample(tokenizer, monkeypatch):
+    monkeypatch.setattr(counts, "SAMPLE_SIZE", 1)
+    with pytest.raises(InputError) as error:
+        inspect(
+            tokenizer,
+            *[prompt_of("fine", (" b", " c"))] * 30,
+            prompt_of("guilty<|endoftext|> prompt", (" b", " c"), (" b", " d")),  # counts once
+            prompt_of("fine too", (" guilty<|endoftext|> response", " c")),
+        )
+    assert str(error.value).startswith("2 texts contain the EOS token '<|endoftext|>'")
+    assert "The first: 'guilty<|endoftext|> prompt'" in str(error.value)
+    # a chat template may write it
+    assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).examples == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "joined"),
+    [
+        ("Where?", "Here", 1),
+        ("Where?", " Here", 0),
+        ("Where? ", "Here", 0),
+        ("Where?\n", "Here", 0),
+        ("Where?", "\nHere", 0),
+        ("Where?", "", 0),
+        ("どこ？", "ここ", 0),  # no spaces in this script
+    ],
+)
+def test_words_that_run_together_are_counted_and_shown(prompt, response, joined, tokenizer):
+    pairs = (response, " x"), (" y", " z")
+    report = inspect(tokenizer, prompt_of(prompt, *pairs), max_length=64)
+    assert (report.joined_words, report.joined_example) == (joined, "Where?Here" if joined else "")
+    lines = Preflight(report, report, updates=1, dropped_examples=0, epoch=2).describe(2).splitlines()
+    warnings = [line for line in lines if line.startswith("warning: in ")]
+    assert len(warnings) == joined
+    for warning in warnings:
+        assert "in 1 of 2 examples (train) and 1 of 2 examples (test) a response follows its prompt" in warning
+        assert "without a space, as in 'Where?Here'" in warning
+    assert inspect(tokenizer, prompt_of(prompt, *pairs, rendered=True)).joined_words == 0  # a template may
+
+
+def test_the_format_of_each_datasets_prompts_is_noted(tokenizer):
+    talk = "\n\nHuman: a\n\nAssistant:"
+    kinds = [("talks", talk), ("chats", talk), ("texts", "a b"), ("mixed", talk), ("mixed", "a")]
+    prompts = [prompt_of(text, (" b", " c"), rendered=name == "chats")._replace(dataset=name) for name, text in kinds]
+    found = inspect(tokenizer, *prompts).prompt_formats
+    assert found == {"talks": "hh", "chats": "chat", "texts": "raw", "mixed": "raw"}
+
+
+def test_of_a_large_split_texts_are_counted_and_the_tokens_of_a_sample(tokenizer, monkeypatch):
+    prompts = [prompt_of("a b c d", (" b c", " c"), ("", " b")) for _ in range(50)]  # the prompt is cut for the first
+    monkeypatch.setattr(counts, "SAMPLE_SIZE", 20)
+    monkeypatch.setattr(counts, "TOKENIZED_AT_ONCE", 7)
+    report = inspect(tokenizer, *prompts)
+    assert (report.examples, report.empty_responses, report.tokenized) == (100, 50, 20)
+    assert 0 < report.truncated_prompts < 20
+    assert f"; in a random sample of 20, {report.truncated_prompts} with a truncated prompt" in report.describe("train")
+
+
+def test_one_of_a_kind_is_in_the_singular(tokenizer):
+    report = inspect(tokenizer, prompt_of("a", (" b", " c"), (" c", " b")))
+    assert report.describe("train").startswith("train: 2 examples of 1 prompt, 1 contradictory pair; ")
