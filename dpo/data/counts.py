@@ -7,9 +7,10 @@ import json
 import random
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from dpo.data.examples import read_examples
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder, append_eos, truncate
 from dpo.errors import InputError
+from dpo.losses import TRAINS_ON
 from dpo.numbers import count
 
 SAMPLE_SIZE = 10_000  # examples of a split whose tokens are counted
@@ -70,9 +72,10 @@ class SplitReport:
         text += self._list_counts(TOKEN_COUNTS)
         text += f"; {self.mean_chosen_tokens:.1f} tokens per chosen response"
         if self.mean_rejected_tokens is not None:
+            text += f", {self.mean_rejected_tokens:.1f} per rejected"
+        if self.mean_rejected_tokens is not None and self.chosen_longer is not None:
             gap = self.mean_chosen_tokens - self.mean_rejected_tokens
-            text += f", {self.mean_rejected_tokens:.1f} per rejected (gap {gap:+.1f}; chosen longer in "
-            text += f"{self.chosen_longer:.0%} of pairs)"
+            text += f" (gap {gap:+.1f}; chosen longer in {self.chosen_longer:.0%} of pairs)"
         return text
 
     def _list_counts(self, fields: Iterable[tuple[str, str, str]]) -> str:
@@ -157,11 +160,11 @@ class SplitCounter:
                 self._formats[prompt.dataset] = RAW
             self.digest.update(repr((prompt.text, prompt.responses, prompt.examples)).encode())
             self.counts["prompts"] += 1
-            examples = [list(prompt.texts(index).values()) for index in range(len(prompt.examples))]
-            for responses in examples:
-                self._count_texts(prompt, responses)
+            examples = [prompt.texts(index) for index in range(len(prompt.examples))]
+            for texts in examples:
+                self._count_texts(prompt, texts)
             if not prompt.rendered:  # in a rendered chat EOS ends turns
-                used = dict.fromkeys(text for responses in examples for text in (prompt.text, *responses))
+                used = dict.fromkeys(text for texts in examples for text in (prompt.text, *texts.values()))
                 found = (text for text in used if eos in text and eos_id in self.encode([text])[text])
                 self._with_eos |= dict.fromkeys(found, prompt.text)
             yield prompt
@@ -172,11 +175,11 @@ class SplitCounter:
                 f"end it early; clean the data. The first: {text[:300]!r}, for the prompt {prompt_text[-200:]!r}"
             )
 
-    def _count_texts(self, prompt: Prompt, responses: Sequence[str]) -> None:
-        counts = self.counts
+    def _count_texts(self, prompt: Prompt, texts: Mapping[str, str]) -> None:
+        counts, responses = self.counts, list(texts.values())
         counts["examples"] += 1
         counts["empty_responses"] += not all(map(str.strip, responses))
-        if len(responses) == 2:
+        if tuple(texts) == TRAINS_ON["pairs"]:
             pair, reverse = (hash((prompt.text, *order)) for order in (responses, responses[::-1]))
             counts["duplicated_pairs"] += pair in self._seen
             counts["contradictory_pairs"] += reverse in self._seen and reverse != pair
@@ -205,21 +208,20 @@ class SplitCounter:
                 prompt_ids, responses = truncate(*whole, prompt.truncation_mode, max_length, max_prompt_length)
                 counts["truncated_prompts"] += len(prompt_ids) < len(whole[0])
                 counts["truncated_responses"] += responses != whole[1]
-                if len(responses) == 2:
+                if tuple(texts) == TRAINS_ON["pairs"]:
                     counts["identical_pairs"] += responses[0] == responses[1]
-                lengths.append([len(prompt_ids), *map(len, responses)])
-        by_role = np.array(lengths or [[0, 0]]).T  # (prompt and responses, examples)
-        means = by_role.mean(axis=1).tolist()
-        is_paired = len(means) == 3
+                lengths.append((len(prompt_ids), dict(zip(texts, map(len, responses), strict=True))))
+        chosen, rejected = ([n[role] for _, n in lengths if role in n] for role in TRAINS_ON["pairs"])
+        pairs = [n for _, n in lengths if tuple(n) == TRAINS_ON["pairs"]]
         return SplitReport(
             **counts,
             joined_example=self._joined_example,
             tokenized=len(lengths),
-            longest=int((by_role[0] + by_role[1:].max(axis=0)).max()),
-            mean_prompt_tokens=means[0],
-            mean_chosen_tokens=means[1],
-            mean_rejected_tokens=means[2] if is_paired else None,
-            chosen_longer=float((by_role[1] > by_role[2]).mean()) if is_paired else None,
+            longest=max((n_prompt + max(n.values()) for n_prompt, n in lengths), default=0),
+            mean_prompt_tokens=fmean(n_prompt for n_prompt, _ in lengths) if lengths else 0.0,
+            mean_chosen_tokens=fmean(chosen) if chosen else 0.0,
+            mean_rejected_tokens=fmean(rejected) if rejected else None,
+            chosen_longer=fmean(n["chosen"] > n["rejected"] for n in pairs) if pairs else None,
             prompt_formats=self._formats,
             token_digest=digest.hexdigest(),
         )

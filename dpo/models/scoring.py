@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dpo.checkpoint.parts import random_state, set_random_state
 from dpo.data.table import Prompt
 from dpo.errors import InputError, RunError, one_sentence
 from dpo.models.answers import Answer
@@ -71,14 +70,17 @@ class Scorer(NamedTuple):
 @contextmanager
 def seeded_generators(*numbers: int) -> Iterator[None]:
     """Seed Python's, numpy's and torch's generators inside."""
-    before = random_state()
-    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(seed)
-    try:
-        yield
-    finally:
-        set_random_state(before)
+    before, numpy_before = random.getstate(), np.random.get_state()
+    seeds = np.random.SeedSequence(numbers).generate_state(4)
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        random.seed(seeds.tobytes())
+        np.random.seed(seeds)
+        torch.manual_seed(int(seeds.view(np.uint64)[0]))
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(numpy_before)
 
 
 def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, file: Path | None) -> T:
