@@ -90,7 +90,7 @@ def _is_prose(value: Any) -> bool:
 def recognize_columns(
     present: Mapping[str, str], given: Mapping[str, str], *, name: str, origin: str, trains_on: str
 ) -> Columns:
-    """Recognize the columns of what a loss trains on, in one of its FORMS.
+    """Recognize the columns of what a loss trains on.
 
     `given` has the columns that the config names for dataset `name`. A pair's prompt may be missing if chosen and
     rejected hold it: if they are dialogues, if nothing else could be a prompt, or if the config names these two alone.
