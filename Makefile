@@ -10,13 +10,18 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 IN_PARALLEL := -n auto --dist worksteal  # tests/conftest.py says how many
+unexport PYTHONDONTWRITEBYTECODE  # each process would compile the tests anew
 
-.PHONY: demo test test-all lint doctor golden gpu-check format lock clean-demo
+.PHONY: demo test tests test-all lint doctor golden gpu-check format lock clean-demo
 
 demo: $(VENV)/.installed
 	$(RUN) -m scripts.demo
 
-test: lint
+# together: the check of types alone would leave all cores but one idle
+test: $(VENV)/.installed-dev
+	$(MAKE) -j2 lint tests
+
+tests:
 	$(RUN) -m pytest -q $(IN_PARALLEL) --durations=30
 
 test-all: lint

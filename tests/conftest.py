@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import signal
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from support.runs import GOLDEN, run_here, small_run, write_rows
+
+# Fixtures import what needs torch: xdist reads this file too, before it starts the processes that run tests.
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # the models are tiny: threads would wait for each other
+
+gc.disable()  # until tests are collected: nothing that they import is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores, for many tests wait; each takes a gigabyte of memory."""
+    """One more than there are cores, as many tests wait.
+
+    Each takes a gigabyte of memory.
+    """
     return min(len(os.sched_getaffinity(0)) + 1, 5)
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from support.runs import GOLDEN
+
     from dpo.data.tokenizer import load_tokenizer
 
     return load_tokenizer(str(GOLDEN / "tiny-llama"))
@@ -25,6 +42,9 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def tiny_llama():
+    import torch
+    from support.runs import GOLDEN
+
     from dpo.models.pretrained import load_model
 
     return load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa")
@@ -32,7 +52,12 @@ def tiny_llama():
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory) -> Path:
-    """22 training pairs of 11 prompts (5 batches of 4 and a rest) and 8 test pairs, and a second dataset."""
+    """Two datasets of 22 training pairs and 8 test pairs each.
+
+    The pairs have 11 prompts: 5 batches of 4 and a rest.
+    """
+    from support.runs import write_rows
+
     folder = tmp_path_factory.mktemp("data")
 
     def row(i: int, dataset: str) -> dict[str, str]:
@@ -48,15 +73,41 @@ def rows(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def finished(rows, tmp_path_factory) -> Callable[..., Path]:
+    """The directory of a complete run with these overrides, trained once.
+
+    Compare with it, or copy it. Ask for it before anything is patched.
+    """
+    from support.runs import small_run, train_here
+
+    @cache
+    def train_once(*overrides: str) -> Path:
+        run_dir = tmp_path_factory.mktemp("trained") / "run"
+        train_here(small_run(rows, run_dir, *overrides))
+        return run_dir
+
+    return train_once
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Callable[..., Path]:
+    """Copy a complete run with these overrides to `tmp_path / name`."""
+    return lambda name, *overrides: shutil.copytree(finished(*overrides), tmp_path / name, symlinks=True)
+
+
 @pytest.fixture
 def command(rows, tmp_path):
     """The overrides of a small run into `tmp_path / name`."""
+    from support.runs import small_run
+
     return lambda name, *overrides: small_run(rows, tmp_path / name, *overrides)
 
 
 @pytest.fixture
 def run(command):
     """Run train.py's `run` in this process."""
+    from support.runs import run_here
 
     return lambda name, *overrides: run_here(command(name, *overrides))
 

@@ -1,4 +1,7 @@
-"""The shape of the code: which file may know which. What fails here is drawn in docs/architecture.md."""
+"""The shape of the code: which file may know which.
+
+What fails here is drawn in docs/architecture.md.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 import graphlib
 import re
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 from support.runs import ROOT, run_python
@@ -132,17 +136,28 @@ def test_nothing_depends_on_where_the_project_lies():
         for kind, text in places.items()
         if text in (ROOT / name).read_bytes()
     }
-    assert found == set()  # tests/conftest.py finds the maintainers' data as ROOT.parent / "shared"
+    assert found == set()  # tests/support/runs.py finds the maintainers' data as ROOT.parent / "shared"
 
 
-def test_functions_are_named_after_what_they_do_and_docstrings_say_it_first():
-    documented = (ast.FunctionDef, ast.ClassDef, ast.Module)
-    for name, tree in TREES.items():
-        for node in (node for node in ast.walk(tree) if isinstance(node, documented)):
-            assert not (isinstance(node, ast.FunctionDef) and re.search("_of$|^_?of_|(?<!out)_of_", node.name)), (
-                f"{name}: {node.name}"
-            )
-            first = (ast.get_docstring(node) or "-").split()[0]
-            assert first not in ("Of", "What", "Whether"), (
-                f"{name}: {getattr(node, 'name', name)} begins with {first!r}"
-            )
+DESCRIBED = (*PUBLIC, "dpo", "scripts", "benchmarks", "experiments")  # files and folders of what is not a test
+
+
+def list_documented() -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef | ast.Module]]:
+    """Everything that may have a docstring, with where it is."""
+    for name in DESCRIBED:
+        for path in [ROOT / f"{name}.py"] if name in PUBLIC else sorted((ROOT / name).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                    yield f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}", node
+
+
+def test_functions_are_named_after_what_they_do_and_docstrings_say_it_in_a_dozen_words():
+    badly_named, wordy = [], []
+    for place, node in list_documented():
+        if isinstance(node, ast.FunctionDef) and re.search("^_?of_|(?<!out)(?<!best)_of(_|$)", node.name):
+            badly_named.append(place)
+        words = (ast.get_docstring(node) or "-").splitlines()[0].split()
+        if len(words) > 12 or words[0] in ("Of", "What", "Whether"):
+            wordy.append(f"{place}: {' '.join(words)}")
+    assert badly_named == []
+    assert wordy == []

@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import getpass
-import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -96,7 +96,7 @@ def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -
     facts = {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES.split()},
+        "packages": dict(_find_versions()),
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),
@@ -108,6 +108,12 @@ def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -
     with _explaining(run_dir):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
         (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _find_versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES.split():  # by name: to read all that is installed takes a while
+        with suppress(PackageNotFoundError):
+            yield name, version(name)
 
 
 def _git(*arguments: str) -> str:

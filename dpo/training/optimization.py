@@ -34,7 +34,7 @@ def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:
 
 
 def find_warmup_warnings(training: TrainingPlan, updates: int) -> list[str]:
-    """A warning if the warm-up does not suit a run of so many updates."""
+    """A warning if the warm-up does not suit the number of updates."""
     warmup, run = training.warmup_steps, count(updates, "update")
     if warmup == 0:
         return []

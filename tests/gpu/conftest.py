@@ -1,4 +1,7 @@
-"""The acceptance run: each test marked `gpu` runs in a process of its own, so that a CUDA error stops no other test."""
+"""Tests marked `gpu` run in a process of their own.
+
+So a CUDA error in one stops no other.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ LAST_LINES = 40  # of the output of a test that ended without a result
 
 @pytest.fixture
 def record(record_property):
-    """Record what a test measured: in words, which are printed, and in numbers, which `--junitxml` keeps too."""
+    """Record a measurement in words, which are printed, and in numbers."""
 
     def write(words: str, **numbers: object) -> None:
         for name, value in {"measured": words, **numbers}.items():
@@ -28,7 +31,10 @@ def record(record_property):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem) -> bool | None:
-    """Run a test by a pytest of its own. The time limit counts here, and ends all that the test started."""
+    """Run a test by a pytest of its own.
+
+    The time limit counts here, and ends all that the test started.
+    """
     if CHILD in os.environ or pyfuncitem.get_closest_marker("gpu") is None:
         return None
     root, folder = pyfuncitem.config.rootpath, pyfuncitem.funcargs["tmp_path"]
@@ -58,7 +64,7 @@ def pytest_pyfunc_call(pyfuncitem) -> bool | None:
 
 
 def show_result(item, result: ElementTree.ElementTree) -> None:
-    """Pass on what the test's own pytest wrote: properties, and how the test ended."""
+    """Pass on properties and outcome that the test's own pytest wrote."""
     for entry in result.iter("property"):
         item.user_properties.append((entry.get("name"), entry.get("value")))
         if entry.get("name") == "measured":

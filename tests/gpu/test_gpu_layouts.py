@@ -1,4 +1,4 @@
-"""Both layouts on random models, in every precision and attention, and microbatches of many shapes."""
+"""Both layouts in every precision and attention; microbatches of many shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ NEW_SHAPE_MS = 5.0  # of the host's time; cuDNN's plans take 23 to 37
 
 
 def list_combinations() -> list[tuple[str, str, str]]:
-    """Families, precisions and attentions; flex_attention compiles for each, so it is tried in a few only."""
+    """Families, precisions and attentions.
+
+    flex_attention compiles for each combination, so few have it.
+    """
     found = list(itertools.product(FAMILIES, PRECISIONS, ("eager", "sdpa")))
     flex = [("llama", p, "flex_attention") for p in PRECISIONS] + [("gpt_neox", "bfloat16", "flex_attention")]
     return found + pick(flex, flex[1:2], [])
@@ -55,7 +58,7 @@ def test_layouts_shared_prefixes_are_kept_and_give_the_logps_of_padded_rows(tmp_
 
 
 def compare_layouts(family: str, precision: str, attention: str) -> dict[str, Any]:
-    """Whether a model supports shared prefixes, and a forward and backward of the same pairs both ways."""
+    """Run the same pairs forward and backward in both layouts."""
     layers, hidden, heads = pick((12, 768, 12), (12, 768, 12), (3, 64, 4))
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model = build(describe(family, layers, hidden, heads), dtype=dtype, attention=attention)
@@ -80,7 +83,7 @@ def compare_layouts(family: str, precision: str, attention: str) -> dict[str, An
 
 
 def measure(model: Any, layout: Layout, pairs: list[Any], autocast: Any) -> dict[str, Any]:
-    """Log-probabilities, milliseconds of the second forward and backward, and on a GPU the peak of memory."""
+    """Log-probabilities, milliseconds of the second pass, and memory on a GPU."""
     [microbatch] = layout.split(pairs, 1)
     inputs = microbatch.to(DEVICE).inputs
     found: dict[str, Any] = {}
@@ -172,7 +175,7 @@ def make_shapes(layout: Layout, wanted: int, longest: int = 500) -> list[Any]:
 
 
 def time_new_shapes(model: Any, layout: Layout, inputs: list[Any]) -> float:
-    """The median of how many milliseconds the first pass over a shape takes longer than the third."""
+    """Median milliseconds by which a shape's first pass exceeds its third."""
     first, _, third = (time_all(model, layout, inputs) for _ in range(3))
     return median(1000 * (a - b) for a, b in zip(first, third, strict=True))
 

@@ -1,4 +1,4 @@
-"""Whole runs by the command line: the demo, golden runs, FSDP, resumed runs, launchers and signals, two ranks."""
+"""Whole runs by the command line, under launchers and signals."""
 
 from __future__ import annotations
 
@@ -6,39 +6,36 @@ import json
 import math
 import re
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.gpu import (
+    COMMON,
     GPU,
     TINY,
     WITHOUT_TF32,
     WORDS,
     Process,
     Run,
-    distance,
     few_words,
     limit,
     pick,
     wait_until,
 )
-from support.runs import GOLDEN, golden_command
+from support.runs import GOLDEN, distance, golden_command
 
-COMMON = (f"model.name_or_path={TINY}", "model.block_name=LlamaDecoderLayer", "loss=dpo", "loss.beta=0.1",
-          "model.reference_dtype=float32", "datasets=[hh]", "n_eval_examples=4", "eval_batch_size=4", "n_epochs=null",
-          "do_first_eval=false", "sample_during_eval=false", "max_length=96", "max_prompt_length=64", "batch_size=4",
-          "warmup_steps=2")  # fmt: skip
+from benchmarks.soak import find_differences
+from dpo.system.launching import get_open_port
+
 FSDP = ("trainer=FSDPTrainer", "world_size=1")
 KINDS = ("logps", "loss", "grad_norm", "rewards")
 
 
 def find_distances(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
-    """The largest distance of each kind of metric, over the updates of two runs."""
+    """The largest distance of each kind of metric over two runs."""
     assert [update["examples"] for update in ours] == [update["examples"] for update in theirs]
     assert ours
     far = dict.fromkeys(KINDS, 0.0)
@@ -124,8 +121,6 @@ def test_fsdp_trains_evaluates_samples_saves_and_resumes_in_bfloat16(tmp_path, r
 
 # --- runs that repeat bit for bit ------------------------------------------------------------------------------------
 
-CHANGES = ("examples_per_second", "tokens_per_second", "memory/peak_gb")  # differ between any two runs
-
 
 @pytest.mark.gpu
 @pytest.mark.slow
@@ -143,32 +138,15 @@ def test_repeats_bit_for_bit_with_deterministic_stopped_and_resumed_too(tmp_path
     runs = [Run(tmp_path, name, *common, "n_examples=48") for name in ("first", "again")]
     Run(tmp_path, "continued", *common, "n_examples=24").done()
     runs.append(Run(tmp_path, "continued", *common, "n_examples=48", "resume=auto"))
-    found = [read_result(run.done()) for run in runs]
-    assert len(found[0]["metrics.jsonl"]) == 6 + 3  # updates, evaluations
-    assert found[0]["samples.jsonl"]
-    for other in found[1:]:
-        assert other == found[0]
-
-
-def read_result(run: Run) -> dict[str, Any]:
-    """Metrics without times, samples, and the bytes of the weights."""
-    found: dict[str, Any] = {
-        file: [{key: value for key, value in line.items() if key not in CHANGES} for line in run.records(file)]
-        for file in ("metrics.jsonl", "samples.jsonl")
-    }
-    state = torch.load(run.directory / "LATEST" / "policy.pt", weights_only=True)["state"]
-    return found | {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in state.items()}
+    first, *others = [run.done() for run in runs]
+    assert len(first.records()) == 6 + 3  # updates, evaluations
+    assert first.records("samples.jsonl")
+    assert [find_differences(first.directory, other.directory) for other in others] == [[], []]
 
 
 # --- launchers and signals -------------------------------------------------------------------------------------------
 
 STOP_SECONDS = 60.0
-
-
-def find_free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 @pytest.mark.gpu
@@ -190,7 +168,10 @@ def test_processes_stop_by_sigterm_while_loading_and_while_training(tmp_path, re
 
 
 def count_contexts(parent: int) -> int:
-    """The number of CUDA contexts of a run's processes; 0 if nvidia-smi or a container hides the processes."""
+    """The number of CUDA contexts of a run's processes.
+
+    0 if nvidia-smi or a container hides the processes.
+    """
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.split()
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
@@ -201,12 +182,15 @@ def count_contexts(parent: int) -> int:
 @pytest.mark.slow
 @limit(90)
 def test_processes_started_by_torchrun_and_by_slurm_end_well(tmp_path):
-    """Slurm's two tasks run on the CPU: NCCL does not allow two on one GPU."""
+    """Slurm's two tasks run on the CPU.
+
+    NCCL does not allow two on one GPU.
+    """
     common = (*COMMON, f"dataset_sources.hh={few_words(tmp_path, 40)}", "trainer=FSDPTrainer", "n_examples=8")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "train.py")
     runs = [Run(tmp_path, "torchrun", *common, script=torchrun)]
     place = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost",
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_open_port()), "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
     for rank in range(2):
         where = {**place, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
         runs.append(Run(tmp_path, f"slurm-{rank}", *common, f"local_run_dir={tmp_path}/slurm", **where))
@@ -260,7 +244,10 @@ assert half.tolist() == [1.0] * 2, half
 
 @pytest.fixture
 def over_gloo(tmp_path):
-    """Start two ranks as torchrun does, but both on the first device; skip if gloo cannot reduce its tensors."""
+    """Start two ranks on the first device, as torchrun does.
+
+    Skips if gloo cannot reduce tensors of that device.
+    """
     if GPU:
         store = str(tmp_path / "store")
         ranks = [Process(tmp_path, f"gloo-{rank}", "-c", COLLECTIVES, str(rank), store) for rank in range(2)]
@@ -274,7 +261,7 @@ def over_gloo(tmp_path):
         if trainer is None:
             return [Run(tmp_path, "plain", *common, **WITHOUT_TF32)]
         place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(find_free_port()), **WITHOUT_TF32}  # fmt: skip
+                 "MASTER_PORT": str(get_open_port()), **WITHOUT_TF32}  # fmt: skip
         own = (*common, f"trainer={trainer}", f"local_run_dir={tmp_path}/{trainer}-0")
         script = ("-c", OVER_GLOO.format(more=more))
         return [

@@ -1,4 +1,4 @@
-"""Pairs per second, share of the measured peak and memory for the shapes of published models, with random weights."""
+"""Speed and memory for the shapes of published models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of the real loop in this process: where the host waits for the device, what is compiled, memory."""
+"""Updates in this process: waits for the device, compiled blocks, memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.gpu import (
+    COMMON,
     DEVICE,
     GPU,
     TINY,
@@ -30,12 +31,10 @@ from support.gpu import (
     write_model,
 )
 from support.runs import ROOT
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.weak import WeakTensorKeyDictionary
 
-COMMON = ("loss=dpo", "loss.beta=0.1", "datasets=[hh]", "n_eval_examples=4", "eval_batch_size=4",
-          "sample_during_eval=false", "max_prompt_length=64", "model.reference_dtype=float32")  # fmt: skip
+from dpo.training.objective import Objective
+from trainers import Trainer
+
 MOST_READS = 1  # reads of the device by the host per update
 TIMES_FASTER_COMPILED = 0.9  # than eager: not slower, with a margin for noise
 PREDICTION = 0.15 if GPU else 0.3  # relative; on a CPU libraries take most of the memory of so small a run
@@ -48,14 +47,17 @@ BEFORE, WITHIN, AFTER = "before the first forward", "from the first forward to t
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @limit(60)
-@pytest.mark.parametrize("base", ["BasicTrainer", pytest.param("FSDPTrainer", marks=pytest.mark.slow)])
-def test_syncs_an_update_waits_for_the_device_once_and_after_its_backward(base, tmp_path, record):
-    """Two epochs: in the second the reference's log-probabilities are cached."""
-    updates: list[Counter] = []
-    own = ("batch_size=8", "gradient_accumulation_steps=2", "n_epochs=2", "max_length=96")
-    data = (f"model.name_or_path={TINY}", f"dataset_sources.hh={few_words(tmp_path, 24)}")
-    train_here(tmp_path, base, base, lambda trainer: count_waits(trainer, updates), *COMMON, *own, *data)
+@pytest.mark.parametrize("base", ["BasicTrainer", "FSDPTrainer"])
+def test_syncs_an_update_waits_for_the_device_once_and_after_its_backward(base, tmp_path, record, monkeypatch):
+    """Two epochs: in the second the reference's log-probabilities are cached.
+
+    Without a GPU nothing is counted: tests/test_trainers.py counts what would wait.
+    """
+    updates = count_waits(monkeypatch)
+    own = ("batch_size=8", "gradient_accumulation_steps=2", "n_epochs=2")
+    train_here(tmp_path, base, f"trainer={base}", *COMMON, *own, f"dataset_sources.hh={few_words(tmp_path, 24)}")
     counted = updates[1:]  # the first is the warm-up
     most = max(update.total() for update in counted)
     for phase, place in sorted(set().union(*counted)):
@@ -65,33 +67,27 @@ def test_syncs_an_update_waits_for_the_device_once_and_after_its_backward(base, 
     assert most <= MOST_READS
 
 
-def count_waits(trainer: type, updates: list[Counter]) -> type:
-    """The trainer, extended to count the waits of each update by phase and place."""
+def count_waits(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
+    """The waits of each update by phase and place."""
+    updates: list[Counter] = []
+    phase = BEFORE
+    step, clip, losses = Trainer.train_step, Trainer.clip_gradient, Objective.losses
 
-    class Counted(trainer):
-        def train_step(self, batch: Any) -> Any:
-            assert not (GPU and torch.backends.cuda.cudnn_sdp_enabled())
-            self.phase, losses = BEFORE, self.objective.losses
-            counts: Counter = Counter()
+    def enter(name: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        nonlocal phase
+        phase = name
+        return method(*args, **options)
 
-            def within(*args: Any, **kwargs: Any) -> Any:
-                self.phase = WITHIN
-                return losses(*args, **kwargs)
+    def counted_step(trainer: Trainer, batch: Any) -> Any:
+        assert not (GPU and torch.backends.cuda.cudnn_sdp_enabled())
+        updates.append(counts := Counter())
+        with waits(lambda: counts.update([(phase, find_place())])):
+            return enter(BEFORE, step, trainer, batch)
 
-            self.objective.losses = within
-            watch = waits_on_gpu if GPU else reads_on_cpu
-            try:
-                with watch(lambda: counts.update([(self.phase, find_place())])):
-                    return super().train_step(batch)
-            finally:
-                self.objective.losses = losses
-                updates.append(counts)
-
-        def clip_gradient(self) -> torch.Tensor:
-            self.phase = AFTER
-            return super().clip_gradient()
-
-    return Counted
+    monkeypatch.setattr(Trainer, "train_step", counted_step)
+    monkeypatch.setattr(Trainer, "clip_gradient", lambda trainer: enter(AFTER, clip, trainer))
+    monkeypatch.setattr(Objective, "losses", lambda *args, **options: enter(WITHIN, losses, *args, **options))
+    return updates
 
 
 def find_place() -> str:
@@ -104,7 +100,7 @@ def find_place() -> str:
 
 
 @contextmanager
-def waits_on_gpu(note: Callable[[], None]) -> Iterator[None]:
+def waits(note: Callable[[], None]) -> Iterator[None]:
     """Call `note` wherever torch warns that an operation waits for the device."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -114,82 +110,22 @@ def waits_on_gpu(note: Callable[[], None]) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show
-        torch.cuda.set_sync_debug_mode("warn")
+        if GPU:
+            torch.cuda.set_sync_debug_mode("warn")
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            if GPU:
+                torch.cuda.set_sync_debug_mode("default")
 
 
-class Reads(TorchDispatchMode):
-    """Notes each read of a result, except of copies made for the host.
-
-    Results are floating-point and boolean: integer tensors are data, which is on the host on a GPU too.
-    """
-
-    def __init__(self, note: Callable[[], None]) -> None:
-        super().__init__()
-        self.note, self.on_host = note, WeakTensorKeyDictionary()
-
-    def read(self, tensor: torch.Tensor) -> None:
-        if (tensor.is_floating_point() or tensor.dtype == torch.bool) and tensor not in self.on_host:
-            self.note()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default:
-            self.read(args[0])
-        out = function(*args, **(kwargs or {}))
-        if any(isinstance(tensor, torch.Tensor) and tensor in self.on_host for tensor in tree_iter((args, kwargs))):
-            self.on_host.update((tensor, True) for tensor in tree_iter(out) if isinstance(tensor, torch.Tensor))
-        return out
-
-
-@contextmanager
-def reads_on_cpu(note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` wherever values of a result are read, or it is copied for the host."""
-    tolist, cpu, reads = torch.Tensor.tolist, torch.Tensor.cpu, Reads(note)
-
-    def counted_tolist(tensor: torch.Tensor) -> Any:
-        reads.read(tensor)
-        return tolist(tensor)
-
-    def counted_cpu(tensor: torch.Tensor) -> torch.Tensor:
-        reads.read(tensor)
-        copy = tensor.clone()
-        reads.on_host[copy] = True
-        return copy
-
-    torch.Tensor.tolist, torch.Tensor.cpu = counted_tolist, counted_cpu
-    try:
-        with reads:
-            yield
-    finally:
-        torch.Tensor.tolist, torch.Tensor.cpu = tolist, cpu
-
-
-def test_a_read_of_a_result_is_counted_and_its_copy_for_the_host_once():
-    reads: list[int] = []
-    logps = torch.rand(4)
-    with reads_on_cpu(lambda: reads.append(1)):
-        assert torch.arange(3).sum().item() == 3  # data is on the host anyway
-        assert torch.ones(2, dtype=torch.long).tolist() == [1, 1]
-        assert reads == []
-        float(logps.sum())
-        bool((logps > 0).all())
-        logps.tolist()
-        on_host = logps.cpu()
-        on_host.tolist(), on_host.double().mean().item(), on_host.unbind(0)[0].item()
-    assert len(reads) == 4
-
-
-def test_a_wait_that_torch_warns_of_is_counted_and_other_warnings_are_not(monkeypatch):
-    modes, waits = [], []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with waits_on_gpu(lambda: waits.append(1)):
+def test_a_wait_that_torch_warns_of_is_counted_and_other_warnings_are_not():
+    counted = []
+    with waits(lambda: counted.append(1)):
         for _ in range(2):
             warnings.warn("called a synchronizing CUDA operation (Triggered internally at x.cpp:1.)", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
-    assert (len(waits), modes) == (2, ["warn", "default"])
+    assert len(counted) == 2
 
 
 # --- compiled blocks -------------------------------------------------------------------------------------------------
@@ -199,7 +135,10 @@ SETTLED = 3  # updates after which no shape may need a new graph
 
 
 class Counts:
-    """A backend of torch.compile that counts graphs and how often they run; without a GPU it generates no code."""
+    """A backend of torch.compile that counts graphs and their runs.
+
+    Without a GPU it generates no code.
+    """
 
     def __init__(self) -> None:
         self.graphs, self.runs = 0, 0
@@ -232,7 +171,7 @@ def test_compile_blocks_and_flex_attention_stay_compiled_after_sampling(tmp_path
     counts = Counts()
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=counts))
-        compiled = time_updates(tmp_path, "compiled", counts, *common, "compile=true")
+        compiled = time_updates(tmp_path, "compiled", patch, counts, *common, "compile=true")
     settled = compiled[SETTLED:]
     runs, blocks = min(update["runs"] for update in settled), settled[0]["blocks"]
     new_graphs = sum(update["graphs"] for update in settled)
@@ -240,7 +179,7 @@ def test_compile_blocks_and_flex_attention_stay_compiled_after_sampling(tmp_path
     if GPU:
         seconds = {"compiled": median(update["seconds"] for update in settled)}
         for name, own in (("plain", ()), ("flex", ("model.attn_implementation=flex_attention",))):
-            updates = time_updates(tmp_path, name, None, *common, *own)[SETTLED:]
+            updates = time_updates(tmp_path, name, monkeypatch, None, *common, *own)[SETTLED:]
             seconds[name] = median(update["seconds"] for update in updates)
         times = {name: seconds["plain"] / seconds[name] for name in ("compiled", "flex")}
         record("compiled {compiled:.2f} times as fast, flex {flex:.2f} times sdpa".format_map(times), **seconds)
@@ -251,26 +190,27 @@ def test_compile_blocks_and_flex_attention_stay_compiled_after_sampling(tmp_path
     assert new_graphs == 0
 
 
-def time_updates(folder: Path, name: str, counts: Counts | None, *overrides: str) -> list[dict[str, Any]]:
+def time_updates(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, counts: Counts | None, *overrides: str
+) -> list[dict[str, Any]]:
     """Time and graphs of each update; sampling comes before the first."""
     updates: list[dict[str, Any]] = []
+    step = Trainer.train_step
 
-    def watch(trainer: type) -> type:
-        class Watched(trainer):
-            def train_step(self, batch: Any) -> Any:
-                graphs, runs = (counts.graphs, counts.runs) if counts else (0, 0)
-                made: list[Any] = []
-                update = {"seconds": measure_seconds(lambda: made.append(super(Watched, self).train_step(batch)))}
-                if counts:
-                    forwards = len(batch.microbatches) * 2  # the policy's and the reference's, each pair once
-                    update["blocks"] = self.policy.config.num_hidden_layers * forwards
-                    update |= {"graphs": counts.graphs - graphs, "runs": counts.runs - runs}
-                updates.append(update)
-                return made[0]
+    def timed_step(trainer: Trainer, batch: Any) -> Any:
+        graphs, runs = (counts.graphs, counts.runs) if counts else (0, 0)
+        made: list[Any] = []
+        update = {"seconds": measure_seconds(lambda: made.append(step(trainer, batch)))}
+        if counts:
+            forwards = len(batch.microbatches) * 2  # the policy's and the reference's, each pair once
+            update["blocks"] = trainer.policy.config.num_hidden_layers * forwards
+            update |= {"graphs": counts.graphs - graphs, "runs": counts.runs - runs}
+        updates.append(update)
+        return made[0]
 
-        return Watched
-
-    train_here(folder, name, "BasicTrainer", watch, *overrides, "do_first_eval=true")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", timed_step)
+        train_here(folder, name, *overrides, "do_first_eval=true")
     return updates
 
 
@@ -294,7 +234,7 @@ def test_memory_is_as_the_dry_run_predicted(tmp_path, record):
 
 
 def large_model(folder: Path) -> tuple[str, str]:
-    """Overrides for a random model whose weights dominate the memory of a run."""
+    """Overrides for a model whose weights dominate a run's memory."""
     sizes = pick((12, 1024, 16), (12, 1024, 16), (4, 512, 8))
     return (f"model.name_or_path={write_model(folder / 'llama', describe('llama', *sizes))}", "model.random_init=true")
 
@@ -303,26 +243,22 @@ def large_model(folder: Path) -> tuple[str, str]:
 @pytest.mark.slow
 @limit(45)
 @pytest.mark.parametrize("base", ["BasicTrainer", "FSDPTrainer"])
-def test_memory_of_the_reference_is_given_back_once_all_pairs_are_scored(base, tmp_path, record):
+def test_memory_of_the_reference_is_given_back_once_all_pairs_are_scored(base, tmp_path, record, monkeypatch):
     shares: list[float] = []
+    score = Trainer.check_and_score_reference
 
-    def watch(trainer: type) -> type:
-        class Watched(trainer):
-            def check_and_score_reference(self) -> None:
-                held = [getattr(p, "_local_tensor", p) for p in self.reference_model.parameters()]
-                size = sum(tensor.nbytes for tensor in held)
-                held = [(weakref.ref(tensor), tensor.nbytes) for tensor in held]
-                before = torch.cuda.memory_allocated() if GPU else 0
-                super().check_and_score_reference()
-                alive = sum(n for tensor, n in held if tensor() is not None)
-                freed = before - torch.cuda.memory_allocated() if GPU else size - alive
-                shares.append(freed / size)
+    def watch(trainer: Trainer) -> None:
+        held = [getattr(p, "_local_tensor", p) for p in trainer.reference_model.parameters()]
+        size = sum(tensor.nbytes for tensor in held)
+        held = [(weakref.ref(tensor), tensor.nbytes) for tensor in held]
+        before = torch.cuda.memory_allocated() if GPU else 0
+        score(trainer)
+        alive = sum(n for tensor, n in held if tensor() is not None)
+        shares.append((before - torch.cuda.memory_allocated() if GPU else size - alive) / size)
 
-        return Watched
-
-    own = ("max_length=96", "batch_size=4", "n_examples=8", "n_epochs=null", "cache_reference_logps=all")
-    model = large_model(tmp_path) if GPU else (f"model.name_or_path={TINY}",)
-    train_here(tmp_path, base, base, watch, *COMMON, *model, f"dataset_sources.hh={few_words(tmp_path, 40)}", *own)
+    monkeypatch.setattr(Trainer, "check_and_score_reference", watch)
+    own = ("n_examples=8", "cache_reference_logps=all", f"dataset_sources.hh={few_words(tmp_path, 40)}")
+    train_here(tmp_path, base, f"trainer={base}", *COMMON, *own, *(large_model(tmp_path) if GPU else ()))
     record(f"{shares[0]:.0%} of the reference's bytes (at least {GIVEN_BACK:.0%})", share=shares[0])
     assert shares[0] >= GIVEN_BACK
 
@@ -330,32 +266,28 @@ def test_memory_of_the_reference_is_given_back_once_all_pairs_are_scored(base, t
 @pytest.mark.gpu
 @pytest.mark.slow
 @limit(45)
-def test_memory_for_all_gathered_weights_is_found_with_a_full_cache(tmp_path):
+def test_memory_for_all_gathered_weights_is_found_with_a_full_cache(tmp_path, monkeypatch):
     """After 20 updates under FSDP."""
     from dpo.parallel.sharding import gathered_weights
 
     found: list[bool] = []
+    train = Trainer.train
 
-    def watch(trainer: type) -> type:
-        class Watched(trainer):
-            def train(self) -> None:
-                super().train()
-                if GPU:
-                    fill_cache(sum(p.numel() * p.element_size() for p in self.policy.parameters()))
-                with gathered_weights(self.policy) as fit:
-                    found.append(fit)
+    def train_and_gather(trainer: Trainer) -> None:
+        train(trainer)
+        if GPU:
+            fill_cache(sum(p.numel() * p.element_size() for p in trainer.policy.parameters()))
+        with gathered_weights(trainer.policy) as fit:
+            found.append(fit)
 
-        return Watched
-
-    own = ("max_length=96", "batch_size=2", "n_examples=40", "n_epochs=null")
-    model = large_model(tmp_path) if GPU else (f"model.name_or_path={TINY}",)
-    data = f"dataset_sources.hh={few_words(tmp_path, 40)}"
-    train_here(tmp_path, "fits", "FSDPTrainer", watch, *COMMON, *model, data, *own)
+    monkeypatch.setattr(Trainer, "train", train_and_gather)
+    own = ("trainer=FSDPTrainer", "batch_size=2", "n_examples=40", f"dataset_sources.hh={few_words(tmp_path, 40)}")
+    train_here(tmp_path, "fits", *COMMON, *own, *(large_model(tmp_path) if GPU else ()))
     assert found == [True]
 
 
 def fill_cache(spare: int) -> None:
-    """Fill the allocator's cache until only `spare` bytes of the GPU are free."""
+    """Fill the allocator's cache until only `spare` bytes are free."""
     size = torch.cuda.mem_get_info()[0] - spare
     while size > 0:
         try:

@@ -1,28 +1,34 @@
-"""A complete run leaves its policy as a model of transformers, and loses nothing if that fails."""
+"""A complete run is exported to transformers and names its best checkpoint."""
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
-import signal
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from omegaconf import OmegaConf
-from support.faults import Run
-from support.runs import GOLDEN, read_metrics, run_script, small_run, train
+from support.runs import GOLDEN, read_metrics, run_script, train
 
+from dpo.analysis.findings import find_all
+from dpo.analysis.runs import read_run
 from dpo.checkpoint.files import check_complete
 from dpo.data.tokenizer import load_tokenizer
+from dpo.errors import InputError
 from dpo.models.loading import load_policy, model_loaders
 from dpo.models.pretrained import load_model
-from dpo.settings.files import with_defaults
 from dpo.settings.plan import resolve
-from dpo.system.signals import Stopped
-from train import export_last
 
 IDS = torch.arange(20).view(2, 10)
+
+
+@pytest.fixture
+def command(command):
+    """The overrides of a small run that exports."""
+    return lambda name, *overrides: command(name, "export=true", *overrides)
 
 
 def same_as_checkpoint(run_dir, folder) -> bool:
@@ -31,7 +37,7 @@ def same_as_checkpoint(run_dir, folder) -> bool:
     return torch.equal(ours.eval()(IDS).logits, theirs.eval()(IDS).logits)
 
 
-def test_a_run_is_exported_verified_and_trained_further(command, tmp_path):
+def test_a_run_is_exported_verified_and_trained_further(run, command, tmp_path, capsys):
     result = train(*command("run"))
     run_dir = tmp_path / "run"
     assert result.returncode == 0, result.stderr
@@ -39,35 +45,36 @@ def test_a_run_is_exported_verified_and_trained_further(command, tmp_path):
     assert same_as_checkpoint(run_dir, run_dir / "LATEST" / "hf")
     check_complete(run_dir / "step-24")
     assert [path.name for path in run_dir.glob("step-*/hf")] == ["hf"]
+    assert load_tokenizer(str(run_dir / "LATEST" / "hf")).get_vocab()
 
     shutil.rmtree(run_dir / "LATEST" / "hf")  # it comes back, and nothing is trained
-    again = train(*command("run", "resume=auto"))
-    assert "already complete" in again.stdout
+    run("run", "resume=auto")
+    assert "already complete" in capsys.readouterr().out
     assert same_as_checkpoint(run_dir, run_dir / "LATEST" / "hf")
-    assert f"exported {run_dir}" not in train(*command("run", "resume=auto")).stdout
+    run("run", "resume=auto")
+    assert f"exported {run_dir}" not in capsys.readouterr().out
 
-    further = train(*command("further", f"model.name_or_path={run_dir}/LATEST/hf", "export=false"))
-    assert further.returncode == 0, further.stderr
+    run("further", f"model.name_or_path={run_dir}/LATEST/hf", "export=false", "n_examples=4")
     trained = read_metrics(run_dir, "eval")[-1]["logps_eval/chosen"]
     assert read_metrics(tmp_path / "further", "eval")[0]["logps_eval/chosen"] == pytest.approx(trained, rel=1e-6)
     assert not (tmp_path / "further" / "LATEST" / "hf").exists()
-    assert load_tokenizer(str(run_dir / "LATEST" / "hf")).get_vocab()
 
 
 @pytest.mark.parametrize("trainer", ["FSDPTrainer", pytest.param("TensorParallelTrainer", marks=pytest.mark.slow)])
 def test_several_processes_export_once(trainer, command, tmp_path):
-    result = train(*command("run", f"trainer={trainer}", "world_size=2", "eval_batch_size=8", "n_eval_examples=8"))
+    several = ("world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=8", "do_first_eval=false")
+    result = train(*command("run", f"trainer={trainer}", *several))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("exported ") == 1
     assert same_as_checkpoint(tmp_path / "run", tmp_path / "run" / "LATEST" / "hf")
 
 
-def test_a_run_of_an_adapter_is_exported_as_peft_loads_it_and_merged_by_hand(command, tmp_path):
+def test_a_run_of_an_adapter_is_exported_as_peft_loads_it_and_merged_by_hand(run, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    result = train(*command("run", "lora=lora", "model.reference_dtype=null"))
-    assert result.returncode == 0, result.stderr
-    assert f"exported {run_dir}/step-24/hf" in result.stdout
-    assert "warning" not in result.stderr
+    run("run", "lora=lora", "model.reference_dtype=null")
+    out, err = capsys.readouterr()
+    assert f"exported {run_dir}/step-24/hf" in out
+    assert "warning" not in err
     check_complete(run_dir / "step-24")
 
     merged = run_script("-m", "scripts.export", str(run_dir), str(tmp_path / "merged"), "--merge")
@@ -82,9 +89,8 @@ def test_a_run_of_an_adapter_is_exported_as_peft_loads_it_and_merged_by_hand(com
     torch.testing.assert_close(whole, with_adapter, rtol=0, atol=1e-5)
     assert (whole - base).abs().max() > 0.1
 
-    again = train(*command("again", f"model.name_or_path={run_dir}/LATEST/hf"))
-    assert again.returncode == 2
-    assert "hf is an adapter: give it as model.archive with lora=lora" in again.stderr
+    with pytest.raises(InputError, match=r"hf is an adapter: give it as model\.archive with lora=lora"):
+        run("again", f"model.name_or_path={run_dir}/LATEST/hf")
 
 
 def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp_path):
@@ -106,76 +112,61 @@ def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp
         assert not torch.equal(base.eval()(IDS).logits, ours)
 
 
-def fail_to_export() -> None:
-    """The disk is full when the weights are to be written."""
-    import errno
-
-    from transformers import modeling_utils
-
-    def full(*_: object, **__: object) -> None:
+def test_an_export_that_fails_costs_nothing_else(run, tmp_path, monkeypatch, capsys):
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    modeling_utils.safe_save_file = full
-
-
-def test_an_export_that_fails_costs_nothing_else(rows, tmp_path):
-    run = Run(small_run(rows, tmp_path / "run"), tmp_path / "log", fail_to_export)
-    assert run.wait() == 0
-    log = run.log.read_text()
-    assert log.count("warning: the run is complete, but not exported:") == 1
-    assert "No space left on device" in log
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
+    run("run", "n_examples=8")
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: the run is complete")]
+    assert "not exported: " in line
+    assert "No space left on device" in line
     check_complete(tmp_path / "run" / "LATEST")
     assert {path.suffix for path in (tmp_path / "run" / "LATEST").iterdir()} == {".pt", ".json"}
 
 
-@pytest.mark.parametrize("error", [KeyError("license"), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), MemoryError()])
-def test_whatever_fails_in_an_export_is_one_line(error, tmp_path, monkeypatch, capsys):
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    (tmp_path / "LATEST").mkdir()
-    monkeypatch.setattr("dpo.models.export.export", fail)
-    export_last(0, resolve(with_defaults({"local_run_dir": str(tmp_path)})))
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"warning: the run is complete, but not exported: {type(error).__name__}")
-
-    error = Stopped()
-    with pytest.raises(Stopped):
-        export_last(0, resolve(with_defaults({"local_run_dir": str(tmp_path)})))
-
-
-def ask_to_stop_at_the_end() -> None:
-    import os
-
-    from trainers import BasicTrainer
-
-    clip = BasicTrainer.clip_gradient
-
-    def asking(self: BasicTrainer):
-        if self.state.batch_counter == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return clip(self)
-
-    BasicTrainer.clip_gradient = asking
-
-
-def test_a_run_that_is_stopped_is_not_exported(rows, tmp_path):
-    run = Run(small_run(rows, tmp_path / "run"), tmp_path / "log", ask_to_stop_at_the_end)
-    assert run.wait() == 128 + signal.SIGTERM
+def test_a_run_that_is_stopped_is_not_exported(run_and_stop, tmp_path):
+    run_and_stop("run", after=6)
     assert (tmp_path / "run" / "LATEST" / "policy.pt").exists()
     assert not (tmp_path / "run" / "LATEST" / "hf").exists()
 
 
-def test_the_best_checkpoint_is_exported_by_hand(command, tmp_path):
-    run_dir = tmp_path / "run"
-    assert train(*command("run", "export=false")).returncode == 0
-
-    result = run_script("-m", "scripts.export", str(run_dir / "BEST"), str(tmp_path / "best"), "--dtype", "bfloat16")
-
+def test_the_best_checkpoint_is_exported_by_hand(finished, tmp_path):
+    asked = ("-m", "scripts.export", f"{finished()}/BEST", str(tmp_path / "best"))
+    result = run_script(*asked, "--dtype", "bfloat16")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == f"exported {tmp_path}/best\n"
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "best").dtype == torch.bfloat16
 
-    result = run_script("-m", "scripts.export", str(run_dir / "BEST"), str(tmp_path / "best"))
+    result = run_script(*asked)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"error: {tmp_path}/best exists already: remove it, or give another directory\n"
+
+
+# --- BEST ----------------------------------------------------------------------------------------------------------
+
+
+def accuracies(run_dir: Path) -> dict[int, float]:
+    evaluations = read_metrics(run_dir, "eval")
+    return {line["examples"]: line["rewards_eval/accuracies"] for line in evaluations if line["examples"]}
+
+
+def test_best_is_named_with_its_value_if_it_is_better_than_latest(run, tmp_path, capsys):
+    run("run", "optimizer=SGD", "lr=10", "max_grad_norm=100", "warmup_steps=0", "eval_every=4", "save_every=4")
+
+    found = accuracies(tmp_path / "run")
+    best = max(found, key=found.get)
+    assert found[best] > found[max(found)], found  # as it happens with this seed
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("BEST")]
+    assert said == [
+        f"BEST is {tmp_path}/run/step-{best}, with rewards_eval/accuracies {found[best]:.4g}; that of LATEST is "
+        f"{found[max(found)]:.4g}"
+    ]
+    assert "BEST is better than the last evaluation" in {f.title for f in find_all(read_run(tmp_path / "run"))}
+
+
+def test_nothing_is_said_if_the_last_is_the_best(run, tmp_path, capsys):
+    run("run", "n_examples=8")
+    assert len(accuracies(tmp_path / "run")) == 1
+    assert "BEST" not in capsys.readouterr().out
+    assert "BEST is better than the last evaluation" not in {f.title for f in find_all(read_run(tmp_path / "run"))}

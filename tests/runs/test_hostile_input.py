@@ -1,14 +1,22 @@
-"""Input from outside is data: a run is right or ends in one clear sentence, and nothing in it is ever executed."""
+"""Input from outside is data: right, or refused in one sentence.
+
+Nothing in it is executed, and no file is waited for.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import json
 import os
 import pickle
 import shutil
+import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +24,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from support.runs import PARTS, ROOT, compose, train
+from support.runs import GOLDEN, PARTS, compose, read_metrics, train
 from transformers import dynamic_module_utils
 
 import train as main
-from dpo.checkpoint.files import MANIFEST, hash_manifest
+from dpo.checkpoint.files import (
+    MANIFEST,
+    DamagedCheckpoint,
+    check_complete,
+    hash_manifest,
+    point,
+    prune,
+    read_state,
+    tidy,
+    write_checkpoint,
+)
+from dpo.checkpoint.parts import Part, find_misfit
 from dpo.data.collation import find_examples, padded_batch
 from dpo.data.counts import SplitCounter
 from dpo.data.examples import iterate_examples, read_examples
@@ -29,16 +48,53 @@ from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.pretrained import load_config
+from dpo.models.weights import find_archive
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
+from dpo.reporting.table import LOGS
 from dpo.settings.command_line import refuse_hydras_own
 from dpo.settings.keys import KEYS
 from dpo.settings.plan import resolve
 from dpo.system.launching import get_open_port
+from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
+from dpo.system.run_directory import FILES, create_run_dir
+from dpo.training.optimization import OPTIMIZERS, Schedule
+from dpo.training.reference import read_logps
 from preference_datasets import get_dataset
 
-FUZZ = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture
+def checkpoint(copied) -> Path:
+    """The checkpoint of a complete run in `tmp_path / "run"`."""
+    return copied("run", "n_examples=8") / "step-8"
+
+
+def vouch(checkpoint: Path, **changes: Any) -> None:
+    """Change a manifest and its own checksum with it."""
+    manifest = json.loads((checkpoint / MANIFEST).read_text()) | changes
+    (checkpoint / MANIFEST).write_text(json.dumps({**manifest, "sha256": hash_manifest(manifest)}))
+
+
+def vouch_for_file(file: Path, content: bytes) -> None:
+    """Write a checkpoint's file, with its checksums in the manifest."""
+    file.write_bytes(content)
+    manifest, sha256 = json.loads((file.parent / MANIFEST).read_text()), hashlib.sha256(content).hexdigest()
+    files = {**manifest["files"], file.name: {"sha256": sha256, "bytes": len(content)}}
+    vouch(file.parent, files=files, blocks={**manifest["blocks"], file.name: [sha256]})  # less than a block
+
+
+def replace_state(file: Path, change: Callable[[Any], Any]) -> None:
+    """Write another state into a checkpoint's file, and vouch for it."""
+    content, changed = torch.load(file, weights_only=True), io.BytesIO()
+    torch.save({**content, "state": change(content["state"])}, changed)
+    vouch_for_file(file, changed.getvalue())
+
+
+# --- code that nobody asked for ------------------------------------------------------------------------------------
 
 
 class Bomb:
@@ -51,45 +107,33 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
-def plant(file: Path, proof: Path) -> None:
-    torch.save({"step_idx": 8, "state": {"a": Bomb(proof)}, "metrics": None}, file)
+def make_bomb(proof: Path) -> bytes:
+    """A file of torch that leaves `proof` if its code runs."""
+    content = io.BytesIO()
+    torch.save({"step_idx": 8, "state": {"a": Bomb(proof)}, "metrics": None}, content)
+    return content.getvalue()
 
 
-def vouch(file: Path, manifest: dict) -> None:
-    """Write a manifest whose own checksum is right."""
-    file.write_text(json.dumps({**manifest, "sha256": hash_manifest(manifest)}))
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_code_in_a_checkpoint_is_refused_and_not_run_even_if_the_manifest_vouches_for_it(part, run, tmp_path):
-    run("run", "n_examples=8")
-    file = tmp_path / "run" / "step-8" / f"{part}.pt"
-    plant(file, tmp_path / "proof")
-    manifest = json.loads((file.parent / MANIFEST).read_text())
-    content = file.read_bytes()
-    sha256 = hashlib.sha256(content).hexdigest()
-    manifest["files"][file.name] = {"sha256": sha256, "bytes": len(content)}
-    manifest["blocks"][file.name] = [sha256]  # less than a block
-    vouch(file.parent / MANIFEST, manifest)
-
+@pytest.mark.parametrize("part", [pytest.param(p, marks=[] if p in ("policy", "random") else SLOW) for p in PARTS])
+def test_code_in_a_checkpoint_is_refused_and_not_run_even_if_the_manifest_vouches_for_it(
+    part, checkpoint, run, tmp_path
+):
+    vouch_for_file(checkpoint / f"{part}.pt", make_bomb(tmp_path / "proof"))
     with pytest.raises(InputError, match=rf"{part}\.pt"):
         run("run", "resume=auto")
     assert not (tmp_path / "proof").exists()
 
 
-def test_a_manifest_cannot_point_elsewhere(run, tmp_path):
-    run("run", "n_examples=8")
-    file = tmp_path / "run" / "step-8" / MANIFEST
-    manifest = json.loads(file.read_text())
-    manifest["files"]["../../secret"] = manifest["files"].pop("policy.pt")
-    vouch(file, manifest)
-
+def test_a_manifest_cannot_point_elsewhere(checkpoint, run):
+    files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+    files["../../secret"] = files.pop("policy.pt")
+    vouch(checkpoint, files=files)
     with pytest.raises(InputError, match=r"manifest\.json lists files elsewhere: \.\./\.\./secret"):
         run("run", "resume=auto")
 
 
 def test_code_in_an_archive_or_a_cache_is_refused_and_not_run(run, tmp_path):
-    plant(tmp_path / "policy.pt", tmp_path / "proof")
+    (tmp_path / "policy.pt").write_bytes(make_bomb(tmp_path / "proof"))
     with pytest.raises(InputError, match=r"is not a policy\.pt \(which is data, never code\)"):
         run("a", f"model.archive={tmp_path}/policy.pt")
 
@@ -99,6 +143,78 @@ def test_code_in_an_archive_or_a_cache_is_refused_and_not_run(run, tmp_path):
     with pytest.raises(InputError, match="is not a file of reference log-probabilities"):
         run("c", "n_examples=4", "cache_reference_logps=all")
     assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_code_of_a_model_runs_only_if_it_was_asked_for(asked_for, tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda question: "y")  # what somebody at a terminal may answer
+    (tmp_path / "evil.py").write_text(
+        f"import pathlib, transformers\npathlib.Path({str(tmp_path / 'proof')!r}).touch()\n"
+        "class Evil(transformers.PretrainedConfig):\n    model_type = 'evil'\n"
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}')
+    if asked_for:
+        load_config(str(tmp_path), trust_remote_code=True)
+    else:
+        with pytest.raises(InputError, match=r"contains Python code.*model\.trust_remote_code=true"):
+            load_config(str(tmp_path))
+    assert (tmp_path / "proof").exists() == asked_for
+
+
+def test_no_override_names_code_to_run(command, tmp_path):
+    overrides = ("+hydra.callbacks.c._target_=os.mkdir", f"+hydra.callbacks.c.path={tmp_path}/proof")
+    result = train(*command("run", "n_examples=4"), *overrides)
+    assert result.returncode == 2
+    assert "hydra.callbacks.c._target_ may not be set: Hydra's own keys can name code to run" in result.stderr
+    assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "harmless"),
+    [
+        ("hydra.job_logging.handlers.evil.class=evil.Handler", False),
+        ("hydra.job.env_set.PATH=/evil", False),
+        ("hydra/job_logging=evil", False),
+        ("hydra={callbacks:{c:{_target_:evil}}}", False),
+        ("hydra.launcher._target_=evil.Launcher", False),
+        ("hydra.sweep.dir=/sweeps", True),
+        ("hydra/launcher=submitit_slurm", True),
+        ("hydra.launcher.timeout_min=60", True),
+        ("exp_name=a_target_of_hydra.job", True),
+    ],
+)
+def test_of_hydras_own_keys_only_harmless_ones_may_be_set(override, harmless):
+    assert (refuse_hydras_own(override) is None) == harmless
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped", "a/../../escaped"])
+def test_names_cannot_escape(name, tmp_path):
+    folder = shutil.copytree(GOLDEN / "words", tmp_path / "data")
+    config = compose(f"exp_name={name}", "model.name_or_path=x", f"local_dirs=[{tmp_path}]")
+    assert any(problem.startswith("exp_name=") for problem in main.find_config_problems(config))
+    before = set(os.listdir(tmp_path))
+    options = {"trains_on": "pairs", "silent": True, "cache_dir": str(tmp_path / "cache"), "tokenizer": None}
+    assert list(iterate_prompts(get_dataset, [name], "train", dataset_sources={name: str(folder)}, **options))
+    assert set(os.listdir(tmp_path)) - before <= {"cache"}
+
+
+def test_config_values_reach_no_shell_and_no_import(tmp_path):
+    proof = tmp_path / "proof"
+    for key, value in {
+        "trainer": f"os.system('touch {proof}')",
+        "optimizer": f"__import__('os').system('touch {proof}')",
+        "model.name_or_path": f"$(touch {proof})",
+        "dataset_sources.hh": f";touch {proof}",
+        "loss.name": f"`touch {proof}`",
+    }.items():
+        config = compose("exp_name=x", "model.name_or_path=x")
+        OmegaConf.update(config, key, value)
+        main.find_config_problems(config)
+    assert not proof.exists()
+
+
+# --- secrets --------------------------------------------------------------------------------------------------------
 
 
 def test_secrets_reach_no_file_and_no_log(command, tmp_path):
@@ -155,41 +271,136 @@ def test_what_is_redacted(text, redacted, monkeypatch):
     assert redact(text) == redacted
 
 
-@pytest.mark.parametrize("override", ["lora.dropout=0,1", "wandb.tags=a,b", "exp_name=a,b"])
-def test_hydras_hints_on_a_sweep_without_m_are_not_redacted(override, command):
-    key, value = override.split("=")
-    given = {o.split("=")[0]: o for o in (*command("run", "lora=lora"), override)}
-    result = train(*given.values())
+def test_hydras_hints_on_a_sweep_without_m_are_not_redacted(command):
+    result = train(*command("run", "lora=lora", "lora.dropout=0,1"))
     assert result.returncode == 2
-    assert f"Ambiguous value for argument '{key}={value}'" in result.stderr
+    assert "Ambiguous value for argument 'lora.dropout=0,1'" in result.stderr
     assert "To use it as a list, use key=[value1,value2]" in result.stderr
     assert "REDACTED" not in result.stderr
 
 
-def test_no_override_names_code_to_run(command, tmp_path):
-    overrides = ("+hydra.callbacks.c._target_=os.mkdir", f"+hydra.callbacks.c.path={tmp_path}/proof")
-    result = train(*command("run", "n_examples=4"), *overrides)
+# --- files that are no files ---------------------------------------------------------------------------------------
+
+
+def make(kind: str, path: Path) -> None:
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    else:
+        path.symlink_to({"device": "/dev/zero", "symbolic link": path.parent / "elsewhere", "loop": path}[kind])
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "device"])
+def test_what_is_no_file_is_not_read_and_a_link_to_a_file_is(kind, tmp_path):
+    make(kind, tmp_path / "odd")
+    for read in (check_readable, partial(read_logps, shape=(1, 2)), read_state):
+        with pytest.raises(InputError, match=f"odd is a {kind}; a regular file is expected"):
+            read(tmp_path / "odd")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    check_readable(tmp_path / "link")
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "device", "symbolic link", "loop"])
+@pytest.mark.parametrize("name", FILES)
+def test_what_a_run_writes_is_a_file_of_its_own_or_the_run_does_not_begin(kind, name, tmp_path):
+    (tmp_path / "elsewhere").write_text("precious")
+    make(kind, tmp_path / name)
+    called = "symbolic link" if kind in ("device", "loop") else kind
+    with pytest.raises(InputError, match=f"{name} is a {called}; a regular file is expected: move it away"):
+        create_run_dir(str(tmp_path), logs=LOGS, continued=True)
+    assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+@pytest.mark.parametrize("link", ["LATEST", "BEST"])
+@pytest.mark.parametrize("kind", ["directory", "FIFO", "file"])
+def test_what_should_be_a_link_and_is_not_is_said_before_anything_is_computed(link, kind, tmp_path):
+    (tmp_path / link).touch() if kind == "file" else make(kind, tmp_path / link)
+    with pytest.raises(InputError, match=f"{link} is a {kind}; a symbolic link to a step-N is expected: remove it"):
+        create_run_dir(str(tmp_path), continued=True)
+
+
+def write(run_dir: Path, *steps: int) -> list[Path]:
+    for step in steps:
+        states = {part: {"a": torch.arange(5.0)} for part in PARTS}
+        write_checkpoint(run_dir / f"step-{step}", states.items(), step_idx=step, metrics=None, facts={})
+    return [run_dir / f"step-{step}" for step in steps]
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "directory", "device"])
+@pytest.mark.parametrize("name", ["policy.pt", "random.pt", MANIFEST])
+def test_a_checkpoint_with_something_else_than_files_is_damaged(kind, name, tmp_path):
+    [saved] = write(tmp_path, 8)
+    (saved / name).unlink()
+    make(kind, saved / name)
+    if name != MANIFEST:
+        manifest = json.loads((saved / MANIFEST).read_text())
+        files = {**manifest["files"], name: {"sha256": "", "bytes": (saved / name).stat().st_size}}
+        vouch(saved, files=files, blocks={**manifest["blocks"], name: []})
+
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is a {kind}; a regular file is expected"):
+        check_complete(saved)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "symbolic link", "FIFO", "loop"])
+def test_whatever_has_a_temporary_name_is_cleared_away_but_nothing_that_it_points_to(kind, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").touch()
+    names = [".step-8.tmp", ".step-8.former", ".step-16.pruned"]
+
+    def plant() -> None:
+        for name in names:
+            (tmp_path / name).touch() if kind == "file" else make(kind, tmp_path / name)
+
+    [saved] = write(tmp_path, 8)
+    plant()
+    tidy(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "step-8"]
+    plant()
+    write(tmp_path, 8, 16, 24, 32)
+    point(tmp_path / "LATEST", saved)
+    prune(tmp_path, 2)
+    check_complete(saved)
+    tidy(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["LATEST", "elsewhere", "step-24", "step-32", "step-8"]
+    assert (tmp_path / "elsewhere" / "precious").exists()
+
+
+def test_links_that_lead_nowhere_or_round_in_circles_are_no_traceback(tmp_path, run):
+    steps = write(tmp_path, 8, 16, 24)
+    (tmp_path / "BEST").symlink_to("BEST")
+    point(tmp_path / "LATEST", steps[-1])
+    prune(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["BEST", "LATEST", "step-16", "step-24"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "LATEST").symlink_to("LATEST")
+    with pytest.raises(InputError, match="finds no complete checkpoint"):
+        run("run", f"resume={tmp_path}/other/LATEST")
+    with pytest.raises(InputError, match=r"is neither a policy\.pt nor a directory that contains one"):
+        find_archive(f"{tmp_path}/other")
+    with pytest.raises(InputError, match=r"~nobody-of-that-name/x does not exist"):
+        find_archive("~nobody-of-that-name/x")
+
+
+def test_a_resume_of_such_a_directory_ends_at_once_and_in_words(checkpoint, command, run, tmp_path):
+    logs = tmp_path / "run"
+    (logs / "samples.jsonl").mkdir()
+    os.mkfifo(logs / ".step-16.tmp")
+    result = train(*command("run", "resume=auto"))
     assert result.returncode == 2
-    assert "hydra.callbacks.c._target_ may not be set: Hydra's own keys can name code to run" in result.stderr
-    assert not (tmp_path / "proof").exists()
+    assert result.stderr == f"error: {logs}/samples.jsonl is a directory; a regular file is expected: move it away\n"
 
-
-@pytest.mark.parametrize(
-    ("override", "harmless"),
-    [
-        ("hydra.job_logging.handlers.evil.class=evil.Handler", False),
-        ("hydra.job.env_set.PATH=/evil", False),
-        ("hydra/job_logging=evil", False),
-        ("hydra={callbacks:{c:{_target_:evil}}}", False),
-        ("hydra.launcher._target_=evil.Launcher", False),
-        ("hydra.sweep.dir=/sweeps", True),
-        ("hydra/launcher=submitit_slurm", True),
-        ("hydra.launcher.timeout_min=60", True),
-        ("exp_name=a_target_of_hydra.job", True),
-    ],
-)
-def test_of_hydras_own_keys_only_harmless_ones_may_be_set(override, harmless):
-    assert (refuse_hydras_own(override) is None) == harmless
+    (logs / "metrics.jsonl").unlink()
+    os.mkfifo(logs / "metrics.jsonl")
+    (tmp_path / "fork").mkdir()
+    os.mkfifo(tmp_path / "fork" / ".continues")
+    for place, what in (("fork", r"\.continues"), ("other", r"metrics\.jsonl")):
+        with pytest.raises(InputError, match=rf"{what} is a FIFO; a regular file is expected"):
+            run(place, f"resume={checkpoint}")
 
 
 def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
@@ -204,64 +415,63 @@ def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"a": 1}\n'
 
 
-@pytest.mark.parametrize("asked_for", [False, True])
-def test_code_of_a_model_runs_only_if_it_was_asked_for(asked_for, tmp_path, monkeypatch):
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr("builtins.input", lambda question: "y")  # what somebody at a terminal may answer
-    (tmp_path / "evil.py").write_text(
-        f"import pathlib, transformers\npathlib.Path({str(tmp_path / 'proof')!r}).touch()\n"
-        "class Evil(transformers.PretrainedConfig):\n    model_type = 'evil'\n"
-    )
-    (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}')
-    if asked_for:
-        load_config(str(tmp_path), trust_remote_code=True)
-    else:
-        with pytest.raises(InputError, match=r"contains Python code.*model\.trust_remote_code=true"):
-            load_config(str(tmp_path))
-    assert (tmp_path / "proof").exists() == asked_for
+# --- files that hold something else --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped", "a/../../escaped"])
-def test_names_cannot_escape(name, tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    shutil.copy(ROOT / "tests" / "golden" / "words" / "train.jsonl", folder)
-    shutil.copy(ROOT / "tests" / "golden" / "words" / "test.jsonl", folder)
-    config = compose(f"exp_name={name}", "model.name_or_path=x", f"local_dirs=[{tmp_path}]")
-    assert any(problem.startswith("exp_name=") for problem in main.find_config_problems(config))
-    before = set(os.listdir(tmp_path))
-    prompts = iterate_prompts(
-        get_dataset,
-        [name],
-        trains_on="pairs",
-        split="train",
-        silent=True,
-        cache_dir=str(tmp_path / "cache"),
-        dataset_sources={name: str(folder)},
-        tokenizer=None,
-    )
-    assert list(prompts)
-    assert set(os.listdir(tmp_path)) - before <= {"cache"}
+@pytest.mark.parametrize("part", [pytest.param(p, marks=[] if p == "trainer" else SLOW) for p in PARTS])
+def test_a_part_that_is_something_else_ends_the_run_in_words(part, checkpoint, run):
+    replace_state(checkpoint / f"{part}.pt", lambda state: {"a": 3})
+    with pytest.raises(InputError, match=rf"{part}\.pt (does not hold the state of a run|is not a policy\.pt)"):
+        run("run", "resume=auto")
 
 
-def test_config_values_reach_no_shell_and_no_import(tmp_path):
-    proof = tmp_path / "proof"
-    for override in (
-        f"trainer=os.system('touch {proof}')",
-        f"optimizer=__import__('os').system('touch {proof}')",
-        f"model.name_or_path=$(touch {proof})",
-        f"dataset_sources.hh=;touch {proof}",
-        f"loss.name=`touch {proof}`",
+def stepped(kind: type[torch.optim.Optimizer], *shapes: tuple[int, ...]) -> torch.optim.Optimizer:
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = kind(parameters, lr=1e-3)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_every_optimizer_fits_it_and_no_other_model(name):
+    shapes = ((2, 3), (3,))
+    optimizer = stepped(OPTIMIZERS[name], *shapes)
+    state = optimizer.state_dict()
+    assert find_misfit(optimizer, state) is None
+    assert "it has 3 parameters, not 2" in find_misfit(optimizer, stepped(OPTIMIZERS[name], *shapes, (1,)).state_dict())
+    if state["state"]:
+        other = stepped(OPTIMIZERS[name], (4, 5), (3,)).state_dict()
+        assert "parameter 0: " in find_misfit(optimizer, other)
+
+
+def test_a_state_that_does_not_fit_ends_the_run_in_words(checkpoint, run):
+    replace_state(checkpoint / "optimizer.pt", lambda state: {**state, "state": {0: {"step": torch.zeros(())}}})
+    with pytest.raises(
+        InputError, match=r"optimizer\.pt does not fit RMSprop: parameter 0: its keys are step, not square"
     ):
-        config = compose("exp_name=x", "model.name_or_path=x")
-        key, value = override.split("=", 1)
-        target = config
-        *path, last = key.split(".")
-        for part in path:
-            target = target[part]
-        target[last] = value
-        main.find_config_problems(config)
-    assert not proof.exists()
+        run("run", "resume=auto")
+
+
+def test_settings_that_a_torch_before_did_not_have_are_those_of_today(checkpoint, run, tmp_path):
+    def before(state: Any) -> Any:
+        groups = [{k: v for k, v in group.items() if k != "alpha"} for group in state["param_groups"]]
+        return {**state, "param_groups": groups}
+
+    replace_state(checkpoint / "optimizer.pt", before)
+    run("run", "n_examples=12", "resume=auto")
+    assert len(read_metrics(tmp_path / "run", "train")) == 3
+
+
+def test_a_schedulers_state_sets_only_what_it_has(tmp_path):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = Schedule(optimizer, warmup_steps=4, updates=8, kind="cosine", min_ratio=0.0)
+    torch.save({"state": {**scheduler.state_dict(), "step": 3, "last_epoch": 2}}, tmp_path / "scheduler.pt")
+    Part("scheduler", scheduler).restore(tmp_path / "scheduler.pt")
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.last_epoch == 3
 
 
 # --- fuzzing -------------------------------------------------------------------------------------------------------

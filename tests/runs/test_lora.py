@@ -1,5 +1,8 @@
-"""Runs with LoRA adapters: what the three references give, what a checkpoint holds, what is refused. (That no layout or
-stop changes a run is in test_invariance.py; gradients on every mesh are in tests/parallel/test_cut_adapters.py.)"""
+"""Runs with adapters, on a base in full or in 4 bits.
+
+That no layout or stop changes a run is in test_invariance.py; gradients on every mesh are in
+tests/parallel/test_cut_adapters.py.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,30 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import FAMILIES
-from support.runs import GOLDEN, compose, read_metrics, small_run, train
+from support.runs import GOLDEN, assert_alike, compose, read_metrics, train
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.soak import WALL_CLOCK
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
+from dpo.models.adapters import switch
+from dpo.models.export import export
+from dpo.models.loading import load_policy, model_loaders
+from dpo.models.pretrained import load_model
+from dpo.models.quantization import Linear4bit, quantize
+from dpo.models.side_by_side import Choices, load_panel
 from dpo.settings.choices import LAYOUTS
+from dpo.settings.plan import resolve
 from dpo.system.arithmetic import GRAPHS
 from trainers import BasicTrainer
 
 BASE = GOLDEN / "tiny-llama"
+IDS = torch.arange(3, 43).reshape(2, 20)
 # SGD: others divide a gradient by its size, and so make much of the rounding of one that is nearly 0
 LORA = (
     "lora=lora", "lora.r=4", "lora.alpha=8", "optimizer=SGD", "lr=0.3", "warmup_steps=0", "n_examples=16",
-    "model.reference_dtype=null", "export=false",
+    "model.reference_dtype=null",
 )  # fmt: skip
+QLORA = (*LORA, "lora=qlora")
 SAMPLED = ("sample_during_eval=true", "n_eval_model_samples=4")
 SLOW = pytest.mark.slow
 
@@ -39,13 +50,15 @@ def base(tmp_path) -> Path:
     return Path(shutil.copytree(BASE, tmp_path / "base"))
 
 
-@pytest.fixture(scope="module")
-def sft(rows, tmp_path_factory) -> Path:
+@pytest.fixture
+def sft(finished) -> Path:
     """The adapter of a run of SFT."""
-    run_dir = tmp_path_factory.mktemp("sft") / "run"
-    result = train(*small_run(rows, run_dir, *LORA, "loss=sft", "n_examples=8", "do_first_eval=false"))
-    assert result.returncode == 0, result.stderr
-    return run_dir / "LATEST"
+    return finished(*LORA, "loss=sft", "n_examples=8", "do_first_eval=false") / "LATEST"
+
+
+def needs_bitsandbytes(kind: str) -> None:
+    if kind == "qlora":
+        pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
 
 
 def with_reference(reference: str, adapter: Path | None = None) -> tuple[str, ...]:
@@ -54,7 +67,7 @@ def with_reference(reference: str, adapter: Path | None = None) -> tuple[str, ..
 
 
 def loaded(adapter: Path | None = None, base: Path = BASE) -> Any:
-    """The base, with an adapter as PEFT puts it there, which knows nothing of us."""
+    """The base, with an adapter as PEFT puts it there."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     return model if adapter is None else peft.PeftModel.from_pretrained(model, str(adapter))
 
@@ -73,39 +86,27 @@ def adapter_of(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "LATEST" / "adapter_model.safetensors")
 
 
-def assert_alike(first: Path, second: Path, tolerance: float = 1e-5) -> None:
-    """Metrics of every update and evaluation, and the trained adapter, are those of another run."""
-    for split in ("train", "eval"):
-        for ours, theirs in zip(read_metrics(first, split), read_metrics(second, split), strict=True):
-            for name in ours.keys() - {"split", *WALL_CLOCK}:
-                assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (split, name)
-    ours, theirs = adapter_of(first), adapter_of(second)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
-
-
 # --- the three references ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reference", ["base", pytest.param("adapter", marks=SLOW)])
-def test_a_reference_that_shares_the_base_is_a_second_model(reference, run, sft, command, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "reference"), [("lora", "base"), pytest.param("lora", "adapter", marks=SLOW), ("qlora", "adapter")]
+)
+def test_a_reference_that_shares_the_base_is_a_second_model(kind, reference, finished, sft, command, tmp_path):
+    needs_bitsandbytes(kind)
     adapter = sft if reference == "adapter" else None
-    for name in (reference, "model"):
-        run(name, *with_reference(name, adapter), *SAMPLED)
-
-    assert_alike(tmp_path / reference, tmp_path / "model", 1e-6)
-    ours, theirs = ((tmp_path / name / "samples.jsonl").read_text() for name in (reference, "model"))
-    assert ours == theirs
-    first = read_metrics(tmp_path / reference, "train")[0]
+    ours, theirs = (finished(*with_reference(name, adapter), f"lora={kind}", *SAMPLED) for name in (reference, "model"))
+    assert_alike(ours, theirs, 1e-6)
+    assert (ours / "samples.jsonl").read_text() == (theirs / "samples.jsonl").read_text()
+    first, last = read_metrics(ours, "train")[0], read_metrics(ours, "eval")[-1]
     assert first["loss/train"] == pytest.approx(math.log(2), rel=1e-6)
     assert first["rewards_train/chosen"] == first["rewards_train/rejected"] == first["rewards_train/accuracies"] == 0
-    # as two models, into which PEFT merged what was saved
-    last, trained = read_metrics(tmp_path / reference, "eval")[-1], tmp_path / reference / "LATEST"
-    expected = metrics_of_models(merged(trained), merged(adapter), command("merged", "n_examples=16"), tmp_path / "m")
     assert last["rewards_eval/margins"] != pytest.approx(0, abs=1e-3)
-    for name, value in expected.items():
-        assert last[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    if kind == "lora":  # as two models, into which PEFT merged what was saved
+        models = merged(ours / "LATEST"), merged(adapter)
+        expected = metrics_of_models(*models, command("merged", "n_examples=16"), tmp_path / "m")
+        for name, value in expected.items():
+            assert last[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
 
 
 @pytest.fixture
@@ -127,16 +128,41 @@ def test_what_is_saved_is_the_adapter_alone_and_peft_loads_it(run, sft, trainers
     [trainer], latest, weights = trainers_seen, tmp_path / "dpo" / "LATEST", adapter_of(tmp_path / "dpo")
     assert weights.keys() == read_state(latest / "policy.pt").keys()
     assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in weights)
-    ids = torch.arange(3, 43).reshape(2, 20)
     with torch.no_grad():
-        ours, pefts, at_once = (model(ids).logits for model in (trainer.policy.eval(), loaded(latest), merged(latest)))
-        before = merged(sft)(ids).logits
+        ours, pefts, at_once = (model(IDS).logits for model in (trainer.policy.eval(), loaded(latest), merged(latest)))
+        before = merged(sft)(IDS).logits
     assert torch.equal(ours, pefts)
     torch.testing.assert_close(at_once, pefts, rtol=1e-5, atol=1e-5)
     assert (pefts - before).abs().max() > 1e-2
     # what is frozen has no state of the optimizer, and had no gradient
     assert len(trainer.optimizer.state) == len(weights)
     assert all(p.requires_grad == (".policy." in name) for name, p in trainer.policy.named_parameters())
+
+
+def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_and_asked(finished, command, tmp_path):
+    needs_bitsandbytes("qlora")
+    directory = finished(*QLORA) / "LATEST"
+    assert all(".lora_" in name for name in read_state(directory / "policy.pt"))
+    plan = resolve(compose(*command("test", *QLORA)))
+    ours, _ = load_policy(model_loaders(plan)[0], plan, rank=0, resume_from=directory)
+    assert sum(isinstance(module, Linear4bit) for module in ours.modules()) == 7 * 3
+    base = quantize(load_model(str(BASE), dtype=torch.float32, attn_implementation="sdpa"))
+    before = base(IDS).logits
+    theirs = peft.PeftModel.from_pretrained(base, str(directory))
+    assert torch.equal(theirs(IDS).logits, ours(IDS).logits)
+    assert not torch.allclose(before, ours(IDS).logits, atol=1e-4)
+
+    export(directory, tmp_path / "merged", merge=True)  # onto what 4 bits keep of the base
+    merged = load_model(str(tmp_path / "merged"), dtype=torch.float32, attn_implementation="sdpa")
+    torch.testing.assert_close(merged(IDS).logits, ours(IDS).logits, rtol=1e-4, atol=1e-5)
+
+    warnings: list[str] = []
+    panel = load_panel([directory], Choices(), log=warnings.append)
+    [policy], reference = panel.policies, panel.reference
+    assert reference.model is policy.model
+    assert warnings == []  # the base is the one that the run recorded
+    with switch(policy.model, policy.adapter)():
+        assert torch.equal(policy.model(IDS).logits, ours(IDS).logits)
 
 
 # --- what continues ------------------------------------------------------------------------------------------------
@@ -165,8 +191,8 @@ def test_a_run_whose_frozen_weights_were_exchanged_is_refused(reference, run, ba
 
 
 def test_dropout_is_on_in_updates_and_off_in_evaluations(run, tmp_path, capsys):
-    """At a learning rate that leaves the weights of an SFT adapter as they are."""
-    short = ("lora=lora", "n_examples=8", "warmup_steps=0", "export=false")
+    """The learning rate leaves the weights as they are."""
+    short = ("lora=lora", "n_examples=4", "eval_every=4", "warmup_steps=0")
     run("sft", *short, "loss=sft", "lr=0.01")
     for dropout in ("0", "0.3"):
         same = ("lora.reference=adapter", f"model.archive={tmp_path / 'sft'}", "optimizer=SGD", "lr=1e-12")
@@ -180,14 +206,6 @@ def test_dropout_is_on_in_updates_and_off_in_evaluations(run, tmp_path, capsys):
         "self-test: was without lora.dropout=0.3, which is on in updates alone and was not checked"
         in capsys.readouterr().out
     )
-
-
-GRIDS = {
-    "sharded": ("trainer=FSDPTrainer", "world_size=2"),
-    "cut": ("trainer=TensorParallelTrainer", "world_size=2"),
-    "cut and sharded": ("trainer=TensorParallelTrainer", "world_size=4", "tensor_parallel_size=2"),
-}
-IN_EIGHTS = ("batch_size=8", "eval_batch_size=8", "n_eval_examples=8", "n_eval_model_samples=8", "n_epochs=null")
 
 
 @SLOW
@@ -225,17 +243,31 @@ def test_a_family_trains_an_adapter_alike_in_both_layouts(family, run, tokenizer
         named = (f"model.name_or_path={tmp_path / 'model'}", "model=blank_model", f"layout={layout}")
         run(layout, *with_reference("base"), *named)
     assert_alike(*(tmp_path / layout for layout in LAYOUTS), tolerance=1e-4)
-    latest, ids = tmp_path / "padded" / "LATEST", torch.arange(3, 43).reshape(2, 20)
     with torch.no_grad():
-        whole = loaded(latest, base=tmp_path / "model")
-        expected = whole(ids).logits
-        torch.testing.assert_close(whole.merge_and_unload()(ids).logits, expected, rtol=1e-4, atol=1e-5)
+        whole = loaded(tmp_path / "padded" / "LATEST", base=tmp_path / "model")
+        expected = whole(IDS).logits
+        torch.testing.assert_close(whole.merge_and_unload()(IDS).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @SLOW
-@pytest.mark.parametrize("grid", [(), GRIDS["sharded"], GRIDS["cut"], GRIDS["cut and sharded"]])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        (),
+        ("trainer=FSDPTrainer", "world_size=2"),
+        ("trainer=TensorParallelTrainer", "world_size=2"),
+        ("trainer=TensorParallelTrainer", "world_size=4", "tensor_parallel_size=2"),
+    ],
+)
 def test_an_adapter_on_a_base_in_half_precision_is_trained_in_float32(grid, command, tmp_path):
-    settings = (*with_reference("base"), *IN_EIGHTS, "model.block_name=null", "model.policy_dtype=bfloat16")
+    settings = (
+        *with_reference("base"),
+        "batch_size=8",
+        "eval_batch_size=8",
+        "n_eval_examples=8",
+        "model.block_name=null",
+        "model.policy_dtype=bfloat16",
+    )
     settings += ("model.fsdp_policy_mp=bfloat16",) if grid else ("model.autocast=bfloat16",)
     result = train(*command("run", *settings, *grid, "optimizer=AdamW", "lr=1e-2"))
     assert result.returncode == 0, result.stderr

@@ -1,35 +1,43 @@
-"""Online DPO: what is drawn, how it is ranked, what scorers may do. (How it is computed: test_invariance.py.)"""
+"""Online DPO: drawing and ranking answers, and what scorers may do.
+
+That it is computed alike everywhere is in test_invariance.py.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-import random
+import re
 import signal
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.faults import Run, kill_after_update
-from support.runs import GOLDEN, read_metrics, train
+import transformers
+from support import runs
+from support.faults import kill_after_update, start_run
+from support.models import save_reward_model
+from support.runs import GOLDEN, read_metrics, train, train_here
 from support.trainers import compose, make, next_batch, updates
 
 from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
 from dpo.models.pretrained import load_model
-from dpo.models.scoring import ScorerFailed
+from dpo.models.scoring import ScorerFailed, load_scorer
 from dpo.reporting.anomalies import NonFiniteGuard
 from dpo.reporting.events import Update
 from dpo.reporting.files import FileLogger
+from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 from dpo.training.batches import Batch
 
 ONLINE = (
     "online=online", "online.scorer=shorter", "online.max_new_tokens=8", "optimizer=SGD", "lr=0.3", "warmup_steps=0",
-    "n_examples=12", "model.reference_dtype=null", "export=false",
+    "n_examples=12", "model.reference_dtype=null",
 )  # fmt: skip
 SHARDED = ("trainer=FSDPTrainer", "world_size=2")
 DRAWN = ("online=online", "online.scorer=keyword", "online.keyword=e", "online.max_new_tokens=8", "lr=0.1")
@@ -106,7 +114,7 @@ def test_the_same_prompt_is_answered_anew_in_the_next_epoch(run, seen, tmp_path)
 
 
 def test_ties_are_trained_on_or_do_not_count(run, seen, tmp_path):
-    """Those of prompts with even numbers alone are equal; without them the loss is the mean over the others."""
+    """Answers to prompts with even numbers are ties."""
     odd = "any(digit in p for digit in '13579')"
     scorer = write_scorer(tmp_path, f"return [len(c) if {odd} else 0.0 for p, c in zip(prompts, completions)]")
     for ties in ("skip", "keep"):
@@ -120,7 +128,7 @@ def test_ties_are_trained_on_or_do_not_count(run, seen, tmp_path):
 
 @pytest.mark.parametrize("loss", ["dpo", "aot"])
 def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
-    """Nor does the momentum of the batch before it, which had one pair that counts."""
+    """Nor does the momentum of an earlier batch with one pair."""
     calls = tmp_path / "calls"
     scorer = write_scorer(
         tmp_path,
@@ -139,7 +147,7 @@ def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
 
 
 def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
-    """With half of a batch left out of it, losses and gradient are those of a batch that has only the other half."""
+    """Half of a batch without weight is as if left out."""
     for loss in ("dpo", "aot", "beta_dpo"):
         config = compose(
             tmp_path, loss, f"loss={loss}", "loss.beta=0.1", "batch_size=4", "gradient_accumulation_steps=2"
@@ -168,42 +176,20 @@ RANDOM = "from random import random; from numpy.random import rand; import torch
 RANDOM += "    return [random() + rand() + torch.rand(1) for c in completions]"
 
 
-def test_a_run_with_a_random_scorer_that_is_killed_continues_bit_for_bit(run, command, tmp_path):
-    """The checkpoint is older than the update that dies, whose pairs were drawn and scored already."""
-    settings = (*ONLINE, *write_scorer(tmp_path, RANDOM), "n_examples=24", "ledger=true", "online.n_samples=3")
-    run("whole", *settings)
-    killed = Run(command("killed", *settings), tmp_path / "log", kill_after_update, 4)
-    assert killed.wait() == -signal.SIGKILL
+def test_a_random_scorer_gives_a_killed_run_and_several_processes_the_scores_of_one(finished, command, run, tmp_path):
+    """The update that dies had drawn and scored its pairs."""
+    settings = (*ONLINE, *IN_EIGHTS, *write_scorer(tmp_path, RANDOM), "n_examples=32", "eval_every=16")
+    whole = finished(*settings)
+    killed = start_run(command("killed", *settings), partial(kill_after_update, 3))
+    assert killed.wait() == -signal.SIGKILL, killed.text
     assert (tmp_path / "killed" / "LATEST").resolve().name == "step-16"
     run("killed", *settings, "resume=auto")
+    assert find_differences(whole, tmp_path / "killed") == []
 
-    assert find_differences(tmp_path / "whole", tmp_path / "killed") == []
-    scores = [line["online/score"] for line in read_metrics(tmp_path / "whole", "train")]
-    assert len({*scores}) == 5
-
-
-def test_a_random_scorer_gives_several_processes_the_scores_of_one(run, command, tmp_path):
-    settings = (*ONLINE, *IN_EIGHTS, *write_scorer(tmp_path, RANDOM), "n_examples=24")
-    run("one", *settings)
-    result = train(*command("two", *settings, *SHARDED))
-    assert result.returncode == 0, result.stderr
-    one, two = ([line["online/score"] for line in read_metrics(tmp_path / name, "train")] for name in ("one", "two"))
+    train_here(command("two", *settings, *SHARDED, "do_first_eval=false"))
+    one, two = ([line["online/score"] for line in read_metrics(d, "train")] for d in (whole, tmp_path / "two"))
     assert one == two
-    assert len(one) == 3
-
-
-def test_a_scorer_leaves_the_random_states_as_they_were(tmp_path):
-    scorer = write_scorer(tmp_path, RANDOM)
-    trainer = make(compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", *DRAWN, *scorer))
-    for module in (random, np.random):
-        module.seed(0)
-    torch.manual_seed(0)
-    expected = random.random(), np.random.rand(), torch.rand(1)
-    for module in (random, np.random):
-        module.seed(0)
-    torch.manual_seed(0)
-    next_batch(trainer)
-    assert (random.random(), np.random.rand(), torch.rand(1)) == expected
+    assert len({*one}) == 4
 
 
 def test_a_stop_breaks_sampling_off_and_saves(run, tmp_path, monkeypatch):
@@ -242,7 +228,10 @@ SYNC = (*ONLINE, "online.sync_reference_every=2", "loss.beta=0.1", "optimizer=Ad
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("why", ["ties alone", "refused"])
 def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(why, resumed, run, tmp_path, monkeypatch):
-    """Update 2 is not, and after it the reference is a copy: update 3 begins at a KL of 0, where nothing is ranked."""
+    """After update 2, which is not taken, the reference is a copy.
+
+    Update 3 begins at a KL of 0, where nothing is ranked.
+    """
     calls = tmp_path / "calls"
     score = f"calls = open({str(calls)!r}, 'a+')\n    calls.write('.')\n    calls.seek(0)\n    n = len(calls.read())\n"
     score += "    return [i * (n != 2) for i in range(len(completions))]"
@@ -261,7 +250,10 @@ def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(why, resumed, 
 
 @pytest.mark.parametrize("loss", ["bco", "beta_dpo"])
 def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
-    """Its running average is of the reference before. bco's loss is 2 ln 2, with gradients of 1:1, at a shift of 0."""
+    """Running averages of the former reference are gone.
+
+    bco's loss is 2 ln 2, with gradients of 1:1, at a shift of 0.
+    """
     settings = (*DRAWN, "online.sync_reference_every=2", "online.ties=keep", "loss.beta=0.5", "lr=1.0")
     trainer, new = (make(compose(tmp_path, name, f"loss={loss}", *settings)) for name in ("run", "new"))
     before = [trainer.train_step(next_batch(trainer)).metrics for _ in range(2)]
@@ -278,12 +270,6 @@ def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
 
 
 # --- scorers -------------------------------------------------------------------------------------------------------
-
-
-def test_a_function_gets_texts_and_its_numbers_rank(run, seen, tmp_path):
-    run("run", *ONLINE, *write_scorer(tmp_path, "return [c.count('e') - len(p) for p, c in zip(prompts, completions)]"))
-    for drawn in (drawn for update in seen for drawn in update.drawn.values()):
-        assert len({one.score - one.text.count("e") for one in drawn.answers}) == 1
 
 
 @pytest.mark.parametrize(
@@ -321,16 +307,29 @@ def test_a_function_gets_texts_and_its_numbers_rank(run, seen, tmp_path):
         ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})", r"rewards.py:score failed: E: \?"),
     ],
 )
-def test_a_function_that_fails_ends_the_run_with_a_sentence(body, said, run, tmp_path):
+def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_path):
+    plan = resolve(runs.compose(*command("run", *ONLINE, *write_scorer(tmp_path, body))))
+    score = load_scorer(plan, torch.device("cpu"), rows=8)
     with pytest.raises(ScorerFailed, match=said):
-        run("run", *ONLINE, *write_scorer(tmp_path, body))
+        score([SimpleNamespace(text="Why?")] * 8, [SimpleNamespace(text="So.")] * 8)
 
 
-def test_a_function_that_stops_iterating_costs_nothing_that_was_trained(run, tmp_path):
-    stop = "score.calls = getattr(score, 'calls', 0) + 1; return [next(iter([0] * (3 - score.calls)))] * len(prompts)"
-    with pytest.raises(ScorerFailed, match="StopIteration"):
-        run("run", *ONLINE, *write_scorer(tmp_path, stop))
+@pytest.mark.parametrize(
+    ("failing", "said"),
+    [
+        ("next(iter([]))", "StopIteration: "),
+        ("__import__('os')._exit(0)", r"SystemExit: os._exit\(0\) \(.*rewards.py, line 2\)$"),
+        ("exec('raise MemoryError(1)')", r"MemoryError: 1 \(.*rewards.py, line 2\)$"),  # without advice for the run
+    ],
+)
+def test_a_function_that_fails_ends_the_run_with_a_sentence_and_costs_nothing(failing, said, run, tmp_path):
+    body = (
+        f"score.calls = getattr(score, 'calls', 0) + 1; score.calls < 3 or {failing}; return [*map(len, completions)]"
+    )
+    with pytest.raises(ScorerFailed, match=f"rewards.py:score failed: {said}"):
+        run("run", *ONLINE, *write_scorer(tmp_path, body), "eval_every=4", "save_every=12")
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-8"]
+    assert [line["examples"] for line in read_metrics(tmp_path / "run", "eval")] == [0, 4, 8]  # that was due
 
 
 def test_a_function_may_print_any_text_and_fork(command, tmp_path):
@@ -338,14 +337,6 @@ def test_a_function_may_print_any_text_and_fork(command, tmp_path):
     result = train(*command("run", *ONLINE, *write_scorer(tmp_path, f"{fork}; return [*map(len, completions)]")))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("half \\ud800\n") == 3
-
-
-def test_out_of_memory_in_a_scorer_is_the_scorers(command, tmp_path):
-    scorer = write_scorer(tmp_path, 'raise MemoryError("can\'t allocate memory")')
-    result = train(*command("run", *ONLINE, *scorer))
-    assert result.returncode == 1
-    assert "rewards.py:score failed: MemoryError" in result.stderr
-    assert "try " not in result.stderr
 
 
 def test_a_function_may_turn_gradients_off_and_import_what_is_beside_it(run, tmp_path):
@@ -360,13 +351,13 @@ def test_a_function_may_turn_gradients_off_and_import_what_is_beside_it(run, tmp
 
 @pytest.mark.parametrize("grid", [(), pytest.param(SHARDED, marks=pytest.mark.slow)])
 def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_there(grid, command, tmp_path):
-    """One that fails by itself, as a service would: the same code continues."""
+    """It fails once, as a service would."""
     body = f"""
-    import pathlib
-    calls = pathlib.Path({str(tmp_path / "calls")!r})
-    calls.write_text(calls.read_text() + "." if calls.exists() else ".")
-    if len(calls.read_text()) == 3:
-        raise ConnectionError("no answer from the scorer's server")
+    with open({str(tmp_path / "calls")!r}, "a+") as calls:
+        calls.write(".")
+        calls.seek(0)
+        if len(calls.read()) == 3:
+            raise ConnectionError("no answer from the scorer's server")
     return [-len(c) for c in completions]"""
     settings = (*ONLINE, *write_scorer(tmp_path, body), *IN_EIGHTS, "n_examples=32", *grid)
     result = train(*command("run", *settings, "do_first_eval=false", "eval_every=32"))
@@ -375,23 +366,8 @@ def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_t
     assert f"{tmp_path}/rewards.py:score failed" in sentence
     assert "Traceback" not in result.stderr
     assert (tmp_path / "run" / "LATEST").resolve().name == "step-16"
-    result = train(*command("run", *settings, "resume=auto"))
-    assert result.returncode == 0, result.stderr
+    train_here(command("run", *settings, "resume=auto"))
     assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [8, 16, 24, 32]
-
-
-def test_a_scorer_that_fails_does_not_cost_the_evaluation_and_the_save_that_are_due(run, tmp_path):
-    body = f"""
-    with open({str(tmp_path / "calls")!r}, "a+") as calls:
-        calls.write(".")
-        calls.seek(0)
-        if len(calls.read()) == 3:
-            raise ConnectionError
-    return [-len(c) for c in completions]"""
-    with pytest.raises(ScorerFailed):
-        run("run", *ONLINE, *write_scorer(tmp_path, body), "eval_every=8")
-    assert [line["examples"] for line in read_metrics(tmp_path / "run", "eval")] == [0, 8]
-    assert (tmp_path / "run" / "BEST").resolve().name == "step-8"
 
 
 def test_a_changed_function_is_not_the_run_that_is_continued(run, tmp_path):
@@ -411,12 +387,42 @@ def test_a_changed_function_is_not_the_run_that_is_continued(run, tmp_path):
         ("import sys; sys.exit(0)", "cannot be run: SystemExit: 0"),
     ],
 )
-def test_a_file_without_the_function_is_refused_before_anything_is_written(code, said, command, tmp_path):
+def test_a_file_without_the_function_is_refused_before_the_run_trains(code, said, run, tmp_path):
     (tmp_path / "rewards.py").write_text(code)
-    scorer = ("online.scorer=function", f"online.function={tmp_path / 'rewards.py'}:score")
-    result = train(*command("run", *ONLINE, *scorer))
-    assert result.returncode == 2
-    assert said in result.stderr
+    with pytest.raises(InputError, match=re.escape(said)):
+        run("run", *ONLINE, "online.scorer=function", f"online.function={tmp_path / 'rewards.py'}:score")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# --- reward models -------------------------------------------------------------------------------------------------
+
+REWARDED = (*ONLINE, "online.scorer=reward_model", "max_length=44")
+
+
+def test_a_reward_model_that_fails_ends_the_run_with_one_sentence(tokenizer, run, tmp_path):
+    place = save_reward_model(tmp_path / "reward", "llama", tokenizer)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(place)
+    model.score.weight.data.fill_(torch.nan)
+    model.save_pretrained(place)
+    with pytest.raises(ScorerFailed, match=f"online.reward_model={place} gave the score nan to the answer"):
+        run("run", *REWARDED, f"online.reward_model={place}")
+
+
+def test_a_continued_run_needs_the_same_reward_model(tokenizer, run, tmp_path):
+    settings = (*REWARDED, f"online.reward_model={save_reward_model(tmp_path / 'reward', 'llama', tokenizer)}")
+    run("run", *settings, "n_examples=4")
+    save_reward_model(tmp_path / "reward", "llama", tokenizer, template="{{ messages }}")
+    with pytest.raises(InputError, match=r"online.reward_model=\S+ has changed since the checkpoint: restore it"):
+        run("run", *settings, "resume=auto")
+
+
+def test_a_template_that_rejects_a_prompt_of_the_data_ends_the_run_before_it_trains(tokenizer, run, tmp_path):
+    """As Gemma's rejects system messages. The prompt is the last of them."""
+    template = "{% for m in messages %}{% if 'number 10' in m['content'] %}{{ raise_exception('not ten') }}{% endif %}"
+    model = save_reward_model(tmp_path / "reward", "llama", tokenizer, template=template + "{% endfor %}ok")
+    with pytest.raises(InputError, match=r"its tokenizer's chat template rejects the prompt.*not ten"):
+        run("run", *REWARDED, f"online.reward_model={model}")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 # --- wrapped models ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Code that was written for the reference: its names, its config, its way to call things."""
+"""Code written for the reference: its names, config and calls."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import socket
 import pytest
 import torch
 import transformers
+import yaml
 from omegaconf import OmegaConf
 from support.runs import GOLDEN, ROOT, compose, read_metrics, run_script
 
@@ -52,47 +53,24 @@ def test_every_name_of_the_page_is_there():
     assert (names["train"], "get_remote_file" in names["utils"]) == (["worker_main"], True)
 
 
+REFERENCE = """
+{seed: 0, exp_name: test, batch_size: 4, eval_batch_size: 4, debug: false, fsdp_port: null, datasets: [demo],
+ wandb: {enabled: false, entity: null, project: direct-preference-optimization}, local_dirs: [.cache],
+ sample_during_eval: false, n_eval_model_samples: 4, do_first_eval: true, lr: 1.0e-4, gradient_accumulation_steps: 1,
+ max_grad_norm: 10.0, max_length: 96, max_prompt_length: 88, n_epochs: 1, n_examples: 8, n_eval_examples: 4,
+ trainer: BasicTrainer, optimizer: RMSprop, warmup_steps: 0, activation_checkpointing: false, eval_every: 8,
+ minimum_log_interval_secs: 1.0,
+ model: {tokenizer_name_or_path: null, archive: null, block_name: null, policy_dtype: float32, fsdp_policy_mp: null,
+         reference_dtype: float32},
+ loss: {name: dpo, beta: 0.1, label_smoothing: 0, reference_free: false}}
+"""
+
+
 def reference_config(**changes: object) -> dict:
     """The keys of the reference's own config, and no others."""
-    return {
-        "seed": 0,
-        "exp_name": "test",
-        "batch_size": 4,
-        "eval_batch_size": 4,
-        "debug": False,
-        "fsdp_port": None,
-        "datasets": ["demo"],
-        "wandb": {"enabled": False, "entity": None, "project": "direct-preference-optimization"},
-        "local_dirs": [".cache"],
-        "sample_during_eval": False,
-        "n_eval_model_samples": 4,
-        "do_first_eval": True,
-        "lr": 1e-4,
-        "gradient_accumulation_steps": 1,
-        "max_grad_norm": 10.0,
-        "max_length": 96,
-        "max_prompt_length": 88,
-        "n_epochs": 1,
-        "n_examples": 8,
-        "n_eval_examples": 4,
-        "trainer": "BasicTrainer",
-        "optimizer": "RMSprop",
-        "warmup_steps": 0,
-        "activation_checkpointing": False,
-        "eval_every": 8,
-        "minimum_log_interval_secs": 1.0,
-        "model": {
-            "name_or_path": str(GOLDEN / "tiny-llama"),
-            "tokenizer_name_or_path": None,
-            "archive": None,
-            "block_name": None,
-            "policy_dtype": "float32",
-            "fsdp_policy_mp": None,
-            "reference_dtype": "float32",
-        },
-        "loss": {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False},
-        **changes,
-    }
+    config = yaml.safe_load(REFERENCE)
+    config["model"]["name_or_path"] = str(GOLDEN / "tiny-llama")
+    return {**config, **changes}
 
 
 def test_the_references_config_trains_into_a_directory_that_is_made(tiny_llama, tmp_path):
@@ -163,7 +141,7 @@ def test_strings_that_match_up_to_spaces(one, other, same):
 
 @pytest.fixture
 def scp(tmp_path, monkeypatch):
-    """An scp that copies from a directory of this machine, and notes its arguments."""
+    """An scp that copies from a directory here and notes its arguments."""
     program = tmp_path / "bin" / "scp"
     program.parent.mkdir()
     program.write_text(

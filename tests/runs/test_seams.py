@@ -1,4 +1,4 @@
-"""A loss and a callback are added to a copy of the project as CONTRIBUTING.md says, and no other line changes."""
+"""A loss and a callback are added as CONTRIBUTING.md says."""
 
 from __future__ import annotations
 

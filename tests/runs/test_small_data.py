@@ -1,4 +1,4 @@
-"""A file of a few rows is enough for a run with the default sizes, under each trainer."""
+"""A few rows are enough for a run, under each trainer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ TRAINERS = {
 @pytest.mark.parametrize(
     ("n_rows", "trainer", "counts"),
     [
-        (60, "one process", (54, 6, 13, 2)),
-        (60, "sharded", (54, 6, 13, 2)),
-        (60, "cut", (54, 6, 13, 2)),
-        (60, "sharded over three", (54, 6, 18, 0)),  # by which the 16 of a batch of evaluation do not divide
         (5, "one process", (4, 1, 1, 0)),
-        (5, "sharded", (4, 1, 1, 0)),
+        # by three the 16 examples of a batch of evaluation cannot be divided
+        (60, "sharded over three", (54, 6, 18, 0)),
+        pytest.param(60, "one process", (54, 6, 13, 2), marks=pytest.mark.slow),
+        pytest.param(60, "sharded", (54, 6, 13, 2), marks=pytest.mark.slow),
+        pytest.param(60, "cut", (54, 6, 13, 2), marks=pytest.mark.slow),
+        pytest.param(5, "sharded", (4, 1, 1, 0), marks=pytest.mark.slow),
     ],
 )
 def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, trainer, counts, tmp_path):

@@ -1,6 +1,7 @@
-"""A run that is asked to stop stops, at every step of its start, even inside a library that swallows exceptions.
+"""A stop signal ends a run at any step of its start.
 
-With nothing to save it says that in one sentence; where there is a checkpoint, how to continue.
+Also inside a library that swallows exceptions. With nothing to save it says that in one sentence; where there is a
+checkpoint, how to continue.
 """
 
 from __future__ import annotations
@@ -8,15 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support.faults import Run
-from support.runs import ROOT, make_environment, read_metrics, small_run
-from support.warm import Python
+from support.faults import call_before, start_interpreter, start_run, swallow_signal_in
+from support.runs import ROOT, read_metrics
 
 from dpo.checkpoint.files import find_checkpoints
 
@@ -35,6 +34,7 @@ STEPS = {
     "self-test": "trainers:self_test",
     "first evaluation": "dpo.training.evaluation:Evaluator.metrics",
 }
+QUICK = ("tokenizer", "dataset", "model", "optimizer", "first evaluation")
 
 
 def assert_stopped_before_training(number: int, status: int, said: str, run_dir: Path) -> None:
@@ -47,32 +47,16 @@ def assert_stopped_before_training(number: int, status: int, said: str, run_dir:
     assert find_checkpoints(run_dir) == []
 
 
-# the call goes on whatever the signal raises
-SWALLOWED = """
-import runpy, signal, sys
-from support.faults import swallow_signal_in
-
-place, number = sys.argv[1:3]
-signal.signal(signal.SIGINT, signal.default_int_handler)  # wherever the tests run
-swallow_signal_in(place, int(number))
-sys.argv[:] = ["train.py", *sys.argv[3:]]
-runpy.run_path("train.py", run_name="__main__")
-"""
+def run_swallowing(step: str, number: int, overrides: list[str]) -> tuple[int, str]:
+    """Status and output of a run with a signal at this step."""
+    run = start_run(overrides, partial(swallow_signal_in, STEPS[step], number))
+    return run.wait(), run.text
 
 
-def run_swallowing(step: str, number: int, *overrides: str) -> tuple[int, str]:
-    """The status of a run in which the signal comes at this step, and all that it printed."""
-    environment = make_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
-    arguments = "-c", SWALLOWED, STEPS[step], str(int(number)), *overrides
-    process = Python(*arguments, environment=environment, merge=True, session=True)
-    said, _ = process.communicate(timeout=200)
-    return process.returncode, said
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_signal_at_a_step_of_the_start_ends_the_run_there(step, rows, tmp_path):
+@pytest.mark.parametrize("step", [pytest.param(s, marks=[] if s in QUICK else pytest.mark.slow) for s in STEPS])
+def test_a_signal_at_a_step_of_the_start_ends_the_run_there(step, command, tmp_path):
     number, run_dir = list(STATUS)[len(step) % 3], tmp_path / "run"
-    status, said = run_swallowing(step, number, *small_run(rows, run_dir))
+    status, said = run_swallowing(step, number, command("run"))
     assert_stopped_before_training(number, status, said, run_dir)
 
 
@@ -96,68 +80,56 @@ runpy.run_path("train.py", run_name="__main__")
     ("module", "number", "fate"),
     [
         ("hydra", signal.SIGINT, "raised"),
-        ("hydra", signal.SIGTERM, "swallowed"),
-        ("dpo.settings.validation", signal.SIGTERM, "raised"),
         ("torch", signal.SIGTERM, "swallowed"),
-        ("torch", signal.SIGINT, "raised"),
-        ("transformers", signal.SIGTERM, "raised"),
-        ("torch.optim", signal.SIGINT, "swallowed"),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (
+                ("hydra", signal.SIGTERM, "swallowed"),
+                ("dpo.settings.validation", signal.SIGTERM, "raised"),
+                ("torch", signal.SIGINT, "raised"),
+                ("transformers", signal.SIGTERM, "raised"),
+                ("torch.optim", signal.SIGINT, "swallowed"),
+            )
+        ),
     ],
 )
-def test_a_signal_during_imports_is_one_sentence(module, number, fate, rows, tmp_path):
-    process = subprocess.run(
-        [sys.executable, "-c", INTERPRETER, module, str(int(number)), fate, *small_run(rows, tmp_path / "run")],
-        cwd=ROOT,
-        env=make_environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stderr == f"stopped by {NAME[number]}: nothing to save\n"
-    assert "stopping" not in process.stdout
+def test_a_signal_during_imports_is_one_sentence(module, number, fate, command):
+    arguments = [module, str(int(number)), fate, *command("run")]
+    process = start_interpreter("-c", INTERPRETER, *arguments, PYTHONPATH=str(ROOT))
+    out, err = process.communicate(timeout=200)
+    assert err == f"stopped by {NAME[number]}: nothing to save\n"
+    assert "stopping" not in out
     assert process.returncode == STATUS[number]
 
 
-# both ranks are asked, by their parent, while each is in a call that swallows exceptions
-ASKED_TOGETHER = """
-import os, runpy, signal, sys, time
-from support.faults import call_before
+SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=40")
 
-def ask():
+
+def ask_both_ranks() -> None:
+    """Stop both ranks, each in a call that swallows exceptions."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK")) == "0":
         time.sleep(1)
         os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(60)
 
-call_before(os.environ["PLACE"], ask)
-sys.argv[0] = "train.py"
-runpy.run_path("train.py", run_name="__main__")
-"""
-SHARDED = ("trainer=FSDPTrainer", "world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=40")
 
-
-@pytest.mark.parametrize("step", ["seed", "model", pytest.param("self-test", marks=pytest.mark.slow)])
-def test_of_several_processes_none_goes_on(step, rows, tmp_path):
-    run_dir = tmp_path / "run"
-    environment = make_environment(PLACE=STEPS[step], PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
-    process = Python(
-        "-c", ASKED_TOGETHER, *small_run(rows, run_dir, *SHARDED), environment=environment, merge=True, session=True
-    )
+@pytest.mark.parametrize(
+    "step", ["model", *(pytest.param(step, marks=pytest.mark.slow) for step in ("seed", "self-test"))]
+)
+def test_of_several_processes_none_goes_on(step, command, tmp_path):
     began = time.monotonic()
-    said, _ = process.communicate(timeout=120)
-    assert_stopped_before_training(signal.SIGTERM, process.returncode, said, run_dir)
-    assert said.count("SIGTERM") == 2  # acknowledged once, and the last sentence
+    run = start_run(command("run", *SHARDED), partial(call_before, STEPS[step], ask_both_ranks))
+    assert_stopped_before_training(signal.SIGTERM, run.wait(), run.text, tmp_path / "run")
+    assert run.text.count("SIGTERM") == 2  # acknowledged once, and the last sentence
     assert time.monotonic() - began < 40
 
 
-def test_a_rank_that_waits_for_the_others_in_a_call_that_runs_no_handler_is_killed(rows, tmp_path):
-    overrides = [o for o in small_run(rows, tmp_path / "run", *SHARDED) if not o.startswith("world_size")]
+def test_a_rank_that_waits_for_the_others_in_a_call_that_runs_no_handler_is_killed(command):
+    overrides = [o for o in command("run", *SHARDED) if not o.startswith("world_size")]
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address, port = silent.getsockname()
         rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        process = Python("train.py", *overrides, environment=make_environment(**rank), merge=True)
+        process = start_run(overrides, **rank)
         silent.settimeout(100)
         connection, _ = silent.accept()
         with connection:
@@ -165,54 +137,40 @@ def test_a_rank_that_waits_for_the_others_in_a_call_that_runs_no_handler_is_kill
             assert process.wait(timeout=30) == -signal.SIGTERM
 
 
-def test_a_run_that_has_a_checkpoint_says_how_to_continue(rows, tmp_path):
-    run_dir = tmp_path / "run"
-    assert Run(small_run(rows, run_dir, "n_examples=8"), tmp_path / "log").wait() == 0
-    status, said = run_swallowing("model", signal.SIGINT, *small_run(rows, run_dir, "resume=auto"))
+def test_a_run_that_has_a_checkpoint_says_how_to_continue(run, command, tmp_path):
+    run("run", "n_examples=8")
+    status, said = run_swallowing("model", signal.SIGINT, command("run", "resume=auto"))
     assert status == 130
-    way_on = f"stopped by Ctrl-C: rerun the same command with local_run_dir={run_dir} resume=auto to continue\n"
-    assert said.endswith(way_on)
-    assert len(read_metrics(run_dir, "train")) == 2
+    way_on = f"rerun the same command with local_run_dir={tmp_path / 'run'} resume=auto to continue"
+    assert said.endswith(f"stopped by Ctrl-C: {way_on}\n")
+    assert len(read_metrics(tmp_path / "run", "train")) == 2
 
 
-@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
-def test_closed_standard_streams_change_nothing(closed, rows, tmp_path):
+@pytest.mark.parametrize("closed", [pytest.param(n, marks=pytest.mark.slow) for n in ((1,), (2,))] + [(0, 1, 2)])
+def test_closed_standard_streams_change_nothing(closed, command, tmp_path):
     """As under some daemons: `>&-`, `2>&-`."""
-    run_dir = tmp_path / "run"
-    process = start_interpreter(small_run(rows, run_dir, "n_examples=8"), lambda: [os.close(n) for n in closed])
+    process = start_interpreter(
+        "train.py", *command("run", "n_examples=8"), prepare=lambda: [os.close(n) for n in closed]
+    )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert ("run directory:" in out) == (1 not in closed)
-    assert len(find_checkpoints(run_dir)) == 1
+    assert len(find_checkpoints(tmp_path / "run")) == 1
 
 
-def start_interpreter(overrides: list[str], prepare) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "train.py", *overrides],
-        cwd=ROOT,
-        env=make_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=prepare,
-    )
+def fill_output() -> None:
+    """Let standard output and error be on a full disk."""
+    for number in (1, 2):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), number)
 
 
-@pytest.mark.parametrize("more", [(), SHARDED])
-def test_output_that_cannot_be_written_ends_no_run(more, rows, tmp_path):
+@pytest.mark.parametrize("more", [(), pytest.param(SHARDED, marks=pytest.mark.slow)])
+def test_output_that_cannot_be_written_ends_no_run(more, command, tmp_path):
     """On a full disk, or a pipe that nobody reads."""
-    run_dir = tmp_path / "run"
-
-    def fill() -> None:
-        for number in (1, 2):
-            os.dup2(os.open("/dev/full", os.O_WRONLY), number)
-
-    process = start_interpreter(small_run(rows, run_dir, *more), fill)
-    assert process.wait(120) == 0
-    assert len(find_checkpoints(run_dir)) > 0
+    assert start_run(command("run", *more), fill_output).wait() == 0
+    assert len(find_checkpoints(tmp_path / "run")) > 0
 
 
-def test_a_bad_command_line_has_its_status_without_streams(tmp_path):
-    closed = start_interpreter(["loss=none_such"], lambda: [os.close(n) for n in (0, 1, 2)])
+def test_a_bad_command_line_has_its_status_without_streams():
+    closed = start_interpreter("train.py", "loss=none_such", prepare=lambda: [os.close(n) for n in (0, 1, 2)])
     assert closed.wait(60) == 2

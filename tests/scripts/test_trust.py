@@ -50,7 +50,7 @@ def elsewhere(rows, tmp_path_factory) -> Path:
     )
     for name, lora in (("run", "none"), ("adapter", "lora")):
         overrides = small_run(rows, folder / name, f"model.name_or_path={home}", f"lora={lora}", "n_examples=8")
-        mine = ("datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "model.trust_remote_code=true")
+        mine = ("export=true", "datasets=[mine]", f"dataset_sources.mine={rows / 'hh'}", "model.trust_remote_code=true")
         result = train(*overrides, *mine, HF_MODULES_CACHE=str(folder / "modules"))
         assert result.returncode == 0, result.stderr
         assert f"exported {folder / name}" in result.stdout

@@ -1,8 +1,7 @@
-"""Chromium without a window, driven over two pipes: what a page looks like at a width, and which errors it had."""
+"""A headless Chromium, driven over two pipes."""
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -29,7 +28,10 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Browser:
-    """A page of Chromium. `events` are the messages that it sent by itself."""
+    """A page of Chromium.
+
+    `events` are the messages that it sent by itself.
+    """
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers, self._numbers = commands, answers, itertools.count(1)
@@ -73,7 +75,7 @@ class Browser:
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def errors(self) -> list[str]:
-        """Exceptions, lines of the console and of the browser's log: a page without scripts has none."""
+        """Exceptions and messages of the console and the browser."""
         kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return [json.dumps(event["params"]) for event in self.events if event["method"] in kinds]
 
@@ -83,10 +85,6 @@ class Browser:
             event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"
         ]
         return [url for url in sent if not url.startswith("data:")]
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        picture = self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(picture))
 
     def press(self, key: str, code: int) -> None:
         for kind in ("keyDown", "keyUp"):

@@ -1,4 +1,4 @@
-"""What the tests in `tests/gpu` share: sizes, models and data, runs of the command line, the real loop in-process.
+"""Sizes, models, data and runs of the tests in `tests/gpu`.
 
 On a GPU they measure models of a useful size; without one they run small, which only shows that they run.
 """
@@ -9,7 +9,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,7 +19,6 @@ from typing import Any, Self, TypeVar
 import pytest
 import torch
 
-from support import warm
 from support.runs import GOLDEN, ROOT, make_environment
 
 GPU = torch.cuda.device_count() > 0
@@ -32,11 +30,15 @@ VOCABULARY = 1024  # of the tokenizer in tests/golden/tiny-llama
 WITHOUT_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # overrides the program's setting in cuBLAS and cuDNN
 Choice = TypeVar("Choice")
 
+COMMON = ("loss=dpo", "loss.beta=0.1", "datasets=[hh]", f"model.name_or_path={TINY}", "model.reference_dtype=float32",
+          "model.block_name=LlamaDecoderLayer", "n_epochs=null", "n_eval_examples=4", "eval_batch_size=4",
+          "do_first_eval=false", "sample_during_eval=false", "max_length=96", "max_prompt_length=64", "batch_size=4",
+          "warmup_steps=2")  # fmt: skip
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 
 def limit(seconds: float) -> pytest.MarkDecorator:
-    """The time limit of a test on a GPU; without one, tests share few cores with other work."""
+    """The time limit of a test, longer without a GPU."""
     return pytest.mark.timeout(seconds if GPU else 4 * seconds)
 
 
@@ -49,7 +51,7 @@ def pick(full: Choice, quick: Choice, small: Choice) -> Choice:
 
 
 def describe(family: str, layers: int, hidden: int, heads: int) -> dict[str, Any]:
-    """The config of a small model of a family (`llama` or `gpt_neox`), with the vocabulary of the golden runs."""
+    """The config of a small model of a family, `llama` or `gpt_neox`."""
     return {
         "model_type": family, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
         "intermediate_size": 4 * hidden if family == "gpt_neox" else 8 * hidden // 3 // 8 * 8,
@@ -77,7 +79,7 @@ def write_model(directory: Path, settings: dict[str, Any]) -> Path:
 
 
 def build(settings: dict[str, Any], *, dtype: torch.dtype, attention: str, device: str = DEVICE) -> Any:
-    """The model with random weights, the same at every call, created on the device; without dropout."""
+    """A model with random weights, the same at every call."""
     import transformers
 
     from dpo.models.pretrained import disable_dropout
@@ -92,7 +94,7 @@ def build(settings: dict[str, Any], *, dtype: torch.dtype, attention: str, devic
 
 
 def random_pairs(n: int, *, prompt: tuple[int, int], response: tuple[int, int], seed: int = 0) -> list[Any]:
-    """`n` pairs of random tokens, with prompt and response lengths in these ranges."""
+    """`n` pairs of random tokens with lengths in these ranges."""
     from dpo.data.examples import Example
 
     draw = random.Random(seed)
@@ -104,7 +106,7 @@ def random_pairs(n: int, *, prompt: tuple[int, int], response: tuple[int, int], 
 
 
 def few_words(folder: Path, n: int) -> Path:
-    """The first `n` pairs of the golden runs' data, as a dataset of its own; its directory."""
+    """Write a dataset of the golden runs' first `n` pairs."""
     directory = folder / f"words-{n}"
     directory.mkdir(exist_ok=True)
     for file in ("train.jsonl", "test.jsonl"):
@@ -113,35 +115,23 @@ def few_words(folder: Path, n: int) -> Path:
     return directory
 
 
-def distance(ours: float, theirs: float, key: str) -> float:
-    """The relative difference; for rewards below 1 absolute; for accuracies 0 or infinite."""
-    if key.endswith("accuracies"):
-        return 0.0 if ours == theirs else float("inf")
-    return abs(ours - theirs) / (max(abs(theirs), 1.0) if key.startswith("rewards") else abs(theirs))
-
-
 # --- runs of the command line ----------------------------------------------------------------------------------------
 
 
 class Process:
-    """`python ARGUMENTS` in the background; without a GPU forked from a process that has all imports."""
+    """`python ARGUMENTS` in the background."""
 
     def __init__(self, folder: Path, name: str, *arguments: str, **environment: str) -> None:
-        self.name, own = name, make_environment(**environment)
-        if GPU:
-            self.log = folder / f"{name}.log"
-            with self.log.open("wb") as out:
-                self.process: Any = subprocess.Popen(
-                    [sys.executable, *arguments],
-                    cwd=ROOT,
-                    env=own,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                )
-        else:
-            self.process = warm.Python(*arguments, environment=own, merge=True)
-            self.log = Path(self.process.stdout.name)
+        self.name, self.log = name, folder / f"{name}.log"
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                env=make_environment(**environment),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
 
     @property
     def text(self) -> str:
@@ -167,7 +157,7 @@ class Process:
 
     def stop(self, seconds: float) -> int | None:
         """Send SIGTERM, and return the exit status, as `wait` does."""
-        self.process.send_signal(signal.SIGTERM)
+        self.process.terminate()
         return self.wait(seconds)
 
 
@@ -182,15 +172,14 @@ class Run(Process):
         super().__init__(folder, name, *script, *fixed, *overrides, **environment)
 
     def records(self, file: str = "metrics.jsonl", split: str | None = None) -> list[dict[str, Any]]:
-        """The complete lines of a log of the run, of one split if given."""
+        """The complete lines of one of the run's logs."""
         path = self.directory / file
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-        found = [json.loads(line) for line in lines]
+        found = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]] if path.exists() else []
         return [line for line in found if split in (None, line.get("split"))]
 
 
 def wait_until(there: Callable[[], Any], seconds: float = 60) -> bool:
-    """Whether it came true in that time."""
+    """Wait until a condition holds; return whether it does in time."""
     deadline = time.monotonic() + seconds
     while not there() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -200,24 +189,19 @@ def wait_until(there: Callable[[], Any], seconds: float = 60) -> bool:
 # --- the real loop in this process -----------------------------------------------------------------------------------
 
 
-def train_here(folder: Path, name: str, base: str, watch: Callable[[type], type], *overrides: str) -> None:
-    """`train.work` in this process; `watch` turns the trainer class of that name into one that a test observes."""
+def train_here(folder: Path, name: str, *overrides: str) -> None:
+    """Run `train.work` in this process; a test patches the trainer."""
     import torch.distributed as dist
 
     import train
     from benchmarks.harness import compose
+    from dpo.settings.plan import resolve
     from dpo.system.launching import _backend, init_distributed
-    from trainers import TRAINERS
 
-    original = TRAINERS[base]
-    config = compose([f"local_run_dir={folder / name}", f"local_dirs=[{folder}]", f"trainer={base}", *overrides])
-    if original.spec.multi_process and not dist.is_initialized():
+    config = compose([f"local_run_dir={folder / name}", f"local_dirs=[{folder}]", *overrides])
+    if resolve(config).trainer.multi_process and not dist.is_initialized():
         init_distributed(0, 1, backend=_backend(0), store=dist.FileStore(f"{folder / name}.store", 1))
-    TRAINERS[base] = watch(original)
-    try:
-        train.work(0, 1, config)
-    finally:
-        TRAINERS[base] = original
+    train.work(0, 1, config)
 
 
 def measure_seconds(action: Callable[[], Any]) -> float:

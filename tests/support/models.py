@@ -60,7 +60,10 @@ def build(
     dtype: torch.dtype = torch.float32,
     attention: str = "eager",
 ) -> transformers.PreTrainedModel:
-    """The same weights at every call; none on the meta device. `family`: a name of FAMILIES or what gives a config."""
+    """A small model with the same weights at every call.
+
+    `family`: a name of FAMILIES, or what gives a config. On the meta device there are no weights.
+    """
     config = FAMILIES[family]() if isinstance(family, str) else family()
     torch.manual_seed(0)
     with torch.device("meta" if on_meta else "cpu"):
@@ -73,7 +76,10 @@ def build(
 
 
 def batch_of(rows: int, length: int = 12, *, shared: bool = False) -> dict[str, torch.Tensor]:
-    """Random pairs with prompts of 5 tokens, every second response padded; `shared`: some have texts in common."""
+    """Random pairs with prompts of 5 tokens, every second response padded.
+
+    `shared`: some have texts in common.
+    """
     generator = torch.Generator().manual_seed(3)
     batch = {}
     prompts = torch.randint(0, VOCABULARY, (rows, 5), generator=generator)
@@ -97,8 +103,10 @@ def list_examples(rows: int, length: int = 12, *, shared: bool = False) -> list[
 
 
 def plain_logps(model: Any, examples: list[Example]) -> torch.Tensor:
-    """Log-probabilities of the responses by the plain path: of the chosen and the rejected ones (2, B), or of SFT
-    targets (1, B)."""
+    """Log-probabilities of the responses by the plain path.
+
+    Shape (2, B): chosen and rejected; (1, B) for SFT targets.
+    """
     [microbatch] = Padded().split(examples, 1)
     return Padded().forward(model, microbatch.inputs).logps.sum(-1)
 
@@ -118,7 +126,10 @@ REWARD_MODELS = {
 def save_reward_model(
     folder: Path, family: str, tokenizer: Any, *, template: str | None = CHAT, **settings: Any
 ) -> str:
-    """A random sequence classification model with a tokenizer, in a new directory; `settings` of its config."""
+    """Write a random sequence classification model with a tokenizer.
+
+    `settings` are of its config.
+    """
     config = REWARD_MODELS[family]()
     config.update({"vocab_size": len(tokenizer), "num_labels": 1, **settings})
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Run directories made by hand: the records that a run leaves, with numbers that a test chooses."""
+"""Run directories made by hand, with numbers that a test chooses."""
 
 from __future__ import annotations
 
@@ -12,52 +12,25 @@ import yaml
 from support.runs import write_rows
 
 CONFIG = {
-    "exp_name": "made",
-    "datasets": ["hh"],
-    "batch_size": 4,
-    "lr": 1e-6,
-    "max_grad_norm": 10.0,
-    "n_eval_examples": 256,
-    "warmup_steps": 0,
-    "loss": {"name": "dpo", "beta": 0.1},
+    **{"exp_name": "made", "datasets": ["hh"], "batch_size": 4, "lr": 1e-6, "max_grad_norm": 10.0},
+    **{"n_eval_examples": 256, "warmup_steps": 0, "loss": {"name": "dpo", "beta": 0.1}},
     "model": {"name_or_path": "tiny"},
 }
 ENV = {
-    "python": "3.11.7",
-    "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
-    "gpus": [],
-    "cpus": 2,
-    "processes": 1,
-    "started": "2026-11-22T07:00:00+00:00",
-    "git_commit": "0123456789abcdef",
+    **{"python": "3.11.7", "packages": {"torch": "2.13.0", "transformers": "5.23.0"}, "gpus": [], "cpus": 2},
+    **{"processes": 1, "started": "2026-11-22T07:00:00+00:00", "git_commit": "0123456789abcdef"},
 }
+TOKENS = {"mean_chosen_tokens": 20.0, "mean_rejected_tokens": 20.0}
 PREFLIGHT = {
-    "train": {
-        "examples": 400,
-        "prompts": 400,
-        "tokenized": 400,
-        "mean_chosen_tokens": 20.0,
-        "mean_rejected_tokens": 20.0,
-    },
-    "test": {
-        "examples": 256,
-        "prompts": 256,
-        "tokenized": 256,
-        "mean_chosen_tokens": 20.0,
-        "mean_rejected_tokens": 20.0,
-    },
+    "train": {"examples": 400, "prompts": 400, "tokenized": 400, **TOKENS},
+    "test": {"examples": 256, "prompts": 256, "tokenized": 256, **TOKENS},
 }
 
 
 def update(number: int, **metrics: Any) -> dict[str, Any]:
-    """A line of training: 4 examples in 2 seconds, 100 tokens a second. `_` in a metric's name stands for `/`."""
-    usual = {
-        "grad_norm": 1.0,
-        "lr": 1e-6,
-        "examples_per_second": 2.0,
-        "tokens_per_second": 100.0,
-        "memory/peak_gb": 1.5,
-    }
+    """A line of training, of 4 examples in 2 seconds."""
+    usual = {"grad_norm": 1.0, "lr": 1e-6, "examples_per_second": 2.0, "tokens_per_second": 100.0}
+    usual["memory/peak_gb"] = 1.5
     return {"split": "train", "examples": 4 * number, "updates": number, "loss/train": 0.6, **usual, **metrics}
 
 
@@ -82,7 +55,10 @@ def sample(
 
 
 def drawn(examples: int, *texts: str, prompt: str = "\n\nHuman: Hi\n\nAssistant:") -> dict:
-    """A prompt with answers that an update drew: the last is the best, the first, which was cut off, the worst."""
+    """A prompt with the answers that an update drew.
+
+    The last is the best; the first, which was cut off, the worst.
+    """
     answers = [
         {"text": text, "score": float(i), "tokens": i + 1, "ended": i > 0} for i, text in enumerate(texts or ("a", "b"))
     ]
@@ -99,7 +75,10 @@ def write_run(
     updates: int | None = None,
     preflight: Mapping[str, Any] | None = None,
 ) -> Path:
-    """The directory of a run of so many `updates` (None: those in the lines) with these lines of metrics."""
+    """Write the directory of a run with these lines of metrics.
+
+    `updates`: in the whole run; None: as many as the lines have.
+    """
     total = max((line["updates"] for line in lines), default=0) if updates is None else updates
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "metrics.jsonl", list(lines))

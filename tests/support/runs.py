@@ -1,4 +1,4 @@
-"""What tests of runs share: the real command line in a subprocess, small settings, a run's metrics."""
+"""Runs of the command line, small settings, a run's metrics."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from omegaconf import DictConfig
 
+from benchmarks.soak import read_log
+from dpo.checkpoint.files import read_state
 from support import warm
 from support.warm import ROOT
 
 PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")  # of a run's checkpoint, each a NAME.pt
 GOLDEN = ROOT / "tests" / "golden"
 SHARED = ROOT.parent / "shared"  # real data and more golden runs, on the maintainers' machines only
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported, also by processes that are forked
-torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 
 def make_environment(**more: str) -> dict[str, str]:
@@ -29,12 +30,12 @@ def make_environment(**more: str) -> dict[str, str]:
 
 
 def run_script(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS` without a terminal, forked from a process that has imported torch."""
+    """`python ARGUMENTS` without a terminal, in a forked process."""
     return warm.run(*arguments, cwd=cwd, environment=make_environment(**environment), timeout=200)
 
 
 def run_python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The same in a new interpreter, for what is promised of its start."""
+    """`python ARGUMENTS` in a new interpreter, which has imported nothing."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -48,7 +49,7 @@ def run_python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subproc
 
 
 def train(*overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python train.py OVERRIDES`, W&B off unless an override or the environment says otherwise."""
+    """`python train.py OVERRIDES`, with W&B off unless they name it."""
     if not any(o.startswith("wandb.enabled") for o in overrides):
         overrides = (*overrides, "wandb.enabled=false")
     return run_script(str(ROOT / "train.py"), *overrides, cwd=cwd, **environment)
@@ -57,6 +58,26 @@ def train(*overrides: str, cwd: Path = ROOT, **environment: str) -> subprocess.C
 def read_metrics(run_dir: Path, split: str) -> list[dict]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["split"] == split]
+
+
+def distance(ours: float, theirs: float, metric: str) -> float:
+    """The relative difference of two values of a metric.
+
+    Absolute for rewards below 1; 0 or infinite for accuracies.
+    """
+    if metric.endswith("accuracies"):
+        return 0.0 if ours == theirs else float("inf")
+    return abs(ours - theirs) / (max(abs(theirs), 1.0) if metric.startswith("rewards") else abs(theirs))
+
+
+def assert_alike(run_dir: Path, other: Path, tolerance: float = 1e-5) -> None:
+    """Two runs have the same metrics and trained weights."""
+    close = {"rel": tolerance, "abs": tolerance}
+    for line, theirs in zip(read_log(run_dir), read_log(other), strict=True):
+        assert line.pop("split") == theirs.pop("split")
+        assert line == pytest.approx(theirs, **close)
+    weights, theirs = (read_state(folder / "LATEST" / "policy.pt") for folder in (run_dir, other))
+    torch.testing.assert_close(weights, theirs, rtol=tolerance, atol=tolerance)
 
 
 def assert_gone(pids: list[int], within: float = 10) -> None:
@@ -102,28 +123,31 @@ def run_here(overrides: list[str]) -> None:
     entry.run(config)
 
 
+def train_here(overrides: list[str]) -> None:
+    """Train in this process, or in several if a trainer is named."""
+    if any(override.startswith("trainer=") for override in overrides):
+        result = train(*overrides)
+        assert result.returncode == 0, result.stderr
+    else:
+        run_here(overrides)
+
+
+SMALL = (
+    "loss=dpo exp_name=test model.reference_dtype=float32 eval_batch_size=4 n_eval_examples=4 eval_every=8 "
+    "n_examples=24 n_epochs=null lr=1e-3 warmup_steps=4 max_length=48 max_prompt_length=32 sample_during_eval=false "
+    "wandb.enabled=false export=false"  # an export takes as long as the updates
+)
+
+
 def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
-    """The overrides of a run of 6 updates with 4 evaluations, which takes a second."""
+    """The overrides of a run of 6 updates with 4 evaluations."""
     settings = {
-        "loss": "dpo",
-        "exp_name": "test",
+        **dict(setting.split("=", 1) for setting in SMALL.split()),
         "local_run_dir": run_dir,
         "local_dirs": f"[{run_dir.parent}]",
         "model.name_or_path": GOLDEN / "tiny-llama",
-        "model.reference_dtype": "float32",
         "dataset_sources.hh": rows / "hh",
         "dataset_sources.more": rows / "more",
-        "eval_batch_size": 4,
-        "n_eval_examples": 4,
-        "eval_every": 8,
-        "n_examples": 24,
-        "n_epochs": "null",
-        "lr": 1e-3,
-        "warmup_steps": 4,
-        "max_length": 48,
-        "max_prompt_length": 32,
-        "sample_during_eval": "false",
-        "wandb.enabled": "false",
     }
     settings |= dict(override.split("=", 1) for override in overrides)
     if settings["loss"] == "dpo":
@@ -132,7 +156,7 @@ def small_run(rows: Path, run_dir: Path, *overrides: str) -> list[str]:
 
 
 def golden_command(golden: dict, data: str, run_dir: str) -> list[str]:
-    """The overrides that repeat a golden run: its `config`, a float32 reference, the tiny Llama."""
+    """The overrides that repeat a golden run."""
     settings = {k: v for k, v in golden["config"].items() if k != "loss"}
     loss = dict(golden["config"]["loss"])
     name = loss.pop("name")

@@ -1,4 +1,4 @@
-"""Trainers in this process, on 4 words pairs an update, with which weights move far."""
+"""Trainers in this process, with updates that move weights far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As much of a W&B server as a run needs, to be taken away from it."""
+"""As much of a W&B server as a run needs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import threading
 
 
 class WandbServer:
-    """Serves on a free port of this machine until `close`; `requests` are the paths that were asked for, `bodies`
-    the JSON that came with them."""
+    """A server on a free port of this machine, until `close`.
+
+    `requests` are the paths that were asked for, `bodies` the JSON that came with them.
+    """
 
     def __init__(self) -> None:
         self.requests: list[str] = []

@@ -1,8 +1,9 @@
-"""Python processes that start in no time, for they are forked from one that has imported what a run needs.
+"""Python processes that start in no time.
 
-`Python` does what `python ARGUMENTS` does, with an environment, a directory and output of its own, and `launch` what
-`dpo.system.launching.launch` does. The workers that they start are forked too. They cannot show how an interpreter
-starts: what a test promises of imports, of signals before them and of spawned workers needs real processes.
+They are forked from one that has imported what a run needs. `Python` does what `python ARGUMENTS` does, with an
+environment, a directory and output of its own, and `launch` what `dpo.system.launching.launch` does. The workers that
+they start are forked too. They cannot show how an interpreter starts: what a test promises of imports, of signals
+before them and of spawned workers needs real processes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
@@ -36,13 +37,20 @@ CONTEXT.set_forkserver_preload(
 
 
 class Python:
-    """`python ARGUMENTS` without a terminal, in a process with the methods of subprocess.Popen.
+    """`python ARGUMENTS` without a terminal, with methods of subprocess.Popen.
 
-    `session`: it leads a session, as a command in a terminal does. `merge`: errors go where output goes.
+    `session`: it leads a session, as a command in a terminal does. `merge`: errors go where output goes. `fault`: a
+    function that is called in the process first.
     """
 
     def __init__(
-        self, *arguments: str, environment: Mapping[str, str], cwd: Path = ROOT, session=False, merge=False
+        self,
+        *arguments: str,
+        environment: Mapping[str, str],
+        cwd: Path = ROOT,
+        session: bool = False,
+        merge: bool = False,
+        fault: Callable[[], None] | None = None,
     ) -> None:
         self.args = ["python", *arguments]
         self._folder = tempfile.TemporaryDirectory()
@@ -51,9 +59,8 @@ class Python:
         for path in (self._out, self._err):
             path.touch()
         self.stdout: TextIO = self._out.open()
-        self._process = CONTEXT.Process(
-            target=_main, args=(arguments, Setting(cwd, dict(environment), self._out, self._err, session))
-        )
+        setting = Setting(cwd, dict(environment), self._out, self._err, session)
+        self._process = CONTEXT.Process(target=_main, args=(arguments, setting, fault))
         self._process.start()
         self.pid: int = self._process.pid
         self.kill = self._process.kill
@@ -65,7 +72,12 @@ class Python:
     def poll(self) -> int | None:
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    @property
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self._out.read_text(errors="replace")
+
+    def wait(self, timeout: float = 120) -> int:
         self._process.join(timeout)
         if self.returncode is None:
             self.kill()
@@ -91,11 +103,13 @@ def run(*arguments: str, cwd: Path, environment: Mapping[str, str], timeout: flo
 def launch(
     worker: Callable, world_size: int, *args: Any, constants: Mapping[str, Any] | None = None, **options
 ) -> None:
-    """`dpo.system.launching.launch` in a process of its own, whose workers are forked; `constants` of its module are
-    changed there. Raises what it raises."""
+    """`dpo.system.launching.launch` in a process of its own, with forked workers.
+
+    `constants` of its module are changed there. Raises what it raises.
+    """
     receiver, sender = CONTEXT.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(Path.cwd(), dict(os.environ), Path(folder, "out"), Path(folder, "err"), False)
+        setting = Setting(Path.cwd(), dict(os.environ), Path(folder, "out"), Path(folder, "err"))
         process = CONTEXT.Process(
             target=_launch, args=(sender, setting, dict(constants or {}), (worker, world_size, *args), options)
         )
@@ -113,12 +127,14 @@ def launch(
 # --- in the forked process -----------------------------------------------------------------------------------------
 
 
-class Setting:
-    """What a process has of its own."""
+class Setting(NamedTuple):
+    """A process's own directory, environment and output."""
 
-    def __init__(self, cwd: Path, environment: dict[str, str], out: Path, err: Path, session: bool) -> None:
-        self.cwd, self.environment, self.out, self.err, self.session = cwd, environment, out, err, session
-        self.start_method = "spawn" if torch.cuda.is_available() else "fork"  # CUDA works in no forked process
+    cwd: Path
+    environment: dict[str, str]
+    out: Path
+    err: Path
+    session: bool = False
 
     def take(self) -> None:
         if self.session:
@@ -132,21 +148,24 @@ class Setting:
         os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
         signal.signal(signal.SIGINT, signal.default_int_handler)  # wherever the tests run
         multiprocessing.process._parent_process = None  # it is nobody's worker
-        importlib.import_module("dpo.system.launching").START_METHOD = self.start_method
+        start_method = "spawn" if torch.cuda.is_available() else "fork"  # CUDA works in no forked process
+        importlib.import_module("dpo.system.launching").START_METHOD = start_method
 
 
 def redirect(out: Path, err: Path) -> None:
-    """Standard output and error of this process go to files from now on, and nothing comes in."""
+    """Send output and errors to files; nothing comes in."""
     appending = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for number, (path, flags) in enumerate(((Path(os.devnull), os.O_RDONLY), (out, appending), (err, appending))):
         os.dup2(os.open(path, flags), number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
 
 
-def _main(arguments: tuple[str, ...], setting: Setting) -> None:
+def _main(arguments: tuple[str, ...], setting: Setting, fault: Callable[[], None] | None) -> None:
     setting.take()
     status: object = 0
     try:
+        if fault is not None:
+            fault()
         _interpret(arguments)
     except SystemExit as ending:
         status = ending.code

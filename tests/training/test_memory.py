@@ -6,13 +6,14 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from support import runs
-from support.faults import Run, run_out_of_memory_at
+from support.faults import run_out_of_memory_at, start_run
 from support.models import REWARD_MODELS, save_reward_model
 from support.runs import GOLDEN, small_run, train
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -415,10 +416,10 @@ def test_a_dry_run_refuses_what_a_run_would(overrides, message, run):
 
 
 def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, tmp_path):
-    run = Run(command("run", "batch_size=8"), tmp_path / "log", run_out_of_memory_at, 2)
+    run = start_run(command("run", "batch_size=8"), partial(run_out_of_memory_at, 2))
 
     assert run.wait() == 1
-    said = run.log.read_text().splitlines()[-1]
+    said = run.text.splitlines()[-1]
     assert re.search(r"out of memory: a process needs about [\d.]+ GB, and its device has [\d.]+ GB; try \w", said)
     assert "can't allocate memory: you tried to allocate 40000000000000 bytes" in said
     assert (tmp_path / "run" / "step-8" / "manifest.json").exists()
