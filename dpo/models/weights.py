@@ -49,7 +49,7 @@ def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
 
 def find_archive(archive: str | Path, *, key: str = "model.archive=") -> Path:
     """The `policy.pt` that a path names: the file, its directory, or LATEST."""
-    path = Path(os.path.expanduser(archive))  # unlike Path.expanduser it raises for no user
+    path = Path(os.path.expanduser(archive))  # pathlib raises for a user who does not exist
     for candidate in (path, path / "policy.pt", path / "LATEST" / "policy.pt"):
         if candidate.is_file():
             return candidate
