@@ -233,10 +233,6 @@ def get_dataset(
         known = ", ".join(BUILT_IN)
         raise InputError(f"dataset {name!r} is not one of {known}; for own data give dataset_sources.{name}=PATH_OR_ID")
     source = Source.parse(name, HUB_IDS[name] if value is None else value)
-    if source.columns and name in LOADERS:
-        raise InputError(
-            f"dataset_sources.{name} renames columns, but {name} has its own; choose another name for your data"
-        )
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
