@@ -124,7 +124,7 @@ def batch_of(examples: list[Example]) -> dict:
 def test_examples_are_read_back_from_a_padded_batch():
     examples = [PAIR, Example((4,), ((9,), (30, 31, 32, 33, 9)))]
     assert find_examples(batch_of(examples)) == examples
-    targets = [Example(e.prompt, e.responses[:1]) for e in examples]
+    targets = [Example(e.prompt, e.responses[:1], roles=("chosen",)) for e in examples]
     assert find_examples(batch_of(targets)) == targets  # SFT
 
 
