@@ -252,7 +252,7 @@ def get_dataset(
                 f"columns of both splits alike"
             ) from error
     if source.has_no_splits and name != "se":  # se makes its own test split
-        n_prompts, data = len(data), data.hold_out(split)
+        n_prompts, data = len(data), data.select_split(split)
         if n_prompts == 1 and not data:
             raise InputError(
                 f"dataset {name} ({source.path}) has no examples in its train split, as its only prompt is held out as "

@@ -107,8 +107,9 @@ class Trainer:
         context = RunContext(plan, self.run_dir, rank, data, progress.line, parameters)
         self.callbacks = Callbacks.of(CALLBACKS, context, terminal=progress)
         self.checkpoints = Checkpoints(self.run_dir, mesh, keep=plan.run.keep_checkpoints, log=progress.line)
-        parts = {"checkpoints": self.checkpoints, "callbacks": self.callbacks, **objective.parts, **self.batches.parts}
-        self.state = RunState(self.reference, frozen, rank=rank, **parts)
+        states = objective.states | self.batches.states
+        states |= {"checkpoints": self.checkpoints, "callbacks": self.callbacks}
+        self.state = RunState(self.reference, frozen, rank=rank, **states)
         if resume_from is not None:  # last: by now every part exists
             self.checkpoints.restore(resume_from, self._parts())
         for note in self.notes():
@@ -197,7 +198,7 @@ class Trainer:
             for item in self.progress.updates(self.train_iterator, total=total, done=done):
                 self.evaluate_and_save_if_due()
                 # an online batch takes long and its scorer may fail, so draw it after the evaluation and save
-                batch = self.batches.draw(item, update=self.state.batch_counter)
+                batch = self.batches.make_batch(item, update=self.state.batch_counter)
                 update = self.train_step(batch)
                 self.callbacks.emit("update", update)
                 self.checkpoints.check()  # a checkpoint that cannot be written ends the run now, not at the next save
@@ -225,10 +226,11 @@ class Trainer:
         scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
         # the only synchronization of host and device in an update; also lets the processes agree on stopping
         reduced = objective.reduce(metrics, len(batch.examples), context.numbers, scalars)
-        self.stop.is_agreed = reduced.scalars.pop("stop") > 0
+        self.stop.is_agreed = reduced.scalars["stop"] > 0
         [lr] = self.scheduler.get_last_lr()
         counters = self.state.count(len(batch.examples))  # before any veto: skipped updates count
         means = reduced.means(batch.examples, batch.weights)
+        means["grad_norm"] = reduced.scalars["grad_norm"]
         update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
         if self.callbacks.allow(update) and any(batch.weights):  # if all are ties, momentum would still move weights
             self.optimizer.step()
@@ -283,7 +285,8 @@ class Trainer:
             # all batches of the run, with those that a resumed run has trained on: its file is the same
             batches = itertools.chain(self.eval_batches, self.batches.train())
             total = len(self.eval_batches) + self.data.report.updates
-            self.progress.line(self.objective.score_all(self.progress.over(batches, total=total, what="score"), path))
+            progress = self.progress.over(batches, total=total, what="score")
+            self.progress.line(self.objective.cache_reference(progress, path))
             self.reference.free()
 
     def self_test(self) -> None:
@@ -359,7 +362,8 @@ class Trainer:
         return examples % self.plan.eval_interval == 0 and (examples > 0 or self.plan.evaluation.do_first_eval)
 
     def _has_unsaved(self) -> bool:
-        return 0 < self.state.example_counter != self.state.saved_at and not self.plan.run.debug
+        examples = self.state.example_counter
+        return examples > 0 and examples != self.state.saved_at and not self.plan.run.debug
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
         """Save to `output_dir`, or to the run's `step-N`.

@@ -130,21 +130,24 @@ class ReferenceState(Protocol):
 
 
 class RunState:
-    """The counters of a run, and the states of other parts.
+    """The part `trainer`: the counters of a run, and the states that need no file of their own.
+
+    Such states are those of the callbacks, which include the lengths of their log files, of what BEST is, of the loss's
+    running average, of the scorer, and the cached reference.
 
     Without a reference, `frozen` is, on rank 0, the digest of the base under an adapter, which is not saved either.
     """
 
-    def __init__(self, reference: ReferenceState | None, frozen: str | None, *, rank: int, **parts: Stateful) -> None:
+    def __init__(self, reference: ReferenceState | None, frozen: str | None, *, rank: int, **states: Stateful) -> None:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
         self.evaluated_at: int | None = None  # example_counter at the last evaluation
         self.saved_at: int | None = None  # at the last checkpoint, unless an evaluation came after it
-        self._rank, self._parts = rank, dict(parts)
+        self._rank, self._states = rank, dict(states)
         self._frozen, self._frozen_name = frozen, "base"
         if reference:
             self._frozen, self._frozen_name = reference.digest, "reference"
-            self._parts["reference_logps"] = reference.logps
+            self._states["reference_logps"] = reference.logps
 
     def count(self, n_examples: int) -> tuple[int, int]:
         """Count one more update of `n_examples`. Returns (updates, examples) including it."""
@@ -156,7 +159,7 @@ class RunState:
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             "reference": self._frozen,
-            **{name: part.state_dict() for name, part in self._parts.items()},
+            **{name: state.state_dict() for name, state in self._states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -166,7 +169,7 @@ class RunState:
             raise InputError(f"the {name} model has changed since the checkpoint: model.name_or_path or model.archive")
         for name in COUNTERS:
             setattr(self, name, state[name])
-        for name, part in self._parts.items():
+        for name, part in self._states.items():
             part.load_state_dict(state[name])
 
 

@@ -12,7 +12,7 @@ from dpo.data.columns import find_columns, recognize_columns
 from dpo.data.schema import ASSISTANT, Messages, PreferenceData, get_field, is_sharegpt
 from dpo.errors import InputError
 
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
 def get_own(
@@ -95,10 +95,10 @@ def _as_messages(field: Any, where: str) -> str | list[Any]:
     if not any(map(is_sharegpt, field)):
         return field
     speakers = [get_field(message, "from", where) for message in field]
-    if unknown := next((speaker for speaker in speakers if speaker not in ROLES), None):
-        raise InputError(f"{where}: a message is from {unknown!r}, and must be from one of {', '.join(ROLES)}")
+    if unknown := next((speaker for speaker in speakers if speaker not in SPEAKERS), None):
+        raise InputError(f"{where}: a message is from {unknown!r}, and must be from one of {', '.join(SPEAKERS)}")
     return [
-        {"role": ROLES[speaker], "content": get_field(message, "value", where)}
+        {"role": SPEAKERS[speaker], "content": get_field(message, "value", where)}
         for speaker, message in zip(speakers, field, strict=True)
     ]
 

@@ -149,14 +149,13 @@ def prepare_data(
     def find_key() -> str | None:
         return make_key(options, tokenizer, get_dataset, identify, cache_dir)
 
-    key, is_new = find_key(), False
+    key = find_key()
 
     def build(place: Path) -> tuple[dict[str, Any], bool]:
-        nonlocal is_new
-        is_new, facts = True, build_table(place, options, tokenizer, get_dataset, cache_dir=cache_dir, silent=silent)
+        facts = build_table(place, options, tokenizer, get_dataset, cache_dir=cache_dir, silent=silent)
         return facts, find_key() == key  # else a file was changed while it was read
 
-    place = find_or_build(Path(folder) / "examples", key, build, scratch=scratch)
+    place, is_new = find_or_build(Path(folder) / "examples", key, build, scratch=scratch)
     release_freed_memory()  # of the texts as Python strings
     facts = read_facts(place)["facts"]
     if not (silent or is_new):  # the loaders have printed theirs

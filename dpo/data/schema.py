@@ -75,7 +75,7 @@ class PreferenceData(dict[str, Entry]):
                 targets = [entry["sft_target"]] if entry["pairs"] else responses
                 yield prompt, targets, [{"chosen": place} for place in range(len(targets))]
 
-    def hold_out(self, split: str) -> PreferenceData:
+    def select_split(self, split: str) -> PreferenceData:
         """Train or test split of data without splits.
 
         A tenth of the prompts, at least one, is the test split.

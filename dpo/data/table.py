@@ -138,15 +138,15 @@ def find_or_build(
     build: Callable[[Path], tuple[Mapping[str, Any], bool]],
     *,
     scratch: Path | None = None,
-) -> Path:
-    """Find the table `key` in `folder`, or build it.
+) -> tuple[Path, bool]:
+    """Find the table `key` in `folder`, or build it; return its place, and whether it was built.
 
     It is built in `scratch` if given, else in `folder`. `build` writes both splits into a directory; it returns the
     facts, and whether `key` still identifies the data that it read. A table without a key is always built, and named
     after its content. Raises RunError if nothing can be written.
     """
     if key is not None and is_whole(folder / key):
-        return folder / key
+        return folder / key, False
     folder = scratch or folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def find_or_build(
             text = json.dumps(content | {"sha256": _hash_facts(content)}, indent=1)
             (beside / FACTS).write_text(text + "\n", encoding="utf-8")
             place = folder / (key if key is not None and is_named else f"content-{_hash_facts(content)[:32]}")
-            return _publish(beside, place)
+            return _publish(beside, place), True
         finally:
             remove(beside)
     except OSError as error:

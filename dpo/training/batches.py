@@ -77,7 +77,7 @@ class Batches:
         self.plan, self.data, self.layout, self.seed = plan, data, layout, seed
         self.rank, self.size = rank, size
         self.loss = plan.loss
-        self.parts: dict[str, Any] = {}  # parts of checkpoints
+        self.states: dict[str, Any] = {}  # saved in checkpoints
         counts = data.train.counts, data.test.counts
         ends = np.cumsum(np.concatenate(counts))
         # the number of each prompt's first example, per split; numbers continue from train to test
@@ -92,7 +92,7 @@ class Batches:
         prepare = partial(self._prepare, *source, n_microbatches=n_microbatches)
         return self._iterate_train(prepare, self.data.train.counts.tolist(), skip=skip)
 
-    def draw(self, item: Any, *, update: int) -> Batch:
+    def make_batch(self, item: Any, *, update: int) -> Batch:
         """Make the batch of an update from an item of `train`.
 
         Here the item is the batch.

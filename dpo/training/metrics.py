@@ -26,7 +26,7 @@ class Reduced(NamedTuple):
     scalars: dict[str, float]
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
-        """Compute the means of the metrics, and add the scalars.
+        """Compute the means of the metrics.
 
         Without `weights`, or if all are 0, every example counts alike. Given `examples`, a metric whose name ends in a
         role is a mean over the examples with a response of that role; it is missing if there are none.
@@ -40,7 +40,7 @@ class Reduced(NamedTuple):
                 counts = counts * torch.tensor([role in example.roles for example in examples])
             if counts.any():
                 means[name] = ((values.double() * counts).sum() / counts.sum()).item()
-        return means | self.scalars
+        return means
 
     def find_kl(self, places: Sequence[int]) -> dict[str, float]:
         """`online/kl`, KL(policy || reference) on the responses of these examples.

@@ -113,7 +113,7 @@ class Objective:
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh, self.loss = policy, reference, layout, mesh, loss
         self.average = RunningAverage()
-        self.parts = {"average": self.average} if loss.running_statistic else {}  # parts of checkpoints
+        self.states = {"average": self.average} if loss.running_statistic else {}  # saved in checkpoints
         self.autocast, self.models_are_equal, self.follow_every = autocast, models_are_equal, follow_every
         self.device = next(policy.parameters()).device
         self.dropout = AdapterDropout(policy, seed=seed)
@@ -149,7 +149,7 @@ class Objective:
         if loss.needs_tails > self.loss.needs_tails or loss.needs_squares > self.loss.needs_squares:
             raise InputError("loss.ld_alpha and loss.wpo can be used only if the run's own config has them")
         cached, statistic = (context.reference, context.statistic) if context else (None, None)
-        scores, reference = self._score(microbatch, cached, with_reference=loss.reference)
+        scores, reference = self._find_scores(microbatch, cached, with_reference=loss.reference)
         if statistic is not None:
             statistic = statistic[microbatch.indices]
         found = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
@@ -169,7 +169,7 @@ class Objective:
         metrics |= {f"{name}/{split}": values for name, values in found.metrics.items()}
         return metrics | reference | {f"loss/{split}": found.losses.detach()}
 
-    def _score(
+    def _find_scores(
         self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
     ) -> tuple[Scores, Columns]:
         """Score a microbatch with policy and reference.
@@ -202,7 +202,7 @@ class Objective:
         if self.loss.batch_statistic is None or is_whole:
             cached = self.cached_reference(batch)
             return BatchContext(*given, cached, numbers=batch.numbers if cached is None and self.loss.reference else ())
-        whole, _ = self._score_all([batch], update=update)
+        whole, reference = self._find_all_scores([batch], update=update)
         statistic, counts = None, weights > 0
         if any(batch.weights):
             # ties are left out of the statistic, as they are of the loss
@@ -211,7 +211,8 @@ class Objective:
             statistic = found.new_zeros(len(counts), found.shape[1])
             statistic[counts] = found
             statistic = statistic.to(self.device, torch.float32)
-        return BatchContext(*given, self.cached_reference(batch), statistic)
+        columns = [reference[f"{REFERENCE}{name}"] for name in self.loss.reference_columns] if reference else []
+        return BatchContext(*given, self._to_device(torch.stack(columns, dim=1)) if columns else None, statistic)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Reduced:
@@ -220,7 +221,7 @@ class Objective:
         The running average is replaced by its limit if every update were like this batch, so that the loss depends only
         on weights and examples.
         """
-        scores, reference = self._score_all(batches)
+        scores, reference = self._find_all_scores(batches)
         found, options = self.loss(scores), self.loss.options
         if self.loss.running_statistic and options["momentum"] < 1:
             chosen, rejected = (found.rewards[role].mean().item() for role in ("chosen", "rejected"))
@@ -228,7 +229,7 @@ class Objective:
             found = self.loss(scores._replace(average=average))  # rewards do not depend on the average
         return Reduced(self._metrics(scores, reference, found, split="eval"), {})
 
-    def _score_all(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, Columns]:
+    def _find_all_scores(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, Columns]:
         """Score every example of the batches on every process, in float64.
 
         Also caches the reference's log-probabilities.
@@ -238,7 +239,7 @@ class Objective:
             cached = self.cached_reference(batch)
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
                 with self.dropout.on(microbatch.inputs, update=update):
-                    scores, reference = self._score(microbatch, cached, with_reference=self.loss.reference)
+                    scores, reference = self._find_scores(microbatch, cached, with_reference=self.loss.reference)
                 columns = {name: values for name, values in scores._asdict().items() if torch.is_tensor(values)}
                 columns = {name: values.double() for name, values in (columns | reference).items()}
                 table.append((microbatch.indices + n_examples, columns))
@@ -300,7 +301,7 @@ class Objective:
         return reduced
 
     @torch.no_grad()
-    def score(self, batch: Batch) -> torch.Tensor:
+    def find_reference_logps(self, batch: Batch) -> torch.Tensor:
         """Score a global batch with the reference, on every process.
 
         (B, columns of `Loss.reference_columns`).
@@ -312,7 +313,7 @@ class Objective:
         reduced = reduce_metrics(metrics, len(batch.examples), self.mesh.add, counts=self.mesh.counts)
         return torch.stack(list(reduced.examples.values()), dim=1)
 
-    def score_all(self, batches: Iterable[Batch], path: Path) -> str:
+    def cache_reference(self, batches: Iterable[Batch], path: Path) -> str:
         """Cache all pairs of the batches, and write the file at `path`.
 
         Pairs come from that file if it exists, else they are scored. Returns a message about it. Raises InputError if
@@ -321,7 +322,7 @@ class Objective:
         logps = self.reference.logps
         stored = read_logps(path, logps.shape) if self.mesh.rank == 0 and path.exists() else None
         stored, seed = from_rank_0((stored, secrets.randbits(32)))  # all processes must score the same batches
-        n_scored = logps.score_all(batches, self.score, stored, path=path, seed=seed)
+        n_scored = logps.fill(batches, self.find_reference_logps, stored, path=path, seed=seed)
         if self.mesh.rank == 0:
             logps.save(path)
         n_stored = 0 if stored is None else int((~np.isnan(stored).any(axis=1)).sum())

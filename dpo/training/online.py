@@ -54,8 +54,8 @@ class ScorerState:
 class OnlineBatches(Batches):
     """Batches of a run whose training pairs are drawn from the policy.
 
-    `train` yields the prompts of each batch. `draw` raises Stopped before a sampled token if any process was asked to
-    stop.
+    `train` yields the prompts of each batch. `make_batch` raises Stopped before a sampled token if any process was
+    asked to stop.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OnlineBatches(Batches):
             self.scorer.check(prompt)
         for note in self.scorer.notes:
             progress.line(note)
-        self.parts = {"online": ScorerState(self.scorer)}
+        self.states = {"online": ScorerState(self.scorer)}
         online = plan.online
         self.n_samples, self.penalty = online.n_samples, online.missing_eos_penalty
         self.keeps_ties = online.ties == "keep"
@@ -86,7 +86,7 @@ class OnlineBatches(Batches):
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
         return self._iterate_train(self.read_prompts, [1] * len(self.data.train), skip=skip)
 
-    def draw(self, item: Sequence[Prompt], *, update: int) -> Batch:
+    def make_batch(self, item: Sequence[Prompt], *, update: int) -> Batch:
         """Draw the pairs of an update, one per prompt, on every process.
 
         `n_offline` prompts get a pair from the data in place of answers. Raises ScorerFailed on every process.

@@ -104,7 +104,7 @@ class ReferenceLogps:
             file.flush()
             os.fsync(file.fileno())
 
-    def score_all(
+    def fill(
         self,
         batches: Iterable[Batch],
         score: Callable[[Batch], torch.Tensor],

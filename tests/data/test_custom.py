@@ -312,7 +312,7 @@ def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):
     assert [*data.messages] == [*data]
     assert [*data.messages.values()] == [[user("Hi")], [user("A")]]
     for split in ("train", "test"):
-        held = data.hold_out(split)
+        held = data.select_split(split)
         assert [*held.messages] == [*held]
 
 

@@ -37,7 +37,7 @@ def make(config: DictConfig, **more: Any) -> BasicTrainer:
 
 
 def next_batch(trainer: BasicTrainer) -> Batch:
-    return trainer.batches.draw(next(trainer.train_iterator), update=trainer.batch_counter)
+    return trainer.batches.make_batch(next(trainer.train_iterator), update=trainer.batch_counter)
 
 
 def updates(trainer: BasicTrainer, n: int = 2) -> list[dict[str, float]]:

@@ -36,7 +36,7 @@ UNKNOWN = [float("nan")] * 2
 
 
 def score_all(known: ReferenceLogps, batches, score=score, read: np.ndarray | None = None, tmp_path="FILE") -> int:
-    return known.score_all(batches, score, read, path=tmp_path, seed=0)
+    return known.fill(batches, score, read, path=tmp_path, seed=0)
 
 
 def test_a_batch_is_found_when_all_of_it_is_known():
