@@ -102,6 +102,7 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
         while some := list(islice(left, ROWS_PER_BATCH)):
             rows = [prompt._asdict() | {"messages": prompt.messages and json.dumps(prompt.messages)} for prompt in some]
             writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
+    pa.default_memory_pool().release_unused()  # the pool keeps freed memory, here as much as the texts take
 
 
 class PromptTable(Sequence[Prompt]):
