@@ -213,8 +213,9 @@ def read_data(plan: Plan, *, silent: bool = False) -> TrainingData:
     from preference_datasets import load_data
 
     data = load_data(plan, silent=silent)
-    for warning in () if silent else find_warmup_warnings(plan.training, data.report.updates):
-        print(f"warning: {warning}", flush=True)
+    if not silent:
+        for warning in find_warmup_warnings(plan.training, data.report.updates):
+            print(f"warning: {warning}", flush=True)
     return data
 
 

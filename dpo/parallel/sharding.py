@@ -23,6 +23,8 @@ from dpo.parallel.mesh import Mesh
 from dpo.parallel.tensor_parallel import cut_modules, find_plan
 from dpo.system.host import host_memory
 
+OR_DECLARED = "or set model.block_name=null, for the blocks that the model's class declares"
+
 
 def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
     """Distribute a model's weights, one FSDP unit per transformer block.
@@ -75,7 +77,7 @@ def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
         raise InputError(f"{type(model).__name__} does not declare its blocks; set model.block_name to their class")
     classes = tuple(get_block_class_from_model(model, name) for name in names)
     if isinstance(model, classes):
-        raise InputError(f"model.block_name={block_name} is the whole model; null uses the blocks it declares itself")
+        raise InputError(f"model.block_name={block_name} is the whole model; name a class within it, {OR_DECLARED}")
     return [module for module in model.modules() if isinstance(module, classes)]
 
 
@@ -203,7 +205,7 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
     repeated = {type(m[0]).__name__ for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)}
     raise InputError(
         f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; "
-        f"its repeated blocks are {', '.join(sorted(repeated))}; model.block_name=null uses those it declares itself"
+        f"its repeated blocks are {', '.join(sorted(repeated))}; use one of these classes, {OR_DECLARED}"
     )
 
 

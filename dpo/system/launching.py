@@ -40,6 +40,7 @@ BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
 GRACE_SECS = 5  # delay before a rank that lost contact exits, so that the rank that caused it exits first and is named
 STOP_SECS = 60  # time for the other workers to exit, once one has exited on a signal sent to all
 ABORTED = -signal.SIGABRT  # how NCCL's watchdog kills a rank whose collective timed out
+FAILURE_SECS = 1  # time for the other workers to exit after a failure: one that fails as well gets recorded too
 ABORT_SECS = 60  # time between such kills on different ranks, which may wait in different collectives
 
 
@@ -376,7 +377,7 @@ class _Workers:
                 self._messages[rank] = _receive(self._pipes[rank])
                 # NCCL kills a worker whose collective timed out, not before
                 self._ends[rank] = self._classify(rank, timed_out=time.monotonic() - began >= self.timeout_secs)
-            deadline = time.monotonic() + self._patience()
+            deadline = time.monotonic() + self._find_patience()
         ends = {*self._ends.values()}
         if End.STOPPED in ends and End.FAILED not in ends and (self.asked or not (running or End.LOST_CONTACT in ends)):
             raise Stopped(*self.asked[:1])  # the rest wait for the stopped ones in calls that no signal interrupts
@@ -398,17 +399,18 @@ class _Workers:
             return End.LOST_CONTACT
         return End.FAILED
 
-    def _patience(self) -> float:
-        """Seconds that the other workers now get to exit."""
+    def _find_patience(self) -> float:
+        """Seconds that the workers still running now get to exit."""
         ends = self._ends.values()
-        if End.FAILED in ends:
-            return 1
+        if End.FAILED in ends:  # the run's outcome is known
+            return FAILURE_SECS
         if End.STOPPED in ends:
             return min(STOP_SECS, self.timeout_secs)
         if End.LOST_CONTACT in ends:
             aborted = any(self.processes[rank].exitcode == ABORTED for rank in self._ends)
+            # another worker that lost contact sleeps for GRACE_SECS before it exits; as long again is a reserve
             return ABORT_SECS if aborted else 2 * GRACE_SECS
-        return self.timeout_secs
+        return self.timeout_secs  # all so far are done: those still running may be in a last collective
 
     def _explain(self, *, stuck: list[int]) -> Exception:
         """The exception that says why workers did not finish or exit."""

@@ -58,6 +58,7 @@ TEMPORARY = ("gradients", "optimizer", "activations", "logits", "kv_cache")  # a
 KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
 ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
+WORTH_A_TRY = 0.03  # least share of the memory, without that of Python and libraries, that a suggestion must save
 LOOKED_AT = 50  # global batches that are searched for the largest microbatch: laying out a whole run takes long
 
 
@@ -207,25 +208,28 @@ def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[
 class LongestAnswers(Batches):
     """Batches of an online run with the longest possible sequences.
 
-    Answers have `max_new_tokens`, and pairs from the data are the longest of their prompts.
+    All answers have `max_new_tokens`. Where `n_offline` prompts of a batch get a pair from the data instead, these are
+    assumed to be the prompts whose longest pair exceeds two such answers by the most tokens.
     """
 
     def train(self, *, skip: int = 0) -> Iterator[Batch]:
-        return self._iterate_train(self._longest, [1] * len(self.data.train), skip=skip)
+        return self._iterate_train(self._make_longest_batch, [1] * len(self.data.train), skip=skip)
 
-    def _longest(self, places: Sequence[tuple[int, int]]) -> Batch:
+    def _make_longest_batch(self, places: Sequence[tuple[int, int]]) -> Batch:
         plan, prompts = self.plan, self.read_prompts(places)
-        # two answers that differ, as the shared-prefix layout would pack equal ones once
+        # one answer of tokens 0, one of tokens 1: the shared-prefix layout would pack two equal answers only once
         answers = tuple((token,) * plan.online.max_new_tokens for token in (0, 1))
         examples = [encode_prompt(prompt, self.data, plan)._replace(responses=answers) for prompt in prompts]
-        if n := plan.n_offline:
-            pairs = [self.encode(list_examples(prompt)) for prompt in prompts]
-            longest = [max(of_prompt, key=lambda pair: pair.n_tokens) for of_prompt in pairs]
-            # any prompt may get a pair from the data: take those that it makes longest
-            more = [pair.n_tokens - drawn.n_tokens for pair, drawn in zip(longest, examples, strict=True)]
-            for place in sorted(range(len(prompts)), key=lambda place: -more[place])[:n]:
-                examples[place] = longest[place]
+        if plan.n_offline:
+            longest_pairs = [
+                max(self.encode(list_examples(prompt)), key=lambda pair: pair.n_tokens) for prompt in prompts
+            ]
+            extra_tokens = [p.n_tokens - e.n_tokens for p, e in zip(longest_pairs, examples, strict=True)]
+            by_extra_tokens = sorted(range(len(prompts)), key=extra_tokens.__getitem__, reverse=True)
+            for index in by_extra_tokens[: plan.n_offline]:
+                examples[index] = longest_pairs[index]
         microbatches = self.split(examples, plan.data.gradient_accumulation_steps)
+        # no numbers: nothing is scored here, so the reference's cache is not used
         return Batch(examples, [1.0] * len(examples), microbatches, numbers=())
 
 
@@ -367,7 +371,7 @@ HELP = (  # settings that may save memory: the key, and the value to try (None: 
 
 def suggest(plan: Plan, data: TrainingData) -> list[str]:
     """The three settings that save most, with the memory then needed."""
-    need, found = predict(plan, data), []
+    need, helpful = predict(plan, data), []
     for key, change in HELP:
         value = change(plan)
         if value is None or plan.values.get(key) == value:
@@ -379,9 +383,11 @@ def suggest(plan: Plan, data: TrainingData) -> list[str]:
             total = predict(other, data).total()
         except InputError:  # bitsandbytes has no kernels for this machine
             continue
-        if need.total() - total > 0.03 * (need.total() - need["process"]):  # smaller savings are not worth a try
-            found.append((total, f"{key}={str(value).lower() if value is True else value} ({total / 1e9:.2f} GB)"))
-    return [text for _, text in sorted(found)[:3]]
+        saved, reducible = need.total() - total, need.total() - need["process"]
+        if saved > WORTH_A_TRY * reducible:
+            written = str(value).lower() if isinstance(value, bool) else value  # as on the command line
+            helpful.append((total, f"{key}={written} (then {total / 1e9:.2f} GB in all)"))
+    return [text for _, text in sorted(helpful)[:3]]
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
@@ -431,8 +437,8 @@ def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
         ) from error
 
 
-def _join(found: list[str]) -> str:
-    return ", ".join(found) or "a smaller model, or more processes with trainer=FSDPTrainer"
+def _join(suggestions: list[str]) -> str:
+    return ", ".join(suggestions) or "a smaller model, or more processes with trainer=FSDPTrainer"
 
 
 def _device_memory(plan: Plan) -> int:

@@ -343,40 +343,50 @@ def make_objective(
     `log` gets the reason if that is not the layout asked for. `longest` is the largest number of tokens in a prompt
     with one response.
     """
-    autocast = DTYPES[plan.model.autocast] if plan.model.autocast else None
-    device = next(policy.parameters()).device
-    tried = [(policy, plan.compute_dtype)]
-    if reference is not None and type(reference.model) is not type(policy):  # it may not support the same layout
-        tried.append((reference.model, plan.reference_dtype))
-    layout = None
-    for model, dtype in tried:
-        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            layout, note = choose_layout(
-                plan.data.layout,
-                model,
-                max_length=plan.data.max_length,
-                compute_dtype=autocast or DTYPES[dtype],
-                longest=Longest.of(longest, max(plan.data.batch_size, plan.data.eval_batch_size), plan.data.max_length),
-                vetoed=mesh.any,
-            )
-        release_gathered(model)  # no backward pass has done it
-        if note:
-            log(note)
-            break
-    equal = False
+    layout, note = _choose_common_layout(plan, policy, reference, mesh, longest=longest)
+    if note:
+        log(note)
+    are_equal = False
     if reference is not None:
-        ours = weights_in_use(policy)  # listed first: the reference may be the policy with another adapter
+        # listed before `in_use()`, which may replace the adapter of this same model by the reference's
+        policy_weights = weights_in_use(policy)
         with reference.in_use():
-            equal = hold_the_same(ours, weights_in_use(reference.model), mesh)
-    assert layout is not None
+            are_equal = hold_the_same(policy_weights, weights_in_use(reference.model), mesh)
     return Objective(
         policy,
         reference,
         layout,
         mesh,
         plan.loss,
-        autocast=autocast,
-        models_are_equal=equal,
+        autocast=DTYPES.get(plan.model.autocast),
+        models_are_equal=are_equal,
         follow_every=plan.follow_every,
         seed=plan.run.seed,
     )
+
+
+def _choose_common_layout(
+    plan: Plan, policy: Any, reference: Reference | None, mesh: Mesh, *, longest: int
+) -> tuple[Layout, str | None]:
+    """Choose a layout for both models, and a message if one rules out another."""
+    layout, note = _choose_layout(plan, policy, plan.compute_dtype, mesh, longest=longest)
+    if note or reference is None or type(reference.model) is type(policy):  # models of one class support the same
+        return layout, note
+    return _choose_layout(plan, reference.model, plan.reference_dtype, mesh, longest=longest)
+
+
+def _choose_layout(
+    plan: Plan, model: Any, compute_dtype: str, mesh: Mesh, *, longest: int
+) -> tuple[Layout, str | None]:
+    autocast, device = DTYPES.get(plan.model.autocast), next(model.parameters()).device
+    with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        choice = choose_layout(
+            plan.data.layout,
+            model,
+            max_length=plan.data.max_length,
+            compute_dtype=autocast or DTYPES[compute_dtype],
+            longest=Longest.of(longest, max(plan.data.batch_size, plan.data.eval_batch_size), plan.data.max_length),
+            vetoed=mesh.any,
+        )
+    release_gathered(model)  # `choose_layout` runs forward passes alone, after which FSDP's root stays gathered
+    return choice
