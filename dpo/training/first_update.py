@@ -16,7 +16,7 @@ from dpo.settings.plan import Plan
 # cost of a sampled token in trained tokens: measured between 1 (SmolLM2-135M) and 4 (the tests' tiny-llama) on one CPU
 # core (docs/metrics.md)
 SAMPLED_COST = 3
-MOST = 0.1  # largest share of a run's time for samples before its first update, unless they are asked for
+MOST_SAMPLING = 0.1  # largest share of a run's time for samples before its first update, unless they are asked for
 
 
 class FirstUpdate(NamedTuple):
@@ -31,7 +31,8 @@ class FirstUpdate(NamedTuple):
         """Count the work, given the sizes of the evaluation batches."""
         parts, warnings, evaluation, draws_samples = [], [], plan.evaluation, False
         n_trained = data.report.updates * plan.data.batch_size
-        if tested := min(2 * plan.dims.data_size, sizes[0]) if plan.training.self_test else 0:
+        tested = min(2 * plan.dims.data_size, sizes[0]) if plan.training.self_test else 0
+        if tested:
             parts.append(f"self-test on {count(tested, 'example')} (self_test=false leaves it out)")
         if plan.caches_reference_first:
             pairs = sum(sizes) + min(data.report.epoch, n_trained)
@@ -45,13 +46,13 @@ class FirstUpdate(NamedTuple):
                 f"(n_eval_examples; do_first_eval=false leaves it out)"
             )
             if evaluation.sample_during_eval and evaluation.do_first_sampling is not False:
-                prompts, models, sampled = _count_samples(plan, data, sizes)
+                n_prompts, n_models, sampled = _count_samples(plan, data, sizes)
                 cost, tokens = SAMPLED_COST * sampled, _count_trained(plan, data)
-                draws_samples = bool(evaluation.do_first_sampling) or cost <= MOST * tokens
+                draws_samples = bool(evaluation.do_first_sampling) or cost <= MOST_SAMPLING * tokens
                 if draws_samples:
                     parts.append(
-                        f"samples of {'policy and reference' if models > 1 else 'the policy'} for "
-                        f"{count(prompts, 'prompt')}, up to {count(sampled, 'token')} (n_eval_model_samples, "
+                        f"samples of {'policy and reference' if n_models > 1 else 'the policy'} for "
+                        f"{count(n_prompts, 'prompt')}, up to {count(sampled, 'token')} (n_eval_model_samples, "
                         f"n_eval_tokens; do_first_sampling=false leaves them out)"
                     )
                 else:
