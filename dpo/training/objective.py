@@ -368,7 +368,10 @@ def make_objective(
 def _choose_common_layout(
     plan: Plan, policy: Any, reference: Reference | None, mesh: Mesh, *, longest: int
 ) -> tuple[Layout, str | None]:
-    """Choose a layout for both models, and a message if one rules out another."""
+    """Choose a layout that both models support.
+
+    Returns the layout, and a message if it is not the one asked for.
+    """
     layout, note = _choose_layout(plan, policy, plan.compute_dtype, mesh, longest=longest)
     if note or reference is None or type(reference.model) is type(policy):  # models of one class support the same
         return layout, note
