@@ -125,9 +125,9 @@ class OnlineBatches(Batches):
         )
 
     def _choose_offline_pairs(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
-        """Choose `n_offline` prompts at random, and a pair from the data for each.
+        """Choose `n_offline` random prompts, and a random pair of each.
 
-        Returned by the prompt's place in the batch.
+        Returns the pairs by the prompt's place in the batch.
         """
         rng = np.random.default_rng([self.seed, update, OFFLINE])
         places = sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist())
