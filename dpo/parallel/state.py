@@ -68,7 +68,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | Non
     whole_states = {} if state is None else state["state"]  # by the parameter's number; on rank 0 only
 
     def outline(i: int, value: Any) -> Any:
-        """Keep the shape alone of a tensor that is sharded as its parameter: it is sent below."""
+        """Reduce a tensor that is sharded like its parameter to its shape.
+
+        Its values are sent below.
+        """
         is_sharded = isinstance(parameters[i], DTensor) and torch.is_tensor(value)
         return value.to("meta") if is_sharded and value.shape == parameters[i].shape else value
 

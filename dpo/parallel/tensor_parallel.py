@@ -41,7 +41,7 @@ class Style(NamedTuple):
 
 
 def _convert(x: torch.Tensor, mesh: DeviceMesh, conversion: tuple, *, width: int = 0) -> Any:
-    """Convert a local tensor; `width` is the number of features of the whole."""
+    """Convert a local tensor; the whole one has `width` features."""
     shape = (*x.shape[:-1], width) if width else None  # given, as slices may differ in width by one chunk
     stride = torch.empty(shape, device="meta").stride() if shape else None
     before, after, grad = (Shard(x.ndim - 1) if placement == LAST else placement for placement in conversion)

@@ -144,6 +144,6 @@ def identify_machine() -> str:
 
 
 def leave_together() -> None:
-    """Wait for every rank, as rank 0 may serve the store of all."""
+    """Wait for every rank, as rank 0 may serve their common store."""
     if is_shared():
         dist.barrier()
