@@ -37,9 +37,9 @@ def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str],
 
     Returns fields of `Scores` by name. With `tails` also sums over the tokens beyond the shorter response's length.
     """
-    lengths = microbatch.lengths
-    # without the example that a process feeds when it has none of its own
-    logps, squares = (None if values is None else values[:, : lengths.shape[1]] for values in tokens)
+    lengths = microbatch.lengths  # (sides, B)
+    # a process without examples of its own feeds another one, which is dropped here
+    logps, squares = (None if values is None else values[:, : lengths.shape[1]] for values in tokens)  # (sides, B, T)
     sums = {"": logps.sum(-1)}
     if tails:
         beyond = torch.arange(logps.shape[-1], device=logps.device) >= lengths.amin(0)[:, None]  # (B, T)
@@ -68,7 +68,7 @@ class BatchContext(NamedTuple):
     total_weight: float  # their sum, or 1 if all are 0
     reference: torch.Tensor | None = None  # from `cached_reference`
     statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
-    numbers: Sequence[int] = ()  # of the examples whose reference log-probabilities are still to be cached
+    numbers: Sequence[int] = ()  # of the examples, if their reference log-probabilities are still to be cached
 
 
 class RunningAverage:
@@ -152,22 +152,23 @@ class Objective:
         scores, reference = self._score(microbatch, cached, with_reference=loss.reference)
         if statistic is not None:
             statistic = statistic[microbatch.indices]
-        found = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
-        return found.losses, self._metrics(scores, reference, found, split=split)
+        output = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
+        return output.losses, self._metrics(scores, reference, output, split=split)
 
-    def _metrics(self, scores: Scores, reference: Columns, found: Losses, *, split: str) -> Columns:
+    def _metrics(self, scores: Scores, reference: Columns, output: Losses, *, split: str) -> Columns:
         """Metrics per example, detached, with the reference's log-probabilities."""
-        metrics = {f"rewards_{split}/{role}": rewards for role, rewards in found.rewards.items()}
-        if found.rewards and self.loss.trains_on == "pairs":
-            chosen, rejected = found.rewards["chosen"], found.rewards["rejected"]
+        metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
+        if output.rewards and self.loss.trains_on == "pairs":
+            chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
             if not (self.models_are_equal and self.follow_every):
-                ranked_right = (chosen > rejected) & (not self.models_are_equal)
-                metrics[f"rewards_{split}/accuracies"] = ranked_right.to(chosen)
+                # rewards of equal models differ only by rounding, which must not count as ranking
+                is_right = torch.zeros_like(chosen) if self.models_are_equal else (chosen > rejected).to(chosen)
+                metrics[f"rewards_{split}/accuracies"] = is_right
             metrics[f"rewards_{split}/margins"] = chosen - rejected
-        for role in reversed([*found.rewards] or ["chosen"]):  # the reference logs rejected first
+        for role in reversed([*output.rewards] or ["chosen"]):  # as the reference implementation, rejected first
             metrics[f"logps_{split}/{role}"] = getattr(scores, role).detach()
-        metrics |= {f"{name}/{split}": values for name, values in found.metrics.items()}
-        return metrics | reference | {f"loss/{split}": found.losses.detach()}
+        metrics |= {f"{name}/{split}": values for name, values in output.metrics.items()}
+        return metrics | reference | {f"loss/{split}": output.losses.detach()}
 
     def _score(
         self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
@@ -196,44 +197,45 @@ class Objective:
         microbatch.
         """
         weights = torch.tensor(batch.weights)
-        given = self._to_device(weights), sum(batch.weights) or 1.0
+        device_weights, total_weight = self._to_device(weights), sum(batch.weights) or 1.0
         # a loss that sees the whole batch at once computes its statistic itself
         is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if self.loss.batch_statistic is None or is_whole:
             cached = self.cached_reference(batch)
-            return BatchContext(*given, cached, numbers=batch.numbers if cached is None and self.loss.reference else ())
-        whole, _ = self._score_all([batch], update=update)
-        statistic, counts = None, weights > 0
+            to_cache = batch.numbers if cached is None and self.loss.reference else ()
+            return BatchContext(device_weights, total_weight, cached, numbers=to_cache)
+        all_scores, _ = self._score_all([batch], update=update)
+        statistic, has_weight = None, weights > 0
         if any(batch.weights):
             # ties are left out of the statistic, as they are of the loss
-            scores = Scores(*(values[counts] if torch.is_tensor(values) else values for values in whole))
-            found = self.loss.find_batch_statistic(scores._replace(average=self.average.value))
-            statistic = found.new_zeros(len(counts), found.shape[1])
-            statistic[counts] = found
+            scores = Scores(*(values[has_weight] if torch.is_tensor(values) else values for values in all_scores))
+            values = self.loss.find_batch_statistic(scores._replace(average=self.average.value))
+            statistic = values.new_zeros(len(has_weight), values.shape[1])
+            statistic[has_weight] = values
             statistic = statistic.to(self.device, torch.float32)
-        return BatchContext(*given, self.cached_reference(batch), statistic)
+        return BatchContext(device_weights, total_weight, self.cached_reference(batch), statistic)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Reduced:
         """Evaluate all examples of the batches, as one batch.
 
-        The running average is replaced by its limit if every update were like this batch, so that the loss depends only
-        on weights and examples.
+        A running average has the value here that it would approach if every update were like this batch, so that the
+        loss depends only on weights and examples.
         """
         scores, reference = self._score_all(batches)
-        found, options = self.loss(scores), self.loss.options
+        output, options = self.loss(scores), self.loss.options
         if self.loss.running_statistic and options["momentum"] < 1:
-            chosen, rejected = (found.rewards[role].mean().item() for role in ("chosen", "rejected"))
+            chosen, rejected = (output.rewards[role].mean().item() for role in ("chosen", "rejected"))
             average = self.loss.running_statistic(chosen, rejected, options["beta"])
-            found = self.loss(scores._replace(average=average))  # rewards do not depend on the average
-        return Reduced(self._metrics(scores, reference, found, split="eval"), {})
+            output = self.loss(scores._replace(average=average))  # with the same rewards
+        return Reduced(self._metrics(scores, reference, output, split="eval"), {})
 
     def _score_all(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, Columns]:
         """Score every example of the batches on every process, in float64.
 
         Also caches the reference's log-probabilities.
         """
-        table, numbers, n_examples, is_cached = [], [], 0, True
+        table, numbers, n_examples, nothing_to_cache = [], [], 0, True
         for batch in batches:
             cached = self.cached_reference(batch)
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
@@ -242,11 +244,12 @@ class Objective:
                 columns = {name: values for name, values in scores._asdict().items() if torch.is_tensor(values)}
                 columns = {name: values.double() for name, values in (columns | reference).items()}
                 table.append((microbatch.indices + n_examples, columns))
-            n_examples, numbers = n_examples + len(batch.examples), [*numbers, *batch.numbers]
-            is_cached &= cached is not None or not self.loss.reference  # then there is nothing to cache
-        whole = self.reduce(table, n_examples, [] if is_cached else numbers).examples
-        reference = {name: values for name, values in whole.items() if name.startswith(REFERENCE)}
-        return Scores(**{name: values for name, values in whole.items() if name not in reference}), reference
+            n_examples += len(batch.examples)
+            numbers += batch.numbers
+            nothing_to_cache &= cached is not None or not self.loss.reference
+        columns = self.reduce(table, n_examples, [] if nothing_to_cache else numbers).examples
+        reference = {name: values for name, values in columns.items() if name.startswith(REFERENCE)}
+        return Scores(**{name: values for name, values in columns.items() if name not in reference}), reference
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Update running values after a step of the optimizer.
@@ -272,7 +275,7 @@ class Objective:
     def cached_reference(self, batch: Batch) -> torch.Tensor | None:
         """The reference's cached log-probabilities of a global batch, if complete.
 
-        (B, columns of `Loss.reference_columns`), on the device. None unless all examples are cached.
+        They are (B, columns of `Loss.reference_columns`), on the device; None unless all examples are cached.
         """
         cached = self.reference.logps.find(batch.numbers) if self.loss.reference else None
         return None if cached is None else self._to_device(cached)
@@ -303,7 +306,7 @@ class Objective:
     def score(self, batch: Batch) -> torch.Tensor:
         """Score a global batch with the reference, on every process.
 
-        (B, columns of `Loss.reference_columns`).
+        Returns log-probabilities, (B, columns of `Loss.reference_columns`).
         """
         metrics = [
             (microbatch.indices, self.reference_forward(microbatch))
@@ -324,7 +327,7 @@ class Objective:
         n_scored = logps.score_all(batches, self.score, stored, path=path, seed=seed)
         if self.mesh.rank == 0:
             logps.save(path)
-        n_stored = 0 if stored is None else int((~np.isnan(stored).any(axis=1)).sum())
+        n_stored = 0 if stored is None else int((~np.isnan(stored).any(axis=1)).sum())  # rows that are complete
         known = f", {count(n_stored, 'pair')} read from {path}" if n_stored else ""
         return f"{count(n_scored, 'pair')} scored by the reference{known}"
 
