@@ -120,7 +120,7 @@ class ReferenceLogps:
         """
         if stored is not None:
             self._known = np.where(np.isnan(self._known), stored, self._known)  # the run's own values come first
-        n_scored = n_stored = 0  # the latter counts batches
+        n_scored = n_stored = 0  # examples; batches
         to_check, generator = None, random.Random(seed)
         for batch in batches:
             if self.find(batch.numbers) is None:
