@@ -93,7 +93,7 @@ class Trainer:
         self.reference = self._make_reference(reference_model, frozen)
         self.optimizer = self.make_optimizer()  # after placement, which replaces parameters
         self.scheduler = Schedule.of(plan.training, self.optimizer, updates=data.report.updates, size=mesh.data_size)
-        # answers may be as long as max_length allows
+        # answers of an online run may be as long as max_length allows
         longest = plan.data.max_length if plan.online else data.report.longest(plan.data.max_length)
         objective = self.objective = make_objective(
             plan, self.policy, self.reference, mesh, longest=longest, log=progress.line
