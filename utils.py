@@ -49,7 +49,7 @@ def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
     """Copy `HOST:PATH` by scp to `local_path`, and return that path.
 
     `local_path` is by default the PATH of the other machine. Nothing is copied if that file exists, or if HOST is this
-    machine. Raises InputError if `remote_path` is not HOST:PATH, and RunError if scp fails; then no partial file is left.
+    machine. Raises InputError if `remote_path` is not HOST:PATH, and RunError if scp fails; no partial file stays.
     """
     host, colon, path = remote_path.partition(":")
     if not (host and colon and path) or host.startswith("-"):  # scp would take a leading hyphen for an option
