@@ -62,9 +62,9 @@ OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(config: DictConfig) -> None:
-    sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
+    is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
-        if sweeps and find_rank_env() is not None:
+        if is_sweep and find_rank_env() is not None:
             raise InputError(
                 "a sweep (-m) starts its own processes, one job after the other: run it without a launcher"
             )
@@ -73,7 +73,7 @@ def main(config: DictConfig) -> None:
         if is_rank_0():
             for warning in find_warnings(config, plan):
                 print(f"warning: {warning}")
-        if sweeps:
+        if is_sweep:
             SWEEP.begin_job(config, HydraConfig.get())
         run(config)
         SWEEP.end_job()
@@ -134,14 +134,14 @@ def dry_run(plan: Plan) -> None:
     from dpo.training.memory import print_prediction
     from dpo.training.optimization import notes_on_scaling
 
-    found = look_at_run(plan)
+    resume_point = look_at_run(plan)
     check_parts(plan)
     notes = list(check_scorer(plan)) if plan.online else []
     set_up_torch(plan)  # the memory that attention needs depends on its kernel
     data = read_data(plan)
-    check_inputs(found, data, find_model_config(plan))
-    if found is None:  # a resumed run keeps the rate it began with, and is past its first update
-        sizes = Batches(plan, data, Padded(), seed=plan.run.seed).test_sizes()  # whatever the layout
+    check_inputs(resume_point, data, find_model_config(plan))
+    if resume_point is None:  # a resumed run keeps the rate it began with, and is past its first update
+        sizes = Batches(plan, data, Padded(), seed=plan.run.seed).test_sizes()  # they depend on no layout
         scaling = notes_on_scaling(plan.training, plan.dims.data_size)
         notes = [*scaling, *notes, *FirstUpdate.of(plan, data, sizes).messages]
     for note in notes:
@@ -163,11 +163,11 @@ def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any]
             from dpo.checkpoint.resume import open_run
             from dpo.reporting.table import LOGS
 
-            find_trainer(plan)  # imported here, with the rest
+            find_trainer(plan)  # for its imports
         if models is None:  # given models would not be freed if reference cycles hold them
             never_collect_imports()
         run = open_run(plan, LOGS) if rank == 0 else None
-        with run.lock if run else nullcontext():  # the caller of worker_main may go on
+        with run.lock if run else nullcontext():  # released here, as a caller of worker_main may go on to another run
             work_in(run, rank, config, plan, models)
 
 
@@ -181,7 +181,7 @@ def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: 
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.waiting import meet_rank_0
 
-    meet_rank_0("the run's directory")  # which it opens alone, with copies of checkpoint and logs if need be
+    meet_rank_0("the run's directory")  # rank 0 alone opens it, and may copy a checkpoint and logs into it
     resume_from = from_rank_0(run.checkpoint if run else None)
     set_seed(plan.run.seed)  # Python's, numpy's and torch's
     set_up_torch(plan)
@@ -189,7 +189,7 @@ def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: 
         hide_progress_bars()
 
     if run is not None and run.found is None and models is None:
-        find_weights(plan)  # before the data, which may take minutes
+        find_weights(plan)  # missing ones are refused before the data is loaded, which may take minutes
     data = read_data(plan, silent=rank != 0)
     if run is not None:
         check_inputs(run.found, data, models[0].config if models else find_model_config(plan))
@@ -213,8 +213,9 @@ def read_data(plan: Plan, *, silent: bool = False) -> TrainingData:
     from preference_datasets import load_data
 
     data = load_data(plan, silent=silent)
-    for warning in () if silent else find_warmup_warnings(plan.training, data.report.updates):
-        print(f"warning: {warning}", flush=True)
+    if not silent:
+        for warning in find_warmup_warnings(plan.training, data.report.updates):
+            print(f"warning: {warning}", flush=True)
     return data
 
 
@@ -237,7 +238,7 @@ def train(
             policy, reference = model_loaders(plan, rank=rank, resume_from=resume_from)
         else:
             policy, reference = models
-            if resume_from is not None and plan.lora is None:  # else its adapter is loaded by the trainer
+            if resume_from is not None and plan.lora is None:  # the trainer itself loads an adapter
                 load_archive(policy, str(resume_from))
             if reference is not None and (following := find_following(plan, resume_from)):
                 load_archive(reference, following)
@@ -252,7 +253,8 @@ def train(
             data=data,
             resume_from=resume_from,
         )
-        if rank == 0 and plan.wandb.enabled and not plan.run.debug:  # wandb's log has only output since its start
+        # again, as W&B, which the trainer has started, logs only the output from then on
+        if rank == 0 and plan.wandb.enabled and not plan.run.debug:
             print(f"training on\n{data.report.describe(plan.data.batch_size)}", flush=True)
         trainer.train()
 
@@ -277,10 +279,10 @@ def export_last(rank: int, plan: Plan) -> None:
             out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=trusted, verify=False)
             print(f"exported {out}", flush=True)
         except Exception as error:  # any error, as the run is complete
-            known = isinstance(error, (InputError, RunError))
-            reason = " ".join(f"{'' if known else type(error).__name__} {error}".split())
-            again = f"python -m scripts.export {plan.run.local_run_dir} DIR"
-            print(f"warning: the run is complete, but not exported: {reason}; {again} does it later", file=sys.stderr)
+            name = "" if isinstance(error, (InputError, RunError)) else f"{type(error).__name__} "
+            reason = " ".join(f"{name}{error}".split())  # on one line
+            command = f"python -m scripts.export {plan.run.local_run_dir} DIR"
+            print(f"warning: the run is complete, but not exported: {reason}; {command} does it later", file=sys.stderr)
 
     after_rank_0("the export", write)
     leave_together()

@@ -93,7 +93,7 @@ class Trainer:
         self.reference = self._make_reference(reference_model, frozen)
         self.optimizer = self.make_optimizer()  # after placement, which replaces parameters
         self.scheduler = Schedule.of(plan.training, self.optimizer, updates=data.report.updates, size=mesh.data_size)
-        # answers may be as long as max_length allows
+        # answers of an online run may be as long as max_length allows
         longest = plan.data.max_length if plan.online else data.report.longest(plan.data.max_length)
         objective = self.objective = make_objective(
             plan, self.policy, self.reference, mesh, longest=longest, log=progress.line
@@ -110,7 +110,7 @@ class Trainer:
         states = objective.states | self.batches.states
         states |= {"checkpoints": self.checkpoints, "callbacks": self.callbacks}
         self.state = RunState(self.reference, frozen, rank=rank, **states)
-        if resume_from is not None:  # last: by now every part exists
+        if resume_from is not None:  # every part exists by now
             self.checkpoints.restore(resume_from, self._parts())
         for note in self.notes():
             progress.line(note)
@@ -165,9 +165,13 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """Messages to log at the start."""
-        wanted, max_length = self.plan.model.attn_implementation, self.plan.data.max_length
-        found = [*remarks(self.policy, attention=wanted, max_length=max_length), *notes_on_interval(self.plan)]
-        return found + notes_on_base(self.plan) + self.scheduler.notes
+        attention, max_length = self.plan.model.attn_implementation, self.plan.data.max_length
+        return [
+            *remarks(self.policy, attention=attention, max_length=max_length),
+            *notes_on_interval(self.plan),
+            *notes_on_base(self.plan),
+            *self.scheduler.notes,
+        ]
 
     @property
     def example_counter(self) -> int:
@@ -204,10 +208,10 @@ class Trainer:
                 self.checkpoints.check()  # a checkpoint that cannot be written ends the run now, not at the next save
                 self.stop.raise_if_agreed()
             self.evaluate_and_save_if_due(last=True)
-        found, (name, sign) = self.checkpoints, self.loss.best
-        if found.best > found.latest:
-            best, latest = sign * found.best, sign * found.latest
-            step = self.run_dir / f"step-{found.best_at}"
+        saved, (name, sign) = self.checkpoints, self.loss.best
+        if saved.best > saved.latest:
+            best, latest = sign * saved.best, sign * saved.latest  # values of the metric; the saved qualities rank them
+            step = self.run_dir / f"step-{saved.best_at}"
             self.progress.line(f"BEST is {step}, with {name} {best:.4g}; that of LATEST is {latest:.4g}")
 
     def train_step(self, batch: Batch) -> Update:
@@ -220,7 +224,7 @@ class Trainer:
             accumulate(self.policy, last=i == len(batch.microbatches))  # reduce over replicas once per update
             metrics.append(self._backward(microbatch, context))  # tensors on the device, so the host runs ahead
             self.progress.part(i, len(batch.microbatches), "microbatch")
-        release_gathered(self.reference_model)  # it has no backward pass that would do it
+        release_gathered(self.reference_model)  # a backward pass would do this, but the reference has none
         norm, stop = self.clip_gradient(), bool(self.stop.signals)
         # scalars are summed over the ranks: rank 0 alone adds the norm, equal on all; every rank adds whether to stop
         scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
@@ -239,7 +243,7 @@ class Trainer:
         objective.sync_if_due(update.number)
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - start + sum(batch.seconds.values())  # with sampling and scoring
-        own = {
+        further_metrics = {
             "lr": lr,
             **batch.metrics,
             **reduced.find_kl([*batch.drawn]),
@@ -248,7 +252,7 @@ class Trainer:
             **{f"online/{name}_share": spent / seconds for name, spent in batch.seconds.items()},
             "memory/peak_gb": peak_memory_gb(),
         }
-        return update._replace(metrics={**update.metrics, **own})
+        return update._replace(metrics={**update.metrics, **further_metrics})
 
     def _backward(self, microbatch: Microbatch, context: BatchContext) -> tuple[torch.Tensor, Columns]:
         """Add a microbatch's gradient; return its indices and metrics.
@@ -282,7 +286,7 @@ class Trainer:
             self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
             path = self.reference.logps.find_path(self.plan.run.local_dir, self.reference.digest)
-            # all batches of the run, with those that a resumed run has trained on: its file is the same
+            # also the batches that a resumed run has trained on, so that it writes the same file
             batches = itertools.chain(self.eval_batches, self.batches.train())
             total = len(self.eval_batches) + self.data.report.updates
             progress = self.progress.over(batches, total=total, what="score")
@@ -299,11 +303,10 @@ class Trainer:
 
         `seconds` is the time of the self-test.
         """
-        examples = [example for batch in self.eval_batches for example in batch.examples]
-        tested = examples[: self.first_update.tested]
-        n_tokens, n_tested = (sum(example.n_tokens for example in some) for some in (examples, tested))
-        n_forwards = 2 if self.loss.reference else 1  # the self-test runs the policy once more
-        predicted = seconds * n_forwards / (n_forwards + 1) * n_tokens / n_tested
+        lengths = [example.n_tokens for batch in self.eval_batches for example in batch.examples]
+        n_tokens, n_tested_tokens = sum(lengths), sum(lengths[: self.first_update.tested])
+        n_forwards = 2 if self.loss.reference else 1  # of an evaluation; the self-test runs the policy once more
+        predicted = seconds * n_forwards / (n_forwards + 1) * n_tokens / n_tested_tokens
         if self.plan.evaluation.do_first_eval and predicted > LONG_SECS:
             self.progress.line(f"the evaluation takes about {clock_time(predicted)}, at the speed of the self-test")
 
@@ -319,7 +322,8 @@ class Trainer:
                     self.callbacks.emit("abort", str(ending))
                 elif self._has_unsaved():
                     self.save()
-                self.callbacks.emit("end")  # first, while the other processes still wait: W&B may upload for a while
+                # before `finish`, where the other processes wait for rank 0: its W&B may upload for a while
+                self.callbacks.emit("end")
                 self.checkpoints.finish()
                 raise
             finally:
@@ -352,7 +356,8 @@ class Trainer:
             counters = state.batch_counter, state.example_counter
             evaluation = Evaluation(*counters, metrics, samples, examples, evaluated.examples)
             self.callbacks.emit("evaluation", evaluation)
-            state.evaluated_at, state.saved_at = state.example_counter, None  # so that it is saved, with these metrics
+            # None, so that this state is saved, perhaps again, with these metrics
+            state.evaluated_at, state.saved_at = state.example_counter, None
         save_every = self.plan.run.save_every or self.plan.eval_interval
         if self._has_unsaved() and (last or state.example_counter % save_every == 0):
             self.save(metrics=metrics)
@@ -368,7 +373,7 @@ class Trainer:
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
         """Save to `output_dir`, or to the run's `step-N`.
 
-        The latter becomes LATEST, and BEST if `metrics` are the best yet.
+        Such a `step-N` becomes LATEST, and BEST if `metrics` are the best yet.
         """
         state, (name, sign) = self.state, self.loss.best
         if output_dir is None:

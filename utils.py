@@ -48,14 +48,14 @@ def rank0_print(*args: Any, **kwargs: Any) -> None:
 def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
     """Copy `HOST:PATH` by scp to `local_path`, and return that path.
 
-    By default it is the same path here. An existing copy, or a path of this machine, is not copied. Raises InputError
-    if the path is not HOST:PATH, and RunError if scp fails; then no partial file is left.
+    `local_path` is by default the PATH of the other machine. Nothing is copied if that file exists, or if HOST is this
+    machine. Raises InputError if `remote_path` is not HOST:PATH, and RunError if scp fails; no partial file stays.
     """
     host, colon, path = remote_path.partition(":")
-    if not (host and colon and path) or host.startswith("-"):  # scp would take that for an option
+    if not (host and colon and path) or host.startswith("-"):  # scp would take a leading hyphen for an option
         raise InputError(f"remote_path={remote_path} is not HOST:PATH")
-    name = socket.gethostname()
-    if host in (name, name.partition(".")[0]):
+    full_name = socket.gethostname()
+    if host in (full_name, full_name.partition(".")[0]):  # this machine, with its domain or without
         return path
     local = Path(local_path or path)
     if local.exists():

@@ -43,10 +43,10 @@ class HashedFile:
     def write(self, data: Any) -> int:
         """Append bytes; keeps no reference to `data`."""
         data = memoryview(data).cast("B")
-        left = data
-        while left:
-            piece = left[: BLOCK - self._n_bytes % BLOCK]
-            left = left[len(piece) :]
+        remaining = data
+        while remaining:
+            piece = remaining[: BLOCK - self._n_bytes % BLOCK]  # to the end of the current block
+            remaining = remaining[len(piece) :]
             self._append(piece)
             self._n_bytes += len(piece)
             if self._n_bytes % BLOCK == 0:
@@ -80,8 +80,10 @@ class HashedFile:
         """Sync to the disk; return checksum and size, and the blocks' checksums."""
         self.flush()
         os.fsync(self._file.fileno())
-        rest = [self._block.hexdigest()] * (self._n_bytes % BLOCK > 0)
-        return {"sha256": self._whole.hexdigest(), "bytes": self._n_bytes}, self._blocks + rest
+        blocks = list(self._blocks)
+        if self._n_bytes % BLOCK:  # the last block is shorter
+            blocks.append(self._block.hexdigest())
+        return {"sha256": self._whole.hexdigest(), "bytes": self._n_bytes}, blocks
 
 
 class Block(NamedTuple):
@@ -94,19 +96,19 @@ class Block(NamedTuple):
 
     def is_right(self) -> bool:
         """Return whether the block is complete and its checksum matches."""
-        digest, left = hashlib.sha256(), self.n_bytes
+        digest, n_unread = hashlib.sha256(), self.n_bytes
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start)
-            while left and (piece := file.read(min(left, IN_THREADS))):
+            while n_unread and (piece := file.read(min(n_unread, IN_THREADS))):
                 digest.update(piece)
-                left -= len(piece)
+                n_unread -= len(piece)
         return digest.hexdigest() == self.sha256
 
 
 def split_into_blocks(path: Path, n_bytes: int, checksums: Sequence[str]) -> list[Block]:
     """The blocks of a file of `n_bytes`.
 
-    Raises ValueError unless there is one checksum for each.
+    Raises ValueError unless there is one checksum for each block.
     """
     if len(checksums) != math.ceil(n_bytes / BLOCK):
         raise ValueError(f"{len(checksums)} checksums for {n_bytes} bytes")

@@ -60,7 +60,7 @@ def write_checkpoint(
             remove(temporary)  # left behind by a killed run
             temporary.mkdir(parents=True)
         files, blocks = {}, {}
-        for name, state in states:  # outside _explaining: an error while gathering a state is not the disk's
+        for name, state in states:  # outside `_explaining`, as an error while gathering a state is not the disk's
             part = name if isinstance(state, bytes) else f"{name}.pt"
             with _explaining(directory), HashedFile(temporary / part, progress) as file:
                 if isinstance(state, bytes):
@@ -89,8 +89,9 @@ def write_checkpoint(
 def _explaining(directory: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError when a write fails
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error  # the writer hides it
+    except (OSError, RuntimeError) as error:
+        # torch's writer raises its own error where the disk's would say more
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = str(cause).strip().split("\n")[0]
         raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are intact") from error
 
@@ -136,22 +137,22 @@ def prune(run_dir: Path, keep: int) -> None:
         if os.path.realpath(directory) not in named:
             doomed = directory.with_name(f".{directory.name}.pruned")
             remove(doomed)
-            directory.rename(doomed)  # so that there is never a partial checkpoint
-            shutil.rmtree(doomed, ignore_errors=True)  # leftovers are removed when the run is resumed
+            directory.rename(doomed)  # so that no partial checkpoint ever has a checkpoint's name
+            shutil.rmtree(doomed, ignore_errors=True)  # what could not be removed is removed by `tidy`
 
 
 def tidy(run_dir: Path) -> None:
     """Clean up after a run that was killed while writing.
 
-    Restores a checkpoint that it was replacing.
+    Restores a checkpoint that the run was replacing.
     """
     for former in run_dir.glob(".step-*.former"):
         directory = run_dir / former.name.removeprefix(".").removesuffix(".former")
         if not os.path.lexists(directory):
             former.rename(directory)
     for pattern in (".step-*.tmp", ".step-*.former", ".step-*.pruned", f"step-*/.{EXPORTED}.*.tmp"):
-        for rest in run_dir.glob(pattern):
-            remove(rest)
+        for leftover in run_dir.glob(pattern):
+            remove(leftover)
 
 
 def check_complete(
@@ -165,7 +166,8 @@ def check_complete(
     blocks = []
     try:
         manifest = _read_manifest(directory)
-        for name in manifest["files"] if only is None else manifest["files"].keys() & only:
+        names = manifest["files"].keys() if only is None else manifest["files"].keys() & only
+        for name in names:
             path, n_bytes = directory / name, manifest["files"][name]["bytes"]
             check_readable(path)
             if (size := path.stat().st_size) != n_bytes:
@@ -206,11 +208,11 @@ def read_file(path: Path) -> Mapping[str, Any]:
     """
     try:
         check_readable(path)
-        is_mapped = zipfile.is_zipfile(path)  # torch's format before 1.6 cannot be
+        is_mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are no zip archives, and cannot be mapped
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except (MemoryError, DamagedCheckpoint):
         raise
-    except pickle.UnpicklingError as error:  # its message advises to run the code
+    except pickle.UnpicklingError as error:  # torch's message advises to run the code in the file
         raise DamagedCheckpoint(f"{path} is damaged or holds more than data; nothing was loaded") from error
     except Exception as error:  # reading damaged or forged bytes can raise anything
         raise DamagedCheckpoint(f"{path} cannot be read: {one_sentence(error) or type(error).__name__}") from error

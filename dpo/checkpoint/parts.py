@@ -44,7 +44,7 @@ class Part:
         return full_state(self.source.state_dict(), copy=copy)
 
     def convert(self, state: Any) -> Mapping[str, bytes]:
-        """The content of further files, by name, made of a gathered state."""
+        """Further files made from a gathered state: their content by name."""
         return {}
 
     def restore(self, file: Path) -> None:
@@ -85,7 +85,8 @@ class OptimizerPart(Part):
             if misfit := find_misfit(self.source, state):
                 raise DamagedCheckpoint(f"{file} does not fit {type(self.source).__name__}: {misfit}")
             groups = zip(self.source.state_dict()["param_groups"], state["param_groups"], strict=True)
-            state = {**state, "param_groups": [our | dict(their) for our, their in groups]}  # torch may be newer
+            # a newer torch may have options that the file lacks
+            state = {**state, "param_groups": [own | dict(saved) for own, saved in groups]}
         load_optimizer(self.source, state, self.mesh)
 
 
@@ -135,7 +136,8 @@ class RunState:
     Such states are those of the callbacks, which include the lengths of their log files, of what BEST is, of the loss's
     running average, of the scorer, and the cached reference.
 
-    Without a reference, `frozen` is, on rank 0, the digest of the base under an adapter, which is not saved either.
+    A checkpoint holds digests in place of weights that are not saved: the reference's, or, without a reference, that of
+    the base under an adapter. The latter is `frozen`; rank 0 has it.
     """
 
     def __init__(self, reference: ReferenceState | None, frozen: str | None, *, rank: int, **states: Stateful) -> None:
@@ -175,12 +177,15 @@ class RunState:
 
 def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
     """The reason why a state does not fit this optimizer, if any."""
-    # that of the whole model, even if devices hold slices
-    ours, theirs = ([list(group["params"]) for group in s["param_groups"]] for s in (optimizer.state_dict(), state))
-    if ours != theirs:
-        return f"it has {sum(map(len, theirs))} parameters, not {sum(map(len, ours))}"
+    # the state dict numbers the parameters of the whole model, even if the optimizer has several slices of each
+    own_numbers, numbers = (
+        [list(group["params"]) for group in state_dict["param_groups"]]
+        for state_dict in (optimizer.state_dict(), state)
+    )
+    if own_numbers != numbers:
+        return f"it has {sum(map(len, numbers))} parameters, not {sum(map(len, own_numbers))}"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    is_whole = len(parameters) == sum(map(len, ours))  # shapes of slices cannot be compared
+    is_whole = len(parameters) == sum(map(len, own_numbers))  # shapes of slices cannot be compared
     for number, values in state["state"].items():
         shape = parameters[number].shape if is_whole else None
         keys = _list_state_keys(type(optimizer), 2 if shape is None else len(shape))
@@ -203,5 +208,9 @@ def _list_state_keys(kind: Callable[..., torch.optim.Optimizer], ndim: int) -> s
 
 
 def _spreads_to(shape: torch.Size, whole: torch.Size) -> bool:
-    """Return whether a shape broadcasts to a parameter's."""
-    return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
+    """Return whether a shape broadcasts to a parameter's.
+
+    Adafactor's row and column statistics do.
+    """
+    sizes = zip(reversed(shape), reversed(whole), strict=False)  # from the last dim, as broadcasting aligns them
+    return len(shape) <= len(whole) and all(size in (1, whole_size) for size, whole_size in sizes)

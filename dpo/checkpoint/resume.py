@@ -34,8 +34,8 @@ from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, l
 from dpo.system.waiting import report_progress
 
 FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # about the run, in a manifest
-# keys of a model's config that do not affect what is computed: its origin, and settings that keys of ours decide
 VERSION = "transformers_version"
+# keys of a model's config that do not affect what is computed: its origin, and settings that keys of ours decide
 NOT_COMPUTED = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
 DROPOUT = ("dropout", "pdrop", "layerdrop")  # endings of keys; dropout is always off
 
@@ -94,8 +94,9 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
     if plan.run.resume is None:
         return _claim(plan, logs, continued=False)
     path = _real(plan.run.local_run_dir)
-    source, found = _find_source(plan, path)
-    if found is not None:
+    source, elsewhere = _find_source(plan, path)
+    if elsewhere is not None:
+        found = elsewhere
         run = _claim(plan, logs, continued=_is_begun(path, found))
         _begin_with(found, run.directory, logs)
     else:
@@ -103,13 +104,9 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
         tidy(run.directory)
         found = _find_own(source, plan)
         if found is None:
-            for log in (run.directory / name for name in logs if (run.directory / name).exists()):
-                aside = move_aside(log).name
-                print(f"{run.directory} holds no checkpoint, so the run starts over; {log.name} becomes {aside}")
+            _set_logs_aside(run.directory, logs)
             return run
-        for newer in find_checkpoints(run.directory):
-            if parse_step(newer) > parse_step(found.path):  # damaged: neither pruning nor a resume may consider it
-                move_aside(newer, f"damaged-{newer.name}")
+        _set_damaged_aside(run.directory, newer_than=found.path)
     print(f"continuing from {found.path}")
     found = found._replace(path=run.directory.resolve() / found.path.name)
     # again, as a run may be killed before it sets its links
@@ -120,22 +117,35 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
     return run._replace(found=found)
 
 
+def _set_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
+    for log in (run_dir / name for name in logs if (run_dir / name).exists()):
+        aside = move_aside(log).name
+        print(f"{run_dir} holds no checkpoint, so the run starts over; {log.name} becomes {aside}")
+
+
+def _set_damaged_aside(run_dir: Path, *, newer_than: Path) -> None:
+    """Rename checkpoints after the complete one: pruning and resuming must ignore them."""
+    for checkpoint in find_checkpoints(run_dir):
+        if parse_step(checkpoint) > parse_step(newer_than):
+            move_aside(checkpoint, f"damaged-{checkpoint.name}")
+
+
 def _claim(plan: Plan, logs: Sequence[str], *, continued: bool) -> Run:
     run_dir = create_run_dir(plan.run.local_run_dir, logs=logs, continued=continued)
     return Run(run_dir, lock_run_dir(run_dir))
 
 
 def _find_source(plan: Plan, run_dir: Path) -> tuple[Path, ResumePoint | None]:
-    """The run or checkpoint to continue.
+    """The run or checkpoint to continue, and its resume point if elsewhere.
 
-    If it is not of this directory, also the checkpoint that is found there.
+    The resume point is None if the run in `run_dir` continues.
     """
     resume = plan.run.resume
     source = run_dir if resume in (None, "auto") else _real(os.path.expanduser(resume))
     if source == run_dir or (_is_named(source) and source.parent == run_dir):
         return source, None
     found = _find_whole(source, plan)
-    if _is_begun(run_dir, found) and find_checkpoints(run_dir):  # the same command was run before
+    if _is_begun(run_dir, found) and find_checkpoints(run_dir):  # the same command ran before, and saved here
         return run_dir, None
     return source, found
 
@@ -163,12 +173,12 @@ def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
             if missing := FACTS - manifest.keys():
                 raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
             for name in manifest["files"]:
-                if name.endswith(".pt"):  # a part: has it a form that can be read? Reads no tensors
+                if name.endswith(".pt"):  # a part: refuse a form that cannot be read. This reads no tensors
                     read_state(path / name)
                     report_progress()
         except DamagedCheckpoint as error:
             print(f"warning: checkpoint skipped: {error}")
-            reasons += f"; {error}"
+            reasons += f"; {error}"  # cut off below, as there may be many checkpoints
         else:
             check_fits(manifest, record_config(plan), where=path)
             return ResumePoint(path, manifest)
@@ -181,7 +191,10 @@ def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
 
 
 def _find_own(source: Path, plan: Plan) -> ResumePoint | None:
-    """`_find_whole` in the run's own directory, where only the newest may continue."""
+    """Find the resume point in the run's own directory.
+
+    Only the newest complete checkpoint may continue there: an older one would overwrite it.
+    """
     found = _find_whole(source, plan)
     newest = find_checkpoints(found.path.parent)[0] if found and _is_named(source) else None
     if newest and newest != found.path:
@@ -202,12 +215,13 @@ def _is_begun(run_dir: Path, found: ResumePoint) -> bool:
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
     """Raises InputError for changed keys that a resumed run must keep."""
     defaults = {key: value for key, value in dotted(load_defaults()) if key in KEYS and key in config}
-    was = defaults | manifest["config"]  # where the run's version lacked a key, it behaved as by default
+    # a version of the code that lacked a key behaved as the key's default does
+    saved = defaults | manifest["config"]
     changed: dict[Resume, list[str]] = defaultdict(list)
-    for key in was:
-        if was[key] != config.get(key):
-            rule = KEYS[key].resume if key in KEYS else Resume.KEEP  # also for a key that this version does not know
-            changed[rule].append(f"{key}={config.get(key)} (was {was[key]})")
+    for key in saved:
+        if saved[key] != config.get(key):
+            rule = KEYS[key].resume if key in KEYS else Resume.KEEP  # KEEP also for a key that this version lacks
+            changed[rule].append(f"{key}={config.get(key)} (was {saved[key]})")
     if changed[Resume.KEEP]:
         raise InputError(
             f"{where} is of a run with another config: {', '.join(changed[Resume.KEEP])}; use the same values to "
@@ -221,16 +235,18 @@ def check_inputs(found: ResumePoint | None, data: TrainingData, model_config: An
     """Raises InputError if data, tokenizer or model have changed."""
     if found is None:
         return
-    was, now = found.manifest, record_inputs(data, model_config)
-    before, after = was["model"], now["model"]
-    keys = before.keys() & after.keys() - {VERSION}  # versions of transformers differ in their keys
-    if before.get(VERSION) == after[VERSION]:
-        keys = before.keys() | after.keys()
-    changed = [f"{key}={after.get(key)} (was {before.get(key)})" for key in keys if after.get(key) != before.get(key)]
+    saved, current = found.manifest, record_inputs(data, model_config)
+    saved_model, model = saved["model"], current["model"]
+    keys = saved_model.keys() & model.keys() - {VERSION}  # versions of transformers differ in their keys
+    if saved_model.get(VERSION) == model[VERSION]:
+        keys = saved_model.keys() | model.keys()
+    changed = [
+        f"{key}={model.get(key)} (was {saved_model.get(key)})" for key in keys if model.get(key) != saved_model.get(key)
+    ]
     since = f"has changed since {found.path}"
-    if was["data"] != now["data"]:
+    if saved["data"] != current["data"]:
         problem = f"the training data {since}, so it is unknown which examples remain"
-    elif was["tokens"] != now["tokens"]:
+    elif saved["tokens"] != current["tokens"]:
         problem = f"the tokenizer {since}: it encodes the same texts differently"
     elif changed:
         problem = f"the model's config.json {since}: {', '.join(sorted(changed))}"
@@ -246,12 +262,12 @@ def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
 
 def model_facts(model_config: Any) -> dict[str, Any]:
     """The entries of a model's config that affect what is computed."""
+
+    def is_computed(name: str) -> bool:
+        return not (name.startswith("_") or name in NOT_COMPUTED or name.endswith(DROPOUT))
+
     facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
-    return {
-        key: value
-        for key, value in facts
-        if not any(k.startswith("_") or k in NOT_COMPUTED or k.endswith(DROPOUT) for k in key.split("."))
-    }
+    return {key: value for key, value in facts if all(map(is_computed, key.split(".")))}
 
 
 def record_config(plan: Plan) -> dict[str, Any]:

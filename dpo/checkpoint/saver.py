@@ -47,14 +47,15 @@ class Checkpoints:
         The directory is `step-N`, which becomes LATEST, and BEST if its quality is the highest; or `elsewhere`, without
         such links.
         """
-        self.wait()  # hold at most one copy in memory
+        self.wait()  # for the previous save, so that at most one copy of the state is in memory
         links = []
         if elsewhere is None:
             links, self.latest = ["LATEST"], math.nan if quality is None else quality
-            if quality is not None and quality > self.best:  # false for NaN
+            if quality is not None and quality > self.best:  # a NaN is never higher
                 self.best, self.best_at = quality, step_idx
                 links.append("BEST")
         n_bytes = sum(part.n_bytes for part in parts)
+        # a copy must leave as much memory again, as training goes on meanwhile
         background = self.mesh.rank == 0 and 2 * n_bytes < host_memory().available
         states = self._gather(parts, copy=background)
         if self.mesh.rank != 0:
@@ -66,7 +67,7 @@ class Checkpoints:
         write = partial(self._write, directory, links=links, **content)
         if background:
             self._writing = self._thread.submit(write, list(states))
-            if elsewhere:  # the caller may read it at once
+            if elsewhere:  # the caller may read the files at once
                 self.wait()
         else:
             write(states)
@@ -80,7 +81,7 @@ class Checkpoints:
                 yield from part.convert(state).items()
 
     def _meet(self) -> None:
-        """Wait for rank 0, which may be writing."""
+        """Wait for rank 0, which may be writing a file."""
         self._n_meetings += 1
         meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
 
@@ -130,4 +131,4 @@ class Checkpoints:
         """Wait on every process until none is writing."""
         self.wait()
         self._meet()
-        self.mesh.any(False)
+        self.mesh.any(False)  # a barrier

@@ -50,8 +50,8 @@ class Loss:
     # (mean chosen reward, mean rejected reward, beta) -> value, averaged over updates
     running_statistic: Callable[[float, float, float], float] | None = None
     needs_label_smoothing: bool = False  # is infinite at label_smoothing=0
-    per_token: bool | str = False  # rewards are means over tokens, not sums; or the name of the option that decides
-    # from `bind`: the loss's name, its own options, and those that all losses share
+    per_token: bool | str = False  # rewards are means over tokens, not sums; a name is the option that decides it
+    # set by `bind`: the loss's name, its own options, and the options that all losses share
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     common: Mapping[str, Any] = field(default_factory=dict)
@@ -99,12 +99,12 @@ class Loss:
     def __call__(self, scores: Scores) -> Losses:
         """Compute losses and rewards.
 
-        Shared options are off where they are not given.
+        Shared options that are not given are off.
         """
-        found = self.compute(scores)
+        output = self.compute(scores)
         if self.trains_on != "pairs":
-            return found
-        return found._replace(losses=change_losses(found.losses, scores, **self.common))
+            return output
+        return output._replace(losses=change_losses(output.losses, scores, **self.common))
 
     def compute(self, scores: Scores) -> Losses:
         """Compute losses and rewards, before the options that change losses."""

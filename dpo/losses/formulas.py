@@ -44,7 +44,7 @@ def preference_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses and rewards of DPO, cDPO or IPO, each (B,).
 
-    Returns (losses, chosen rewards, rejected rewards) for summed log-probabilities (B,). Rewards are detached.
+    Returns (losses, chosen rewards, rejected rewards) for summed log-probabilities, (B,) each. Rewards are detached.
 
     DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing` eps in [0, 0.5), conservative DPO, which assumes that a
     fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036,
@@ -222,7 +222,7 @@ def orpo(scores: Scores, *, beta: float) -> Losses:
 def _log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x < 0.
 
-    A magnitude below the dtype's epsilon counts as epsilon, so that the result is finite.
+    An x within the dtype's epsilon of 0 counts as minus epsilon, so that the result is finite.
     """
     import torch
 
@@ -248,8 +248,8 @@ def nca(scores: Scores, *, beta: float) -> Losses:
     Each response's likelihood is compared with the reference's.
     """
     u_w, u_l = scores.log_ratios()
-    against = (_minus_log_sigmoid(-beta * u_w) + _minus_log_sigmoid(-beta * u_l)) / 2
-    return with_rewards(_minus_log_sigmoid(beta * u_w) + against, u_w, u_l, beta)
+    push_down = (_minus_log_sigmoid(-beta * u_w) + _minus_log_sigmoid(-beta * u_l)) / 2  # lowers both responses
+    return with_rewards(_minus_log_sigmoid(beta * u_w) + push_down, u_w, u_l, beta)
 
 
 def bco(scores: Scores, *, beta: float, momentum: float = 1.0) -> Losses:
@@ -296,7 +296,7 @@ def mean_reward(chosen: float, rejected: float, beta: float) -> float:
 
 
 def mean_gap(chosen: float, rejected: float, beta: float) -> float:
-    """Gap between mean log-ratios, in nats, for beta-DPO."""
+    """Mean gap between log-ratios, in nats, which beta-DPO averages over updates."""
     return (chosen - rejected) / beta
 
 
@@ -311,7 +311,8 @@ def find_batch_beta(scores: Scores, *, beta: float, alpha: float, momentum: floa
     u_w, u_l = scores.log_ratios()
     mean = (u_w - u_l).detach().mean()
     average = momentum * scores.average + (1 - momentum) * mean
-    return (beta * (1 + alpha * (mean - average))).clamp(min=1e-3).expand(len(u_w), 1)
+    batch_beta = beta * (1 + alpha * (mean - average))
+    return batch_beta.clamp(min=1e-3).expand(len(u_w), 1)  # a gap far below the average would make beta negative
 
 
 def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> Losses:
@@ -319,11 +320,11 @@ def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> L
 
     DPO whose beta follows the gap of the batch.
     """
-    constants = scores.batch_statistic
-    if constants is None:
-        constants = find_batch_beta(scores, beta=beta, alpha=alpha, momentum=momentum)
+    batch_beta = scores.batch_statistic
+    if batch_beta is None:
+        batch_beta = find_batch_beta(scores, beta=beta, alpha=alpha, momentum=momentum)
     u_w, u_l = scores.log_ratios()
-    return with_rewards(_minus_log_sigmoid(constants[:, 0] * (u_w - u_l)), u_w, u_l, beta)
+    return with_rewards(_minus_log_sigmoid(batch_beta[:, 0] * (u_w - u_l)), u_w, u_l, beta)
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
@@ -333,10 +334,10 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
     """For each value, take the entry of `others` with its rank.
 
-    (B,), detached.
+    Returns them detached, (B,).
     """
-    places = values.detach().argsort(stable=True).argsort()
-    return others.detach().sort().values[places]
+    ranks = values.detach().argsort(stable=True).argsort()
+    return others.detach().sort().values[ranks]
 
 
 def aot_partners(scores: Scores, **_: Any) -> Tensor:
@@ -370,7 +371,7 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
     """
     partners = aot_unpaired_partners(scores) if scores.batch_statistic is None else scores.batch_statistic
     u_w, u_l = scores.log_ratios()
-    of_chosen = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
+    chosen_losses = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
     # both terms sum over the same pairs of ranks, so the second contributes its gradient, not its value
-    of_rejected = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)
-    return with_rewards(of_chosen + of_rejected - of_rejected.detach(), u_w, u_l, beta)
+    rejected_losses = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)
+    return with_rewards(chosen_losses + rejected_losses - rejected_losses.detach(), u_w, u_l, beta)

@@ -35,16 +35,17 @@ def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     if divergence == "js":
         return math.log(2) + logsigmoid(log_ratio)
     alpha = 1 if divergence == "forward_kl" else alpha
-    # rejected responses fall by more than 88 nats in ordinary runs, and an infinite margin has NaN gradients
-    most = 0.9 * math.log(torch.finfo(log_ratio.dtype).max)
-    return -(-alpha * log_ratio).clamp(max=most).expm1() / alpha
+    # exp overflows float32 at 88 nats, by which rejected responses fall in ordinary runs; an infinite margin has NaN
+    # gradients. 0.9 leaves room for the division by alpha
+    largest = 0.9 * math.log(torch.finfo(log_ratio.dtype).max)
+    return -(-alpha * log_ratio).clamp(max=largest).expm1() / alpha
 
 
 def with_divergence(scores: Scores, divergence: str, alpha: float) -> Scores:
     """Replace log-ratios by f' of the ratios, for another divergence."""
     u_w, u_l = (f_derivative(u, divergence, alpha) for u in scores.log_ratios())
-    none = u_w.detach() * 0  # losses subtract the reference's part, which f' already contains
-    return scores._replace(chosen=u_w, rejected=u_l, reference_chosen=none, reference_rejected=none)
+    zeros = u_w.detach() * 0  # losses subtract the reference's log-probability, which f' already contains
+    return scores._replace(chosen=u_w, rejected=u_l, reference_chosen=zeros, reference_rejected=zeros)
 
 
 def wpo_weights(scores: Scores) -> Tensor:

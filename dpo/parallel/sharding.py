@@ -23,6 +23,8 @@ from dpo.parallel.mesh import Mesh
 from dpo.parallel.tensor_parallel import cut_modules, find_plan
 from dpo.system.host import host_memory
 
+OR_DECLARED = "or set model.block_name=null, for the blocks that the model's class declares"
+
 
 def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
     """Distribute a model's weights, one FSDP unit per transformer block.
@@ -44,15 +46,15 @@ def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype:
     specs = _agree_on_tensors(model)
     names = {module: name for name, module in model.named_modules()}
     done: set[torch.nn.Module] = set()
-    for unit in (*reversed(blocks), model):  # a block inside a block comes first
-        within = {*unit.modules()} - done
-        modules = {names[module]: module for module in unit.modules() if module in within}
+    for unit in (*reversed(blocks), model):  # reversed, so that a block inside another one comes before it
+        remaining = {*unit.modules()} - done
+        modules = {names[module]: module for module in unit.modules() if module in remaining}
         _receive(modules, specs, mesh)
         if plan:
             cut_modules(modules, plan, mesh.device_mesh["tensor"])
         if sharded:
             fully_shard(unit, mesh=fsdp_mesh, mp_policy=policy)
-        done |= within
+        done |= remaining
     if sharded:
         model.compute_dtype = compute_dtype
         model.apply_to_itself = lambda function, *args: function(model, *args)
@@ -75,7 +77,7 @@ def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
         raise InputError(f"{type(model).__name__} does not declare its blocks; set model.block_name to their class")
     classes = tuple(get_block_class_from_model(model, name) for name in names)
     if isinstance(model, classes):
-        raise InputError(f"model.block_name={block_name} is the whole model; null uses the blocks it declares itself")
+        raise InputError(f"model.block_name={block_name} is the whole model; name a class within it, {OR_DECLARED}")
     return [module for module in model.modules() if isinstance(module, classes)]
 
 
@@ -88,31 +90,32 @@ def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
     own = {name: (tensor.shape, tensor.dtype) for name, tensor in named.items()}
     sent = [own, getattr(model, "generation_config", None)]
     dist.broadcast_object_list(sent, src=0)
-    theirs, model.generation_config = sent
-    odd = sorted(n for n in own.keys() | theirs.keys() if own.get(n, (None,))[0] != theirs.get(n, (None,))[0])
-    if odd:
+    specs, model.generation_config = sent
+    own_shapes, shapes = ({name: shape for name, (shape, _) in each.items()} for each in (own, specs))
+    different = sorted(name for name in own.keys() | specs.keys() if own_shapes.get(name) != shapes.get(name))
+    if different:
         raise InputError(
-            f"rank {dist.get_rank()} and rank 0 load different models under the same name ({', '.join(odd[:3])}); "
-            f"put the same files on every machine"
+            f"rank {dist.get_rank()} and rank 0 load different models under the same name "
+            f"({', '.join(different[:3])}); put the same files on every machine"
         )
-    return theirs
+    return specs
 
 
 def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh) -> None:
     """Replace the modules' parameters and buffers with rank 0's."""
-    received: dict[torch.Tensor, torch.Tensor] = {}
-    for prefix, module in modules.items():
-        for kind in (module._parameters, module._buffers):
-            for key, tensor in kind.items():
+    received: dict[torch.Tensor, torch.Tensor] = {}  # by the tensor replaced: tied ones are sent once, and stay tied
+    for module_name, module in modules.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is None:
                     continue
                 if tensor not in received:
-                    shape, dtype = specs[f"{prefix}.{key}".lstrip(".")]
+                    shape, dtype = specs[f"{module_name}.{name}".lstrip(".")]  # the model itself has the name ""
                     data = broadcast(tensor, shape, dtype, mesh)
                     if isinstance(tensor, torch.nn.Parameter):
                         data = torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
                     received[tensor] = data
-                kind[key] = received[tensor]
+                tensors[name] = received[tensor]
 
 
 def broadcast(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, mesh: Mesh) -> torch.Tensor:
@@ -163,7 +166,8 @@ def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
     finally:
         for unit in units:
             unit.reshard()
-            unit.set_reshard_after_forward(unit is not model, recurse=False)  # the backward starts with the root's
+            # as FSDP does by default: the root stays gathered, as the backward pass starts with it
+            unit.set_reshard_after_forward(unit is not model, recurse=False)
 
 
 def _fits(model: torch.nn.Module) -> bool:
@@ -183,8 +187,8 @@ def gathered_size(model: Any) -> int:
     """Bytes that a process holds when all FSDP shards are gathered."""
     n_elements = 0
     for parameter in model.parameters():
-        n_slices = 1
-        if isinstance(parameter, DTensor):  # else its unit is gathered
+        n_slices = 1  # by tensor parallelism, whose slices stay slices
+        if isinstance(parameter, DTensor):  # otherwise the parameter's unit is gathered already
             mesh = parameter.device_mesh
             for axis, size, placement in zip(mesh.mesh_dim_names, mesh.shape, parameter.placements, strict=True):
                 n_slices *= size if axis == "tensor" and placement.is_shard() else 1
@@ -200,10 +204,11 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
     for module in model.modules():
         if type(module).__name__ == block_class_name:
             return type(module)
-    repeated = {type(m[0]).__name__ for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m)}
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
+    repeated = {type(modules[0]).__name__ for modules in lists}
     raise InputError(
         f"model.block_name={block_class_name} is not a module class of {type(model).__name__}; "
-        f"its repeated blocks are {', '.join(sorted(repeated))}; model.block_name=null uses those it declares itself"
+        f"its repeated blocks are {', '.join(sorted(repeated))}; use one of these classes, {OR_DECLARED}"
     )
 
 
@@ -211,8 +216,10 @@ def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) ->
 
 
 def choose_device_map(gpus: int) -> str | dict[str, int] | None:
-    """The `device_map` for loading weights."""
-    return None if gpus == 0 else {"": 0} if gpus == 1 else "balanced"
+    """The `device_map` for loading weights; "" stands for the whole model."""
+    if gpus == 0:
+        return None
+    return {"": 0} if gpus == 1 else "balanced"
 
 
 def move_less(model: Any, blocks: list[torch.nn.Module]) -> None:
@@ -236,7 +243,7 @@ def move_less(model: Any, blocks: list[torch.nn.Module]) -> None:
     @torch.compiler.disable
     def share(block: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         device = next(block.parameters()).device
-        hidden, *others = args
+        hidden, *others = args  # hidden states are of this block alone: accelerate's hook moves them
         return (hidden, *tree_map(lambda v: copied(v, device), others)), tree_map(lambda v: copied(v, device), kwargs)
 
     for block in blocks:

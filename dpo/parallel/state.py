@@ -22,9 +22,11 @@ def hold_the_same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], 
 
     Every process compares its own shards, in the dtype of `theirs`.
     """
-    mine, others = (list(map(local_tensor, weights)) for weights in (ours, theirs))
-    same = len(mine) == len(others) and all(torch.equal(a.to(b), b) for a, b in zip(mine, others, strict=True))
-    return not mesh.any(not same)
+    own_shards, other_shards = ([local_tensor(weight) for weight in weights] for weights in (ours, theirs))
+    are_equal = len(own_shards) == len(other_shards) and all(
+        torch.equal(own.to(other), other) for own, other in zip(own_shards, other_shards, strict=True)
+    )
+    return not mesh.any(not are_equal)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,13 +50,13 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
                 return None
             if not copy or gathered.device.type != "cpu":
                 return gathered.cpu()
-            own = value.to_local() if isinstance(value, DTensor) else value
+            own = local_tensor(value)
             if gathered.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
-                return gathered  # new memory; without gathering it would be the parameter's own
-            place = (gathered.data_ptr(), gathered.shape, gathered.stride(), gathered.dtype)
-            if place not in copies:
-                copies[place] = gathered.clone()
-            return copies[place]
+                return gathered  # gathering has made a copy; otherwise it is the parameter itself
+            identity = (gathered.data_ptr(), gathered.shape, gathered.stride(), gathered.dtype)  # the same if tied
+            if identity not in copies:
+                copies[identity] = gathered.clone()
+            return copies[identity]
         return {key: visit(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
     return visit(state)
@@ -63,23 +65,26 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:
     """Load rank 0's whole state dict; each process keeps its shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {} if state is None else state["state"]
+    whole_states = {} if state is None else state["state"]  # by the parameter's number; on rank 0 only
 
     def outline(i: int, value: Any) -> Any:
-        """The shape alone, if a tensor is sent and sharded by itself."""
-        is_cut = isinstance(parameters[i], DTensor) and torch.is_tensor(value) and value.shape == parameters[i].shape
-        return value.to("meta") if is_cut else value
+        """Reduce a tensor that is sharded like its parameter to its shape.
 
-    outlines = {i: {key: outline(i, value) for key, value in values.items()} for i, values in own.items()}
+        Its values are sent below.
+        """
+        is_sharded = isinstance(parameters[i], DTensor) and torch.is_tensor(value)
+        return value.to("meta") if is_sharded and value.shape == parameters[i].shape else value
+
+    outlines = {i: {key: outline(i, value) for key, value in values.items()} for i, values in whole_states.items()}
     sent = from_rank_0(None if state is None else {**state, "state": outlines})
     for i, values in sent["state"].items():
         for key, value in values.items():
             if torch.is_tensor(value) and value.is_meta:
-                whole = own[i][key].to(mesh.device, copy=True) if mesh.rank == 0 else None
+                whole = whole_states[i][key].to(mesh.device, copy=True) if mesh.rank == 0 else None
                 whole = broadcast(whole, value.shape, value.dtype, mesh)
                 grid, placements = parameters[i].device_mesh, parameters[i].placements
                 replicated = DTensor.from_local(whole, grid, [Replicate()] * grid.ndim, run_check=False)
                 values[key] = replicated.redistribute(placements=placements)
     optimizer.load_state_dict(sent)
-    for values in optimizer.state.values():  # on a CPU these may still be mapped from the file
+    for values in optimizer.state.values():  # on a CPU tensors may still be mapped from the checkpoint: copy them
         values.update({key: v.clone() for key, v in values.items() if type(v) is torch.Tensor and v.is_cpu})

@@ -22,12 +22,12 @@ from dpo.errors import InputError
 
 WHOLE, SUMMED, LAST = Replicate(), Partial(), Shard(-1)
 
-# conversions of activations: their placement before and after, and that of the gradient after
+# conversions of activations: (placement before, placement after, placement of the gradient after)
 COPIED = (WHOLE, WHOLE, SUMMED)  # a whole input, from which processes compute different features
 SLICED = (WHOLE, LAST, LAST)
 ADDED = (SUMMED, WHOLE, WHOLE)
 JOINED = (LAST, WHOLE, WHOLE)
-OWN_HEADS = (LAST, WHOLE, SUMMED)  # of GPT-2's queries, keys and values, which are side by side in one matrix
+OWN_HEADS = (LAST, WHOLE, SUMMED)  # for GPT-2, where one matrix gives queries, keys and values side by side
 
 
 class Style(NamedTuple):
@@ -35,18 +35,18 @@ class Style(NamedTuple):
 
     cut: str | None  # the sharded dim: "out" features, "in" features, the "rows" of an embedding, or None
     enter: tuple | None = None  # the conversion of the input of the local forward
-    leave: tuple | None = None  # that of its output
+    leave: tuple | None = None  # the conversion of its output
     grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
     divided: str | None = None  # an attribute that holds a size, to be divided by the group's size
 
 
 def _convert(x: torch.Tensor, mesh: DeviceMesh, conversion: tuple, *, width: int = 0) -> Any:
-    """Convert a local tensor; `width` is that of the whole."""
-    shape = (*x.shape[:-1], width) if width else None  # slices may differ in width by one chunk
+    """Convert a local tensor; the whole one has `width` features."""
+    shape = (*x.shape[:-1], width) if width else None  # given, as slices may differ in width by one chunk
     stride = torch.empty(shape, device="meta").stride() if shape else None
-    have, want, grad = (Shard(x.ndim - 1) if placement == LAST else placement for placement in conversion)
-    whole = DTensor.from_local(x, mesh, [have], run_check=False, shape=shape, stride=stride)
-    y = whole.redistribute(placements=[want]).to_local(grad_placements=[grad])
+    before, after, grad = (Shard(x.ndim - 1) if placement == LAST else placement for placement in conversion)
+    whole = DTensor.from_local(x, mesh, [before], run_check=False, shape=shape, stride=stride)
+    y = whole.redistribute(placements=[after]).to_local(grad_placements=[grad])
     if conversion is OWN_HEADS:  # (..., 3 * heads * head size) to (..., 3 * own heads * head size)
         return y.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
     return y
@@ -62,14 +62,14 @@ class _SharedInput:
         self.takers = 0  # modules that share the input
         self._given: Any = None
         self._converted: Any = None
-        self._left = 0  # takers that have not received it
+        self._n_waiting = 0  # takers that have not received the converted input yet
 
     def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if self._given is not x:
-            self._given, self._converted, self._left = x, _convert(x, mesh, COPIED), self.takers
-        converted, self._left = self._converted, self._left - 1
-        if self._left == 0:
-            self._given = self._converted = None  # frees them
+            self._given, self._converted, self._n_waiting = x, _convert(x, mesh, COPIED), self.takers
+        converted, self._n_waiting = self._converted, self._n_waiting - 1
+        if self._n_waiting == 0:
+            self._given = self._converted = None  # frees both tensors
         return converted
 
 
@@ -86,13 +86,13 @@ STYLES = {
     "gptj_attention": Style(None, divided="num_attention_heads"),
 }
 
-# by the cut of a matrix: the styles of A and B of an adapter beside it
+# the styles of an adapter's A and B, by the cut of the matrix that they adapt
 BESIDE: dict[str | None, tuple[Style, Style]] = {
     "out": (STYLES["replicated_with_grad_allreduce"], Style("out")),
     "in": (Style("in"), STYLES["replicated_with_grad_allreduce"]),
 }
 
-# for families without a plan in transformers; with its style names, plus fused_qkv and the two attentions
+# for families without a plan in transformers; style names are those of transformers, fused_qkv and two attentions
 PLANS = {
     "gpt2": {
         "transformer.h.*.attn": "gpt2_attention",
@@ -136,7 +136,7 @@ def find_plan(model: Any) -> dict[str, Style]:
         raise InputError(f"{type(model).__name__} has no tensor-parallel plan; use trainer=FSDPTrainer")
     by_module = {module: name for name, module in model.named_modules()}
     embedding, head = by_module[model.get_input_embeddings()], by_module[model.get_output_embeddings()]
-    named = {embedding: "embedding_rowwise", **named}
+    named = {embedding: "embedding_rowwise", **named}  # unless the plan names another
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:  # one matrix, sharded one way
         named |= {embedding: "embedding_rowwise", head: "colwise_gather_output"}
     unknown = sorted(set(named.values()) - STYLES.keys())
@@ -156,28 +156,28 @@ def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
 
     A layer computes W x + B A x. As the sum is linear, the style of W converts input and output once, around the sum.
     """
-    found = {}
+    styles = {}
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
             style = plan.get(name, STYLES["replicate"])
-            of_w = style._replace(enter=None, leave=None)
-            of_a, of_b = BESIDE.get(style.cut, (of_w, of_w))
-            found |= {name: Style(None, style.enter, style.leave), f"{name}.base_layer": of_w}
+            w_style = style._replace(enter=None, leave=None)
+            a_style, b_style = BESIDE.get(style.cut, (w_style, w_style))
+            styles |= {name: Style(None, style.enter, style.leave), f"{name}.base_layer": w_style}
             for adapter in module.lora_A:
-                found |= {f"{name}.lora_A.{adapter}": of_a, f"{name}.lora_B.{adapter}": of_b}
-                found[f"{name}.lora_dropout.{adapter}"] = of_a
-    return found
+                styles |= {f"{name}.lora_A.{adapter}": a_style, f"{name}.lora_B.{adapter}": b_style}
+                styles[f"{name}.lora_dropout.{adapter}"] = a_style  # of A's input
+    return styles
 
 
 def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> None:
     """Raises InputError if a parameter that may see slices has no style.
 
-    It would train on wrong gradients.
+    Such a parameter would train on wrong gradients.
     """
     slicing = (STYLES["colwise"], STYLES["fused_qkv"])
     beside = {name.rpartition(".")[0] for name, style in plan.items() if style in slicing and name not in ignore}
     for name, module in model.named_modules():
-        name = name.removesuffix(".base_layer")  # the layer of an adapter has the former name
+        name = name.removesuffix(".base_layer")  # the plan names an adapted layer as it was before
         has_own = next(module.parameters(recurse=False), None) is not None
         if has_own and name not in plan and (name in beside or name.rpartition(".")[0] in beside):
             raise InputError(
@@ -205,7 +205,7 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
             module.register_parameter(key, slices[parameter])
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh, width, shared)
-        if style.cut == "in" and (n := getattr(module, "n_features", 0)):  # the dropout of A's input
+        if style.cut == "in" and (n := getattr(module, "n_features", 0)):  # only the dropout of A's input has it
             module.first_feature = mesh.get_local_rank() * -(-n // mesh.size())  # as torch.chunk splits
         if style.divided is not None:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())

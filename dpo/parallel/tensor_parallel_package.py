@@ -59,7 +59,7 @@ def _check(model: Any, n_devices: int) -> None:
         problem = f"cannot shard a Llama whose head_dim={config.head_dim} times its heads is not hidden_size"
         raise _refusal(problem, "use another model")
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        # backward would recompute one device's part and wait forever for those of the others
+        # backward would recompute one device's part, and wait forever for the parts of the other devices
         raise _refusal("cannot recompute activations", "set activation_checkpointing=false")
 
 
@@ -75,15 +75,18 @@ class SplitModel(torch.nn.Module):
         super().__init__()
         self.config = model.config
         names = {tensor: name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
-        # tied weights have two aliases
+        # a tied weight has two aliases
         self.names = {alias: names[tensor] for alias, tensor in model.state_dict(keep_vars=True).items()}
         self.parameter_names = [name for name, _ in model.named_parameters()]
-        rules, alone = _rules(model, devices)
-        by_pattern = rules.state_rules.items()
-        self.rules = {n: next((r for p, r in by_pattern if p.search(n)), None) for n in self.names.values()}
-        self.cut = TensorParallel(model, devices, tensor_parallel_config=rules, distributed=False)
-        for name in (name for name, rule in self.rules.items() if rule is alone):
-            for part in self._parts(name)[1:]:
+        package_config, on_first_device = _make_rules(model, devices)
+
+        def find_rule(name: str) -> Any:
+            return next((rule for pattern, rule in package_config.state_rules.items() if pattern.search(name)), None)
+
+        self.rules = {name: find_rule(name) for name in self.names.values()}
+        self.cut = TensorParallel(model, devices, tensor_parallel_config=package_config, distributed=False)
+        for name in (name for name, rule in self.rules.items() if rule is on_first_device):
+            for part in self._parts(name)[1:]:  # zeros, which must stay zeros
                 part.requires_grad_(False)
         self.train(model.training)
 
@@ -128,9 +131,10 @@ class SplitModel(torch.nn.Module):
                 }
         flat = self.cut.sharding_manager
         for rank, part in enumerate(flat.flat_shards):
-            columns = [states[name] for name in flat.sharded_param_names]
+            sharded = [states[name] for name in flat.sharded_param_names]
             cut[part] = {
-                key: _flatten([c[key] for c in columns], rank, len(flat.flat_shards), part) for key in columns[0]
+                key: _flatten([state[key] for state in sharded], rank, len(flat.flat_shards), part)
+                for key in sharded[0]
             }
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = {number: cut[parameter] for number, parameter in enumerate(parameters) if cut.get(parameter)}
@@ -138,16 +142,21 @@ class SplitModel(torch.nn.Module):
         return whole | {"state": state, "param_groups": groups}
 
     @torch.no_grad()
-    def _whole(self, instead: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The whole tensors by name, with some parameters' values replaced."""
-        own = {parameter: parameter.data for parameter in instead}
+    def _whole(self, replaced: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The whole tensors by name, with the values of some parameters replaced.
+
+        So tensors of an optimizer's state are joined as their parameters are.
+        """
+        own = {parameter: parameter.data for parameter in replaced}
         try:
-            for parameter, values in instead.items():
+            for parameter, values in replaced.items():
                 parameter.data = values
             self._forget_gathered()
             self.cut.sharding_manager.synchronize_weights(self.cut.all_cuda)
             parts = {name: self._parts(name) for name in self.rules}
-            return {n: (rule.undo(parts[n]) if rule else parts[n][0]).detach() for n, rule in self.rules.items()}
+            # without a rule every device holds the whole tensor
+            joined = {name: rule.undo(parts[name]) if rule else parts[name][0] for name, rule in self.rules.items()}
+            return {name: tensor.detach() for name, tensor in joined.items()}
         finally:
             for parameter, values in own.items():
                 parameter.data = values
@@ -174,21 +183,23 @@ def _flatten(values: Sequence[torch.Tensor], rank: int, n_devices: int, like: to
     return flat
 
 
-def _rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
-    """The package's rules for the family, corrected, and that for added biases."""
+def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
+    """The package's corrected rules, and the rule for biases of summed outputs."""
     from tensor_parallel.communications import CollectiveOperation
     from tensor_parallel.slicing_configs import PREDEFINED_CONFIGS
     from tensor_parallel.state_actions import LegacyStateAction, Scale, Split
 
     n, head = len(devices), r".*lm_head"
     rules = PREDEFINED_CONFIGS[model.config.model_type](model.config, devices)
-    # The package gives each device 1/n of such a bias. Each part gets the whole gradient, so the norm counts it n times
-    # and an update of Adam or RMSprop is n times too long. So the first device keeps all of it, the others zeros.
-    alone = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
-    states = {pattern: alone if isinstance(rule, Scale) else rule for pattern, rule in rules.state_rules.items()}
+    # Where outputs are summed, the package gives each device 1/n of the bias. Each part gets the whole gradient, so the
+    # norm counts it n times, and an update of Adam or RMSprop is n times too long. Here the first device keeps the
+    # whole bias, and the others zeros.
+    first_only = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
+    states = {pattern: first_only if isinstance(rule, Scale) else rule for pattern, rule in rules.state_rules.items()}
     states[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)  # like the embeddings, with which it may be tied
     names = [name for name, _ in model.named_parameters()]
-    rules.state_rules = {p: rule for p, rule in states.items() if any(map(p.search, names))}  # it warns of unused ones
+    # the package warns of patterns that no name matches
+    rules.state_rules = {pattern: rule for pattern, rule in states.items() if any(map(pattern.search, names))}
     # On CPUs the package sums in the order in which threads arrive, so results differ from run to run.
     added = "sum" if devices[0].type == "cuda" else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
     outputs = rules.output_rules | {re.compile(f"{head}$"): {0: "sum"}}
@@ -197,4 +208,4 @@ def _rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
     rules.input_rules = {re.compile(f"{head}$"): {0: "split -1"}}
     if model.config.model_type != "gpt2":  # the other families take their sizes from the weights
         rules.attr_rules = {}
-    return rules, alone
+    return rules, first_only

@@ -40,7 +40,8 @@ def open_standard_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: the one that was closed
+            # the system gives the lowest free number, which is that of the closed stream
+            number = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
             stream = os.fdopen(number, mode, encoding="utf-8")
             setattr(sys, name, stream)
@@ -67,7 +68,7 @@ def print_whatever_happens() -> None:
         former = getattr(sys, name)
         try:
             raw = _Log(former.fileno(), "w", closefd=False)
-        except io.UnsupportedOperation:  # the stream of a program that runs this one and captures its output
+        except io.UnsupportedOperation:  # no file: a program such as pytest captures the output
             continue
         options = {"encoding": former.encoding, "line_buffering": former.line_buffering or former.write_through}
         setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), errors="backslashreplace", **options))
@@ -107,7 +108,7 @@ def without_collecting_garbage() -> Iterator[None]:
 def never_collect_imports() -> None:
     """Exempt the objects of a run's imports from garbage collection.
 
-    Acts only once in a process: after the first run of a sweep there may be garbage, which would stay too.
+    Acts only once in a process: after the first run of a sweep, garbage of that run would never be collected either.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
@@ -125,15 +126,15 @@ def keep_freed_memory() -> None:
     By default glibc returns the memory of large tensors to the system, and each page costs a fault when it is needed
     again: a tenth of the time of an update.
     """
-    _set_malloc(M_MMAP_THRESHOLD, 2**25)  # the most that glibc accepts
+    _set_malloc(M_MMAP_THRESHOLD, 2**25)  # both values are the largest that glibc accepts
     _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_freed_memory() -> None:
     """Return large freed tensors to the system immediately.
 
-    By default glibc comes to keep ever larger ones. Sharding gathers and frees tensors at every block, so the memory
-    that glibc keeps would grow to the size of the whole model.
+    By default glibc keeps freed tensors of growing sizes. Sharding gathers and frees tensors at every block, so the
+    memory that glibc keeps would grow to the size of the whole model.
     """
     _set_malloc(M_MMAP_THRESHOLD, 2**20)
 
@@ -141,7 +142,7 @@ def return_freed_memory() -> None:
 def release_freed_memory() -> None:
     """Return all free memory to the system now.
 
-    By default glibc returns only that at the end of the heap.
+    By default glibc returns only the free memory at the end of the heap.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
@@ -164,7 +165,7 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
     lines = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
     total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     for line in (proc / "self/cgroup").read_text().splitlines():
-        if not line.startswith("0::"):
+        if not line.startswith("0::"):  # version 1, whose limits are not read
             continue
         own = cgroups / line[3:].strip("/")
         for group in (own, *own.parents):

@@ -40,6 +40,7 @@ BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
 GRACE_SECS = 5  # delay before a rank that lost contact exits, so that the rank that caused it exits first and is named
 STOP_SECS = 60  # time for the other workers to exit, once one has exited on a signal sent to all
 ABORTED = -signal.SIGABRT  # how NCCL's watchdog kills a rank whose collective timed out
+FAILURE_SECS = 1  # time for the other workers to exit after a failure: one may report bad input, which says more
 ABORT_SECS = 60  # time between such kills on different ranks, which may wait in different collectives
 
 
@@ -68,7 +69,7 @@ def launch(
     if rank_env is not None:
         status, message = _work(rank_env, worker, args, timeout_secs)
         if status == BAD_INPUT and rank_env.rank != 0:
-            time.sleep(GRACE_SECS)  # all ranks may have found it: rank 0 reports it, and this one is ended
+            time.sleep(GRACE_SECS)  # rank 0 may report the same error first; then the launcher ends this process
         if message:
             print(redact(f"error: {message}" if status == BAD_INPUT else message), file=sys.stderr, flush=True)
         _leave(status)
@@ -198,7 +199,7 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
     tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker
     store = None
     try:
-        # killed, as the calls within run no handler of Python
+        # a stop signal kills this process, as the calls inside would not let a handler of Python run
         with handling_signals(signal.SIG_DFL):
             timeout = timedelta(seconds=timeout_secs)
             server = dist.TCPStore(
@@ -246,14 +247,14 @@ def _compare_notes(store: dist.Store, rank_env: RankEnv, note: str, timeout_secs
         if note != "lost":
             return ""
         time.sleep(GRACE_SECS)
-        others = [rank for rank in range(rank_env.world_size) if not store.check([f"lost {rank}"])]
-        failed = [rank for rank in others if store.check([f"failed {rank}"])]
+        not_lost = [rank for rank in range(rank_env.world_size) if not store.check([f"lost {rank}"])]
+        failed = [rank for rank in not_lost if store.check([f"failed {rank}"])]
     except dist.DistError as error:
         return f"rank 0's rendezvous store is also unreachable: {error}\n"
     if failed:
         return f"because {_name(failed)} failed\n"
     silent = f"did not answer within collective_timeout_secs={timeout_secs:g}, or was killed"
-    return f"because {_name(others)} {silent}\n" if others else ""
+    return f"because {_name(not_lost)} {silent}\n" if not_lost else ""
 
 
 def _name(ranks: list[int]) -> str:
@@ -311,7 +312,7 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             if workers.asked:  # a signal came while a worker was starting, which did not get it
                 workers.terminate()
             workers.wait()
-        del store  # needed until here
+        del store  # the workers needed its server until they ended
     finally:
         for process in workers.processes:
             process.kill()
@@ -333,7 +334,7 @@ class _Workers:
         self.processes: list[Any] = []
         self.asked: list[int] = []  # stop signals that this process received
         self._pipes: list[Any] = []  # each has the message of a worker that has returned
-        self._messages: dict[int, str | None] = {}  # of workers that have exited, in that order; None: did not return
+        self._messages: dict[int, str | None] = {}  # of workers that have exited, first to last; None: did not return
         self._ends: dict[int, End] = {}
 
     def start(self, rank_env: RankEnv, worker: Callable[..., None], args: tuple) -> None:
@@ -367,8 +368,8 @@ class _Workers:
         """
         began, running, deadline = time.monotonic(), dict(enumerate(self.processes)), None
         while running:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ended = wait([process.sentinel for process in running.values()], left)
+            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ended = wait([process.sentinel for process in running.values()], patience)
             if not ended:
                 break
             for rank in [rank for rank, process in running.items() if process.sentinel in ended]:
@@ -376,14 +377,17 @@ class _Workers:
                 self._messages[rank] = _receive(self._pipes[rank])
                 # NCCL kills a worker whose collective timed out, not before
                 self._ends[rank] = self._classify(rank, timed_out=time.monotonic() - began >= self.timeout_secs)
-            deadline = time.monotonic() + self._patience()
+            deadline = time.monotonic() + self._find_patience()
         ends = {*self._ends.values()}
-        if End.STOPPED in ends and End.FAILED not in ends and (self.asked or not (running or End.LOST_CONTACT in ends)):
-            raise Stopped(*self.asked[:1])  # the rest wait for the stopped ones in calls that no signal interrupts
+        if End.STOPPED in ends and End.FAILED not in ends:
+            all_stopped = not running and End.LOST_CONTACT not in ends
+            # once the run was asked to stop, other workers may still wait for stopped ones in uninterruptible calls
+            if all_stopped or self.asked:
+                raise Stopped(*self.asked[:1])
         if not running and ends <= {End.DONE}:
             return
         if ends <= {End.DONE, End.LOST_CONTACT}:
-            for process in running.values():  # the hang is in one of these: make them print their stacks
+            for process in running.values():  # at least one of them hangs: make them print their stacks
                 os.kill(process.pid, signal.SIGABRT)
             wait([process.sentinel for process in running.values()], GRACE_SECS)
         raise self._explain(stuck=sorted(running))
@@ -398,17 +402,18 @@ class _Workers:
             return End.LOST_CONTACT
         return End.FAILED
 
-    def _patience(self) -> float:
-        """Seconds that the other workers now get to exit."""
+    def _find_patience(self) -> float:
+        """Seconds that the workers still running now get to exit."""
         ends = self._ends.values()
-        if End.FAILED in ends:
-            return 1
+        if End.FAILED in ends:  # the run's outcome is known
+            return FAILURE_SECS
         if End.STOPPED in ends:
             return min(STOP_SECS, self.timeout_secs)
         if End.LOST_CONTACT in ends:
             aborted = any(self.processes[rank].exitcode == ABORTED for rank in self._ends)
+            # another worker that lost contact sleeps for GRACE_SECS before it exits; as long again is a reserve
             return ABORT_SECS if aborted else 2 * GRACE_SECS
-        return self.timeout_secs
+        return self.timeout_secs  # all so far are done: those still running may be in a last collective
 
     def _explain(self, *, stuck: list[int]) -> Exception:
         """The exception that says why workers did not finish or exit."""

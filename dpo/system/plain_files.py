@@ -69,11 +69,11 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _check_depth(value: Any) -> None:
-    level = [[value]]
+    containers: list[Any] = [[value]]  # those of one level
     for _ in range(DEEPEST + 1):
-        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
-        level = [inner for inner in inside if isinstance(inner, (dict, list))]
-    if level:
+        children = (child for c in containers for child in (c.values() if isinstance(c, dict) else c))
+        containers = [child for child in children if isinstance(child, (dict, list))]
+    if containers:
         raise ValueError(f"it is nested more than {DEEPEST} deep")
 
 
@@ -95,7 +95,10 @@ def check_link(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a path, if it exists; not what a link points to."""
+    """Remove a file, link or directory, if it exists.
+
+    What a link points to is kept.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -107,22 +110,23 @@ def move_aside(path: Path, name: str | None = None) -> Path:
 
     Where the name is taken, .1 and so on is added. Returns the new path.
     """
-    paths = (path.with_name((name or f"{path.name}.old") + f".{n}" * (n > 0)) for n in itertools.count())
-    return path.rename(next(path for path in paths if not os.path.lexists(path)))
+    name = name or f"{path.name}.old"
+    names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
+    return path.rename(next(new for new in map(path.with_name, names) if not os.path.lexists(new)))
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Inside, write to the path given, which then replaces `path`.
 
-    It may become a file or a directory. It is beside `path`, and named after this host and process, as others may be
-    writing there too. Removes what killed processes of this host left.
+    The path given may become a file or a directory. It is beside `path`, and named after this host and process, as
+    other processes may be replacing `path` too. Removes what killed processes of this host left.
     """
     start = f".{path.name}.{socket.gethostname()}."
-    for left in path.parent.glob(f"{glob.escape(start)}*.tmp"):
-        process = left.name.removeprefix(start).removesuffix(".tmp")
+    for leftover in path.parent.glob(f"{glob.escape(start)}*.tmp"):
+        process = leftover.name.removeprefix(start).removesuffix(".tmp")
         if process == str(os.getpid()) or (process.isdecimal() and not Path("/proc", process).exists()):
-            remove(left)
+            remove(leftover)
     beside = path.with_name(f"{start}{os.getpid()}.tmp")
     try:
         yield beside

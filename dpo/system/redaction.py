@@ -34,14 +34,16 @@ def secrets_in(overrides: list[str]) -> list[str]:
 
     A reference (`${oc.env:NAME}`) is not a secret.
     """
-    values, goes_on = [], False
+    values, value_follows = [], False
     for override in overrides:
         key = KEY.match(override)
-        ends = [key.end()] if key and is_secret(key[1]) else []
+        ends = [key.end()] if key and is_secret(key[1]) else []  # where the names of secrets end
         ends += [inner.end() for inner in INNER_KEY.finditer(override) if is_secret(inner[1])]
-        rest = override[min(ends) :] if ends else override if goes_on else ""
-        values.append(rest.strip(" ='\"{"))
-        goes_on = (bool(ends) or goes_on) and not values[-1]  # `key = VALUE` in three words
+        if not ends and not value_follows:
+            continue
+        value = override[min(ends, default=0) :].strip(" ='\"{")
+        values.append(value)
+        value_follows = not value  # as in `key = VALUE`, which is three overrides
     return [value for value in values if value and not REFERENCE.match(value)]
 
 

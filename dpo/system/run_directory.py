@@ -49,7 +49,10 @@ def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
 
 
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
-    """`LOCAL_DIR/EXP_NAME_TIMESTAMP`, to the microsecond so that quick sweeps don't collide. Creates nothing."""
+    """`LOCAL_DIR/EXP_NAME_TIMESTAMP`. Creates nothing.
+
+    The time is to the microsecond, so that the jobs of a quick sweep get different directories.
+    """
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
@@ -63,11 +66,12 @@ def check_free(path: str | Path) -> None:
             f"away, or continue the run with resume=auto"
         )
     with _explaining(path):
-        place = next(place for place in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(place))
-        if not place.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+        path_and_parents = (run_dir.absolute(), *run_dir.absolute().parents)
+        nearest = next(path for path in path_and_parents if os.path.lexists(path))  # where a run would start to create
+        if not nearest.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(nearest))
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(nearest))
 
 
 def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = False) -> Path:
@@ -111,7 +115,7 @@ def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -
 
 
 def _find_versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES.split():  # by name: to read all that is installed takes a while
+    for name in PACKAGES.split():  # these alone, as listing all installed packages takes a while
         with suppress(PackageNotFoundError):
             yield name, version(name)
 

@@ -1,8 +1,8 @@
 """Stop signals: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint.
 
-A second Ctrl-C ends it without one. While a run starts, they end the process at once, as nothing can be lost. An
-exception, raised wherever the signal arrives, might reach a library that silently goes on, as in an attempted import,
-or C++ that aborts.
+A second Ctrl-C ends it without a checkpoint. While a run starts, a signal ends the process at once, as nothing can be
+lost. Raising an exception instead, wherever the signal arrives, might reach a library that silently goes on, as in an
+attempted import, or C++ that aborts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def abort() -> NoReturn:
 
 def end_on_stop_signals() -> None:
     """Make signals end this process at once, with a message."""
-    for number in _heeded():
+    for number in _list_handled():
         signal.signal(number, partial(_end_by_signal, None))
 
 
@@ -75,7 +75,7 @@ def _end_by_signal(run_dir: str | Path | None, number: int, _: object) -> None:
 def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
     """Inside, a signal ends this process at once, unless handled otherwise.
 
-    Stopped gets the `run_dir`.
+    A Stopped that passes through gets the `run_dir`, for its message.
     """
     with handling_signals(partial(_end_by_signal, run_dir)):
         try:
@@ -91,7 +91,7 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
 
     `act` gets the signal's number. A second Ctrl-C raises PressedAgain. If Ctrl-C was ignored before, it stays ignored.
     """
-    heard: dict[int, float] = {}  # time when each came first
+    heard: dict[int, float] = {}  # when each signal came first
 
     def hear(number: int, _: object) -> None:
         now, first = time.monotonic(), heard.get(number)
@@ -100,13 +100,13 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
             if now - first > SAME_SECS:
                 raise PressedAgain
             return
-        done = act(number)
+        message = act(number)
         if len(heard) == 1 and _speaks():
             again = "; press Ctrl-C again to exit immediately without saving" if number == signal.SIGINT else ""
             start = "\r\x1b[K" if os.isatty(1) else ""  # replaces the progress bar, which is redrawn below
             with suppress(OSError):  # a closed terminal or log file must not prevent the checkpoint
-                # not print: the signal may have interrupted one
-                os.write(1, f"{start}{_name(number)}: {done}{again}\n".encode())
+                # not `print`, which the signal may have interrupted: it cannot be entered twice
+                os.write(1, f"{start}{_name(number)}: {message}{again}\n".encode())
 
     with handling_signals(hear):
         yield
@@ -123,7 +123,7 @@ def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
         return
     formers = {number: former for number in SIGNALS if (former := signal.getsignal(number)) is not None}
     try:
-        for number in numbers or _heeded():
+        for number in numbers or _list_handled():
             signal.signal(number, handler)
         yield
     finally:
@@ -131,7 +131,7 @@ def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
             signal.signal(number, former)
 
 
-def _heeded() -> list[int]:
+def _list_handled() -> list[int]:
     """The signals to handle: Ctrl-C only if it is not ignored."""
     return [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
 

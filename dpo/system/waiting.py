@@ -1,7 +1,7 @@
 """Waiting for work that one rank does alone, such as saving.
 
-A collective would time out whatever progress that rank makes, and would block signals. Instead, the other ranks poll
-the store, and wait as long as that rank sends heartbeats.
+In a collective the other ranks would time out whatever progress that rank makes, and would not handle signals. Instead,
+they poll the store, and wait as long as that rank sends heartbeats.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def wait_for(keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
     Raises DistError if a rank failed, or neither answers nor sends a heartbeat for `silence_secs`.
     """
     store, answers, pause = default_store(), {}, 0.005
-    heard = dict.fromkeys(keys, (0, time.monotonic()))  # count of heartbeats, and when the last one came
+    heard = dict.fromkeys(keys, (0, time.monotonic()))  # by rank: its count of heartbeats, and when the last one came
     while True:
         for rank in keys.keys() - answers.keys():
             if store.check([keys[rank]]):
                 answers[rank] = store.get(keys[rank]).decode()
                 if answers[rank] == FAILED:
                     raise dist.DistError(f"rank {rank} failed while the others waited for it")
-            elif (count := store.add(_heartbeats(rank), 0)) != heard[rank][0]:
+            elif (count := store.add(_heartbeats(rank), 0)) != heard[rank][0]:  # adding 0 reads the counter
                 heard[rank] = count, time.monotonic()
             elif time.monotonic() - heard[rank][1] > silence_secs:
                 raise dist.DistError(f"rank {rank} sent no heartbeat for {silence_secs:g} s")
@@ -66,7 +66,7 @@ def sending_heartbeats(beat_secs: float = BEAT_SECS) -> Iterator[None]:
     done, store, key = threading.Event(), default_store(), _heartbeats(dist.get_rank())
 
     def beat() -> None:
-        with suppress(dist.DistError):  # without a store the other ranks fail by themselves
+        with suppress(dist.DistError):  # if the store is gone, the other ranks notice it themselves
             while not done.wait(beat_secs):
                 store.add(key, 1)
 
@@ -121,8 +121,9 @@ def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
     rank, store = dist.get_rank(), default_store()
     machines: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(machines, identify_machine())
-    call = store.add(f"calls of {rank}", 1)
-    keys = {first: f"once per machine, call {call}, rank {first}" for first in map(machines.index, machines)}
+    call = store.add(f"calls of {rank}", 1)  # the same number on every rank
+    first_ranks = {machines.index(machine) for machine in machines}  # one per machine
+    keys = {first: f"once per machine, call {call}, rank {first}" for first in first_ranks}
     first = machines.index(machines[rank])
     if rank == first:
         try:
@@ -143,6 +144,6 @@ def identify_machine() -> str:
 
 
 def leave_together() -> None:
-    """Wait for every rank, as rank 0 may serve their store."""
+    """Wait for every rank, as rank 0 may serve their common store."""
     if is_shared():
         dist.barrier()

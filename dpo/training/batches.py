@@ -33,8 +33,8 @@ class Batch(NamedTuple):
     examples: list[Example]
     weights: Sequence[float]  # per example, in the means of loss and metrics; 0 for a tie
     microbatches: list[Microbatch]
-    numbers: Sequence[int]  # per example, over both splits, for the reference's cache; empty to bypass it
-    # the last three are for online pairs
+    numbers: Sequence[int]  # of the examples, by which the reference caches them; empty: they are not cached
+    # these three are for online pairs
     drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by place in the batch
     metrics: Mapping[str, float] = MappingProxyType({})
     seconds: Mapping[str, float] = MappingProxyType({})  # spent on sampling and on scoring
@@ -68,7 +68,7 @@ def prefetch(
 class Batches:
     """The batches of a run, prepared for one process.
 
-    `rank` counts among the `size` processes that see different examples.
+    The process is number `rank` of the `size` processes that see different examples.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class Batches:
         self.rank, self.size = rank, size
         self.loss = plan.loss
         self.states: dict[str, Any] = {}  # saved in checkpoints
-        counts = data.train.counts, data.test.counts
-        ends = np.cumsum(np.concatenate(counts))
-        # the number of each prompt's first example, per split; numbers continue from train to test
-        self._first_numbers = np.split(ends - np.concatenate(counts), [len(counts[0])])
+        # examples are numbered through both splits, train first; here is the number of each prompt's first example
+        counts = np.concatenate([data.train.counts, data.test.counts])
+        first_numbers = np.cumsum(counts) - counts
+        self._first_train_numbers, self._first_test_numbers = np.split(first_numbers, [len(data.train.counts)])
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
         """Iterate over training batches in the reference's order.
 
         Ends by the reference's stop rule. The first `skip` batches are not prepared: a resumed run has trained on them.
         """
-        source, n_microbatches = (self.data.train, self._first_numbers[0]), self.plan.data.gradient_accumulation_steps
-        prepare = partial(self._prepare, *source, n_microbatches=n_microbatches)
+        n_microbatches = self.plan.data.gradient_accumulation_steps
+        prepare = partial(self._prepare, self.data.train, self._first_train_numbers, n_microbatches=n_microbatches)
         return self._iterate_train(prepare, self.data.train.counts.tolist(), skip=skip)
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
@@ -116,7 +116,7 @@ class Batches:
 
         Each example comes once, and the last batch may be partial.
         """
-        return self._iterate_test(partial(self._prepare, self.data.test, self._first_numbers[1], n_microbatches=1))
+        return self._iterate_test(partial(self._prepare, self.data.test, self._first_test_numbers, n_microbatches=1))
 
     def test_sizes(self) -> list[int]:
         """The number of examples in each evaluation batch, without preparing them."""

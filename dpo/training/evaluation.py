@@ -71,15 +71,15 @@ class Evaluator:
         Whole batches are sampled, at least one; fewer prompts if the data has fewer. `n_examples`, the number of
         examples the policy was trained on, is part of the random seed.
         """
-        at_most = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
-        examples = [batch.examples for batch in self.batches[:at_most]]
-        prompts = [collate_prompts(of_batch, self.data.tokenizer) for of_batch in examples]
-        over = partial(self.progress.over, total=len(prompts), what="sample", examples=sum(map(len, examples)))
+        n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
+        batches = [batch.examples for batch in self.batches[:n_batches]]
+        prompts = [collate_prompts(examples, self.data.tokenizer) for examples in batches]
+        show = partial(self.progress.over, total=len(prompts), what="sample", examples=sum(map(len, batches)))
         continue_prompts = partial(self.continuations, n_examples=n_examples)
         self.objective.policy.eval()
-        texts = [sample_batches(model, continue_prompts, over(prompts), self.mesh) for model in self.sampled_models()]
+        texts = [sample_batches(model, continue_prompts, show(prompts), self.mesh) for model in self.sampled_models()]
         policy, reference = texts if len(texts) > 1 else (texts[0], [None] * len(texts[0]))
-        fed = [text for of_batch in examples for text in fed_prompts(of_batch, self.data.test, self.data.encode)]
+        fed = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.encode)]
         return list(map(Sample, fed, policy, reference))
 
     def sampled_models(self) -> Iterator[Any]:
@@ -96,8 +96,8 @@ class Evaluator:
     def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[str]:
         """Sample continuations of this process's collated prompts."""
         plan = self.plan
-        most = plan.data.max_length - prompts["prompt_input_ids"].shape[1]
-        most = min(most, plan.evaluation.n_eval_tokens or most)
+        room = plan.data.max_length - prompts["prompt_input_ids"].shape[1]
+        most = min(room, plan.evaluation.n_eval_tokens or room)
 
         def before_token(index: int) -> None:
             self.stop.raise_if_any()

@@ -16,7 +16,7 @@ from dpo.settings.plan import Plan
 # cost of a sampled token in trained tokens: measured between 1 (SmolLM2-135M) and 4 (the tests' tiny-llama) on one CPU
 # core (docs/metrics.md)
 SAMPLED_COST = 3
-MOST = 0.1  # largest share of a run's time for samples before its first update, unless they are asked for
+MOST_SAMPLING = 0.1  # largest share of a run's time for samples before its first update, unless they are asked for
 
 
 class FirstUpdate(NamedTuple):
@@ -31,7 +31,8 @@ class FirstUpdate(NamedTuple):
         """Count the work, given the sizes of the evaluation batches."""
         parts, warnings, evaluation, draws_samples = [], [], plan.evaluation, False
         n_trained = data.report.updates * plan.data.batch_size
-        if tested := min(2 * plan.dims.data_size, sizes[0]) if plan.training.self_test else 0:
+        tested = min(2 * plan.dims.data_size, sizes[0]) if plan.training.self_test else 0
+        if tested:
             parts.append(f"self-test on {count(tested, 'example')} (self_test=false leaves it out)")
         if plan.caches_reference_first:
             pairs = sum(sizes) + min(data.report.epoch, n_trained)
@@ -45,36 +46,43 @@ class FirstUpdate(NamedTuple):
                 f"(n_eval_examples; do_first_eval=false leaves it out)"
             )
             if evaluation.sample_during_eval and evaluation.do_first_sampling is not False:
-                prompts, models, sampled = _count_samples(plan, data, sizes)
-                cost, tokens = SAMPLED_COST * sampled, _count_trained(plan, data)
-                draws_samples = bool(evaluation.do_first_sampling) or cost <= MOST * tokens
-                if draws_samples:
-                    parts.append(
-                        f"samples of {'policy and reference' if models > 1 else 'the policy'} for "
-                        f"{count(prompts, 'prompt')}, up to {count(sampled, 'token')} (n_eval_model_samples, "
-                        f"n_eval_tokens; do_first_sampling=false leaves them out)"
-                    )
-                else:
-                    warnings.append(
-                        f"warning: no samples before the first update; the first come with the evaluation after "
-                        f"{count(min(plan.eval_interval, n_trained), 'example')}. Sampling up to "
-                        f"{count(sampled, 'token')} could take as long as training on {cost:,}, and the whole run "
-                        f"trains on {tokens:,}: more than a tenth. do_first_sampling=true samples now; "
-                        f"n_eval_model_samples and n_eval_tokens make the samples fewer and shorter"
-                    )
+                draws_samples, message = _decide_on_samples(plan, data, sizes, n_trained)
+                (parts if draws_samples else warnings).append(message)
         announced = ["\n".join(["before the first update:", *(f"  {part}" for part in parts)])] if parts else []
         return cls(tested, draws_samples, announced + warnings)
+
+
+def _decide_on_samples(plan: Plan, data: TrainingData, sizes: Sequence[int], n_trained: int) -> tuple[bool, str]:
+    """Decide whether samples are drawn before the first update.
+
+    Returns the decision and a message: the item to announce, or why there are no samples.
+    """
+    n_prompts, n_models, n_sampled = _count_samples(plan, data, sizes)
+    cost, n_tokens = SAMPLED_COST * n_sampled, _count_trained(plan, data)
+    if plan.evaluation.do_first_sampling or cost <= MOST_SAMPLING * n_tokens:
+        return True, (
+            f"samples of {'policy and reference' if n_models > 1 else 'the policy'} for "
+            f"{count(n_prompts, 'prompt')}, up to {count(n_sampled, 'token')} (n_eval_model_samples, "
+            f"n_eval_tokens; do_first_sampling=false leaves them out)"
+        )
+    return False, (
+        f"warning: no samples before the first update; the first come with the evaluation after "
+        f"{count(min(plan.eval_interval, n_trained), 'example')}. Sampling up to "
+        f"{count(n_sampled, 'token')} could take as long as training on {cost:,}, and the whole run "
+        f"trains on {n_tokens:,}: more than a tenth. do_first_sampling=true samples now; "
+        f"n_eval_model_samples and n_eval_tokens make the samples fewer and shorter"
+    )
 
 
 def _count_samples(plan: Plan, data: TrainingData, sizes: Sequence[int]) -> tuple[int, int, int]:
     """Upper bounds on sampled prompts, models and tokens of an evaluation."""
     n_batches = max(1, plan.evaluation.n_eval_model_samples // plan.data.eval_batch_size)
-    prompts = sum(sizes[:n_batches])
+    n_prompts = sum(sizes[:n_batches])
     frees_reference = plan.reference == "model" and plan.caches_reference_first
-    models = 1 if plan.reference is None or frees_reference else 2
+    n_models = 1 if plan.reference is None or frees_reference else 2
     # sampling ends when a batch's longest prompt reaches max_length; that prompt is at least as long as the mean
-    longest = plan.data.max_length - int(data.report.test.mean_prompt_tokens)
-    return prompts, models, models * prompts * min(longest, plan.evaluation.n_eval_tokens or longest)
+    room = plan.data.max_length - int(data.report.test.mean_prompt_tokens)
+    return n_prompts, n_models, n_models * n_prompts * min(room, plan.evaluation.n_eval_tokens or room)
 
 
 def _count_trained(plan: Plan, data: TrainingData) -> int:

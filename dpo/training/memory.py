@@ -7,6 +7,7 @@ policy's parameters.
 
 from __future__ import annotations
 
+import math
 import os
 import traceback
 from collections import Counter
@@ -58,6 +59,7 @@ TEMPORARY = ("gradients", "optimizer", "activations", "logits", "kv_cache")  # a
 KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
 ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
+WORTH_A_TRY = 0.03  # least share of the memory, without that of Python and libraries, that a suggestion must save
 LOOKED_AT = 50  # global batches that are searched for the largest microbatch: laying out a whole run takes long
 
 
@@ -83,24 +85,25 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
-    trained, evaluations = _find_batches(plan, data, layout)
-    n_backwards = min(plan.data.gradient_accumulation_steps, 2)  # the second runs beside the first's gradients
-    update = _find_microbatch_peak(plan, policy, fake, layout, trained, n_backwards=n_backwards)
-    evaluated = (microbatch for batch in evaluations for microbatch in batch.microbatches)
-    scoring = _find_microbatch_peak(plan, policy, fake, layout, evaluated, n_backwards=0)
+    train_microbatches, eval_batches = _find_batches(plan, data, layout)
+    n_backwards = min(plan.data.gradient_accumulation_steps, 2)  # the second runs while the first's gradients are held
+    update_peak = _find_microbatch_peak(plan, policy, fake, layout, train_microbatches, n_backwards=n_backwards)
+    eval_microbatches = (microbatch for batch in eval_batches for microbatch in batch.microbatches)
+    eval_peak = _find_microbatch_peak(plan, policy, fake, layout, eval_microbatches, n_backwards=0)
     held["process"] = 0 if plan.gpus else resident_memory()  # measured here, with all libraries imported
 
     phases: dict[str, Bytes] = {}
     between_updates = _without(held, "gradients", "reduced", "update")
     if plan.reference == "model" and plan.caches_reference_first:
-        phases["scoring the reference"] = _without(between_updates, "optimizer") + scoring
-        held, between_updates = (_without(need, "reference") for need in (held, between_updates))  # freed by then
-    phases["training"] = held + max(update, scoring, key=Bytes.total)  # with evaluations
+        phases["scoring the reference"] = _without(between_updates, "optimizer") + eval_peak
+        # the reference is freed before training
+        held, between_updates = _without(held, "reference"), _without(between_updates, "reference")
+    phases["training"] = held + max(update_peak, eval_peak, key=Bytes.total)
     if plan.evaluation.sample_during_eval:
         # at least 2 tokens, as `_while_sampling` feeds the last two one by one
-        n_prompt = max(2, *(len(example.prompt) for batch in evaluations for example in batch.examples))
+        n_prompt = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
         n_new = plan.data.max_length - n_prompt
-        rows = -(-max(len(batch.examples) for batch in evaluations) // plan.dims.data_size)
+        rows = -(-max(len(batch.examples) for batch in eval_batches) // plan.dims.data_size)
         sampling = Sampling(min(n_new, plan.evaluation.n_eval_tokens or n_new))
         phases["samples"] = _while_sampling(
             plan, policy, fake, between_updates, sampling, rows=rows, n_prompt=n_prompt, autocast=None
@@ -113,7 +116,7 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
         phases["sampling"] = _while_sampling(
             plan, policy, fake, between_updates, sampling, rows=rounds.rows, n_prompt=n_prompt, autocast=autocast
         )
-        if reward:  # it reads whole prompts, which the policy's limits do not truncate
+        if reward:  # a reward model reads whole prompts, which the policy's limits do not truncate
             longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
             length = min(longest, reward.limit or longest)
             peak = _find_scoring_peak(reward.model, fake, device, rows=rounds.scored, length=length)
@@ -136,9 +139,9 @@ def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _count_held(plan: Plan, policy: Any) -> Bytes:
-    """Memory held throughout training.
+    """Memory held throughout training, by purpose.
 
-    Everything but activations and the freed memory that the allocator keeps.
+    All of it but the process's own, activations, and the freed memory that the allocator keeps.
     """
     dims, buffers = plan.dims, _count_bytes(policy.buffers())  # buffers are not sharded
     shards = dims.shard_size * dims.tensor_size
@@ -156,15 +159,15 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
         held["reference"] = (base + own) // shards + buffers
     elif plan.reference == "adapter":
         held["reference"] = _count_bytes(second) // shards
-    if dims.shard_size > 1:  # FSDP's units: embeddings and head, and each block
+    if dims.shard_size > 1:  # FSDP's units are each block, and the root with embeddings and head
         blocks = [[*block.parameters()] for block in find_blocks(policy, plan.model.block_name)]
-        within = {parameter for block in blocks for parameter in block}
-        root = [parameter for parameter in policy.parameters() if parameter not in within]
+        in_blocks = {parameter for block in blocks for parameter in block}
+        root = [parameter for parameter in policy.parameters() if parameter not in in_blocks]
         at_once = _count(root) + 2 * max(map(_count, blocks))  # the running block, and the next, which is prefetched
         held["gathered"] = at_once * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
-        reduced = max(_count(p for p in unit if p.requires_grad) for unit in (root, *blocks))
-        held["reduced"] = reduced * REDUCED // dims.tensor_size
-    # parameters that are shards are updated one by one
+        largest = max(_count(p for p in unit if p.requires_grad) for unit in (root, *blocks))
+        held["reduced"] = largest * REDUCED // dims.tensor_size
+    # an optimizer of shards updates one parameter at a time, without large temporaries
     if plan.gpus and dims.world_size == 1 and plan.training.optimizer not in ONE_BY_ONE:
         held["update"] = int(trained * temporaries)
     return held
@@ -195,10 +198,10 @@ def _measure_optimizer(name: str) -> tuple[float, float]:
 def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[Microbatch], list[Batch]]:
     """Microbatches of the first training batches, and the evaluation batches."""
     limit = min(plan.data.n_examples or 10**9, LOOKED_AT * plan.data.batch_size)
-    first, kind = plan.change("n_examples", limit), LongestAnswers if plan.online else Batches
+    shortened, make_batches = plan.change("n_examples", limit), LongestAnswers if plan.online else Batches
     trained, evaluations = [], []
     for rank in range(min(plan.dims.data_size, 4)):  # microbatches of further ranks are about as large
-        batches = kind(first, data, layout, seed=plan.run.seed, rank=rank, size=plan.dims.data_size)
+        batches = make_batches(shortened, data, layout, seed=plan.run.seed, rank=rank, size=plan.dims.data_size)
         trained += [microbatch for batch in batches.train() for microbatch in batch.microbatches]
         evaluations += batches.test()
     return trained, evaluations
@@ -207,25 +210,28 @@ def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[
 class LongestAnswers(Batches):
     """Batches of an online run with the longest possible sequences.
 
-    Answers have `max_new_tokens`, and pairs from the data are the longest of their prompts.
+    All answers have `max_new_tokens`. Where `n_offline` prompts of a batch get a pair from the data instead, these are
+    assumed to be the prompts whose longest pair exceeds two such answers by the most tokens.
     """
 
     def train(self, *, skip: int = 0) -> Iterator[Batch]:
-        return self._iterate_train(self._longest, [1] * len(self.data.train), skip=skip)
+        return self._iterate_train(self._make_longest_batch, [1] * len(self.data.train), skip=skip)
 
-    def _longest(self, places: Sequence[tuple[int, int]]) -> Batch:
+    def _make_longest_batch(self, places: Sequence[tuple[int, int]]) -> Batch:
         plan, prompts = self.plan, self.read_prompts(places)
-        # two answers that differ, as the shared-prefix layout would pack equal ones once
+        # one answer of tokens 0, one of tokens 1: the shared-prefix layout would pack two equal answers only once
         answers = tuple((token,) * plan.online.max_new_tokens for token in (0, 1))
         examples = [encode_prompt(prompt, self.data, plan)._replace(responses=answers) for prompt in prompts]
-        if n := plan.n_offline:
-            pairs = [self.encode(list_examples(prompt)) for prompt in prompts]
-            longest = [max(of_prompt, key=lambda pair: pair.n_tokens) for of_prompt in pairs]
-            # any prompt may get a pair from the data: take those that it makes longest
-            more = [pair.n_tokens - drawn.n_tokens for pair, drawn in zip(longest, examples, strict=True)]
-            for place in sorted(range(len(prompts)), key=lambda place: -more[place])[:n]:
-                examples[place] = longest[place]
+        if plan.n_offline:
+            longest_pairs = [
+                max(self.encode(list_examples(prompt)), key=lambda pair: pair.n_tokens) for prompt in prompts
+            ]
+            extra_tokens = [p.n_tokens - e.n_tokens for p, e in zip(longest_pairs, examples, strict=True)]
+            by_extra_tokens = sorted(range(len(prompts)), key=extra_tokens.__getitem__, reverse=True)
+            for index in by_extra_tokens[: plan.n_offline]:
+                examples[index] = longest_pairs[index]
         microbatches = self.split(examples, plan.data.gradient_accumulation_steps)
+        # no numbers: nothing is scored here, so the reference's cache is not used
         return Batch(examples, [1.0] * len(examples), microbatches, numbers=())
 
 
@@ -267,11 +273,16 @@ class Rounds(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> Rounds:
-        n, prompts = plan.online.n_samples, plan.data.batch_size - plan.n_offline
-        own = -(-prompts // plan.dims.data_size)
+        n_samples, n_prompts = plan.online.n_samples, plan.data.batch_size - plan.n_offline
+        own_prompts = math.ceil(n_prompts / plan.dims.data_size)
         at_once = max(1, plan.data.eval_batch_size // plan.dims.data_size)
-        scored = min(at_once, -(-prompts * n // plan.dims.world_size))
-        return cls(prompts * n, -(-own // at_once), min(own, at_once) * n, scored)
+        own_answers = math.ceil(n_prompts * n_samples / plan.dims.world_size)
+        return cls(
+            answers=n_prompts * n_samples,
+            batches=math.ceil(own_prompts / at_once),
+            rows=min(own_prompts, at_once) * n_samples,
+            scored=min(at_once, own_answers),
+        )
 
 
 def _while_sampling(
@@ -303,8 +314,8 @@ def _while_sampling(
             ids = torch.zeros(rows, n_tokens, dtype=torch.long, device=device)
             last = {"logits_to_keep": 1} if policy._supports_logits_to_keep() else {}
             out = policy(input_ids=ids, past_key_values=cache, use_cache=True, **last)
-            seen = torch.zeros(rows, n_before + n_tokens, dtype=torch.long, device=device)
-            choose(seen, out.logits[:, -1].to(copy=True, dtype=torch.float32)).argmax(-1)
+            ids_so_far = torch.zeros(rows, n_before + n_tokens, dtype=torch.long, device=device)
+            choose(ids_so_far, out.logits[:, -1].to(copy=True, dtype=torch.float32)).argmax(-1)
             return out.past_key_values
 
         for n_before in (0, n_new - 1):
@@ -312,9 +323,9 @@ def _while_sampling(
             with MemoryTracker.of(policy) as tracker:
                 if n_before == 0:
                     cache = forward(n_prompt, 0, None)
-                else:  # the first of two forwards replaces the cache by one that is tracked
-                    for more in (2, 1):
-                        cache = forward(1, n_prompt + n_before - more, cache)
+                else:  # two tokens: the first replaces the cache by one that is tracked, the second is the last of all
+                    for n_remaining in (2, 1):
+                        cache = forward(1, n_prompt + n_before - n_remaining, cache)
             layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "keys")]
             # the tracker cannot tell the cache from other activations
             kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
@@ -360,14 +371,14 @@ HELP = (  # settings that may save memory: the key, and the value to try (None: 
     ("online.max_new_tokens", lambda plan: plan.online.max_new_tokens // 2 if plan.online else None),
     ("lora", lambda plan: "lora" if plan.lora is None else None),
     ("lora", lambda plan: None if plan.quantized else "qlora"),
-    # saves the second model
+    # takes the place of a second model
     ("lora.reference", lambda plan: plan.lora and ("adapter" if find_adapter(plan.model.archive) else "base")),
 )
 
 
 def suggest(plan: Plan, data: TrainingData) -> list[str]:
     """The three settings that save most, with the memory then needed."""
-    need, found = predict(plan, data), []
+    need, helpful = predict(plan, data), []
     for key, change in HELP:
         value = change(plan)
         if value is None or plan.values.get(key) == value:
@@ -377,11 +388,13 @@ def suggest(plan: Plan, data: TrainingData) -> list[str]:
             continue
         try:
             total = predict(other, data).total()
-        except InputError:  # bitsandbytes has no kernels for this machine
+        except InputError:  # as for lora=qlora, if bitsandbytes has no kernels for this machine
             continue
-        if need.total() - total > 0.03 * (need.total() - need["process"]):  # smaller savings are not worth a try
-            found.append((total, f"{key}={str(value).lower() if value is True else value} ({total / 1e9:.2f} GB)"))
-    return [text for _, text in sorted(found)[:3]]
+        saved, reducible = need.total() - total, need.total() - need["process"]
+        if saved > WORTH_A_TRY * reducible:
+            written = str(value).lower() if isinstance(value, bool) else value  # as on the command line
+            helpful.append((total, f"{key}={written} (then {total / 1e9:.2f} GB in all)"))
+    return [text for _, text in sorted(helpful)[:3]]
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
@@ -393,11 +406,11 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
             print(f"{purpose:>12} {need[purpose] / 1e9:8.2f} GB")
     print(f"{'total':>12} {need.total() / 1e9:8.2f} GB per process; its device has {available / 1e9:.2f} GB")
     if plan.online:
-        for name, of_phase in phases.items():
-            shown = [purpose for purpose in ("gathered", "activations", "logits", "kv_cache") if of_phase[purpose]]
-            parts = [f"{'KV cache' if p == 'kv_cache' else p} {of_phase[p] / 1e9:.2f}" for p in shown]
+        for phase, peak in phases.items():
+            shown = {"gathered": "gathered", "activations": "activations", "logits": "logits", "kv_cache": "KV cache"}
+            parts = [f"{text} {peak[purpose] / 1e9:.2f}" for purpose, text in shown.items() if peak[purpose]]
             details = f", of which {', '.join(parts)}" if parts else ""
-            print(f"{name:>12} {of_phase.total() / 1e9:8.2f} GB at its peak{details}")
+            print(f"{phase:>12} {peak.total() / 1e9:8.2f} GB at its peak{details}")
         rounds, n_new = Rounds.of(plan), plan.online.max_new_tokens
         print(
             f"an update samples up to {rounds.answers * n_new:,} tokens, of {rounds.answers:,} answers, in "
@@ -412,7 +425,7 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
 def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
     """Raise RunError with advice where memory runs out inside.
 
-    The message has the memory that a process needs, and settings that would reduce it.
+    The message says how much memory a process needs, and which settings would reduce that.
     """
     try:
         yield
@@ -424,21 +437,21 @@ def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)  # frees the tensors they hold
         torch.cuda.empty_cache()
         need, available = predict(plan, data).total(), _device_memory(plan)
-        said = " ".join(str(error).split())[:200]
+        original = " ".join(str(error).split())[:200]
         raise RunError(
             f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
-            f"try {_join(suggest(plan, data))} ({said})"
+            f"try {_join(suggest(plan, data))} ({original})"
         ) from error
 
 
-def _join(found: list[str]) -> str:
-    return ", ".join(found) or "a smaller model, or more processes with trainer=FSDPTrainer"
+def _join(suggestions: list[str]) -> str:
+    return ", ".join(suggestions) or "a smaller model, or more processes with trainer=FSDPTrainer"
 
 
 def _device_memory(plan: Plan) -> int:
     """Bytes available to one process.
 
-    Those of its GPU; of all GPUs if it is the only process; or its share of host memory.
+    With GPUs, the memory of its GPU, or of all GPUs if it is the only process; without, its share of host memory.
     """
     if torch.cuda.is_available():
         gpus = range(1 if plan.trainer.multi_process else torch.cuda.device_count())

@@ -28,14 +28,15 @@ class MemoryTracker(TorchDispatchMode):
         self.vocabulary = vocabulary
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._kinds = {tensor.untyped_storage()._cdata: "held" for tensor in held}  # by the storage's address
+        # purposes by the storage's address; what was there before is "held", and not counted
+        self._purposes = {tensor.untyped_storage()._cdata: "held" for tensor in held}
 
     @classmethod
     def of(cls, model: Any) -> MemoryTracker:
         """Make a tracker that distinguishes gradients and logits from activations."""
         tracker = cls((*model.parameters(), *model.buffers()), vocabulary=model.get_output_embeddings().weight.shape[0])
         for parameter in trained_parameters(model):
-            parameter.register_post_accumulate_grad_hook(tracker._is_gradient)
+            parameter.register_post_accumulate_grad_hook(tracker._reclassify_gradient)
         return tracker
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,26 +49,26 @@ class MemoryTracker(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._kinds:
+        if key in self._purposes:
             return
         # by shape, as an operation does not know what its result is for
-        self._kinds[key] = "logits" if tensor.ndim and tensor.shape[-1] == self.vocabulary else "activations"
+        self._purposes[key] = "logits" if tensor.ndim and tensor.shape[-1] == self.vocabulary else "activations"
         size = storage.nbytes()
-        self.live[self._kinds[key]] += size
+        self.live[self._purposes[key]] += size
         weakref.finalize(storage, self._forget, key, size)  # its address may be used again
         if self.live.total() > self.peak.total():
             self.peak = self.live.copy()
 
     def _forget(self, key: int, size: int) -> None:
-        self.live[self._kinds.pop(key)] -= size
+        self.live[self._purposes.pop(key)] -= size
 
-    def _is_gradient(self, parameter: torch.nn.Parameter) -> None:
+    def _reclassify_gradient(self, parameter: torch.nn.Parameter) -> None:
         storage = parameter.grad.untyped_storage()
-        kind = self._kinds.get(storage._cdata)
-        if kind not in (None, "gradients"):
-            self.live[kind] -= storage.nbytes()
+        purpose = self._purposes.get(storage._cdata)
+        if purpose not in (None, "gradients"):
+            self.live[purpose] -= storage.nbytes()
             self.live["gradients"] += storage.nbytes()
-            self._kinds[storage._cdata] = "gradients"
+            self._purposes[storage._cdata] = "gradients"
 
 
 def on_device(policy: Any, device: str, gathered: torch.dtype | None) -> Any:

@@ -35,11 +35,13 @@ class Reduced(NamedTuple):
         for name, values in self.examples.items():
             if name.startswith(REFERENCE):
                 continue
-            counts = torch.tensor(weights if any(weights) else [1.0] * len(values))  # a batch of ties has metrics too
-            if (role := name.rpartition("/")[2]) in ROLES and examples:
-                counts = counts * torch.tensor([role in example.roles for example in examples])
-            if counts.any():
-                means[name] = ((values.double() * counts).sum() / counts.sum()).item()
+            # a batch of ties has no weights, but metrics all the same
+            weight = torch.tensor(weights if any(weights) else [1.0] * len(values))  # (B,)
+            role = name.rpartition("/")[2]
+            if role in ROLES and examples:
+                weight = weight * torch.tensor([role in example.roles for example in examples])
+            if weight.any():
+                means[name] = ((values.double() * weight).sum() / weight.sum()).item()
         return means
 
     def find_kl(self, places: Sequence[int]) -> dict[str, float]:
@@ -49,9 +51,12 @@ class Reduced(NamedTuple):
         """
         if not places or f"{REFERENCE}chosen" not in self.examples:
             return {}
-        table = self.examples
-        ratios = [table[f"logps_train/{side}"] - table[f"{REFERENCE}{side}"] for side in ("chosen", "rejected")]
-        return {"online/kl": torch.stack(ratios).double()[:, places].mean().item()}
+        log_ratios = [
+            self.examples[f"logps_train/{role}"] - self.examples[f"{REFERENCE}{role}"]
+            for role in ("chosen", "rejected")
+        ]
+        table = torch.stack(log_ratios).double()  # (2, B)
+        return {"online/kl": table[:, places].mean().item()}
 
 
 def reduce_metrics(

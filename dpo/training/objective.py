@@ -37,9 +37,9 @@ def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str],
 
     Returns fields of `Scores` by name. With `tails` also sums over the tokens beyond the shorter response's length.
     """
-    lengths = microbatch.lengths
-    # without the example that a process feeds when it has none of its own
-    logps, squares = (None if values is None else values[:, : lengths.shape[1]] for values in tokens)
+    lengths = microbatch.lengths  # (sides, B)
+    # a process without examples of its own feeds another one, which is dropped here
+    logps, squares = (None if values is None else values[:, : lengths.shape[1]] for values in tokens)  # (sides, B, T)
     sums = {"": logps.sum(-1)}
     if tails:
         beyond = torch.arange(logps.shape[-1], device=logps.device) >= lengths.amin(0)[:, None]  # (B, T)
@@ -68,7 +68,7 @@ class BatchContext(NamedTuple):
     total_weight: float  # their sum, or 1 if all are 0
     reference: torch.Tensor | None = None  # from `cached_reference`
     statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
-    numbers: Sequence[int] = ()  # of the examples whose reference log-probabilities are still to be cached
+    numbers: Sequence[int] = ()  # of the examples, if their reference log-probabilities are still to be cached
 
 
 class RunningAverage:
@@ -152,22 +152,23 @@ class Objective:
         scores, reference = self._find_scores(microbatch, cached, with_reference=loss.reference)
         if statistic is not None:
             statistic = statistic[microbatch.indices]
-        found = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
-        return found.losses, self._metrics(scores, reference, found, split=split)
+        output = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
+        return output.losses, self._metrics(scores, reference, output, split=split)
 
-    def _metrics(self, scores: Scores, reference: Columns, found: Losses, *, split: str) -> Columns:
+    def _metrics(self, scores: Scores, reference: Columns, output: Losses, *, split: str) -> Columns:
         """Metrics per example, detached, with the reference's log-probabilities."""
-        metrics = {f"rewards_{split}/{role}": rewards for role, rewards in found.rewards.items()}
-        if found.rewards and self.loss.trains_on == "pairs":
-            chosen, rejected = found.rewards["chosen"], found.rewards["rejected"]
+        metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
+        if output.rewards and self.loss.trains_on == "pairs":
+            chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
             if not (self.models_are_equal and self.follow_every):
-                ranked_right = (chosen > rejected) & (not self.models_are_equal)
-                metrics[f"rewards_{split}/accuracies"] = ranked_right.to(chosen)
+                # rewards of equal models differ only by rounding, which must not count as ranking
+                is_right = torch.zeros_like(chosen) if self.models_are_equal else (chosen > rejected).to(chosen)
+                metrics[f"rewards_{split}/accuracies"] = is_right
             metrics[f"rewards_{split}/margins"] = chosen - rejected
-        for role in reversed([*found.rewards] or ["chosen"]):  # the reference logs rejected first
+        for role in reversed([*output.rewards] or ["chosen"]):  # as the reference implementation, rejected first
             metrics[f"logps_{split}/{role}"] = getattr(scores, role).detach()
-        metrics |= {f"{name}/{split}": values for name, values in found.metrics.items()}
-        return metrics | reference | {f"loss/{split}": found.losses.detach()}
+        metrics |= {f"{name}/{split}": values for name, values in output.metrics.items()}
+        return metrics | reference | {f"loss/{split}": output.losses.detach()}
 
     def _find_scores(
         self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
@@ -196,45 +197,48 @@ class Objective:
         microbatch.
         """
         weights = torch.tensor(batch.weights)
-        given = self._to_device(weights), sum(batch.weights) or 1.0
+        device_weights, total_weight = self._to_device(weights), sum(batch.weights) or 1.0
         # a loss that sees the whole batch at once computes its statistic itself
         is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if self.loss.batch_statistic is None or is_whole:
             cached = self.cached_reference(batch)
-            return BatchContext(*given, cached, numbers=batch.numbers if cached is None and self.loss.reference else ())
-        whole, reference = self._find_all_scores([batch], update=update)
-        statistic, counts = None, weights > 0
+            to_cache = batch.numbers if cached is None and self.loss.reference else ()
+            return BatchContext(device_weights, total_weight, cached, numbers=to_cache)
+        all_scores, reference = self._find_all_scores([batch], update=update)
+        statistic, has_weight = None, weights > 0
         if any(batch.weights):
             # ties are left out of the statistic, as they are of the loss
-            scores = Scores(*(values[counts] if torch.is_tensor(values) else values for values in whole))
-            found = self.loss.find_batch_statistic(scores._replace(average=self.average.value))
-            statistic = found.new_zeros(len(counts), found.shape[1])
-            statistic[counts] = found
+            scores = Scores(*(values[has_weight] if torch.is_tensor(values) else values for values in all_scores))
+            values = self.loss.find_batch_statistic(scores._replace(average=self.average.value))
+            statistic = values.new_zeros(len(has_weight), values.shape[1])
+            statistic[has_weight] = values
             statistic = statistic.to(self.device, torch.float32)
+        # that pass has scored the reference too
         columns = [reference[f"{REFERENCE}{name}"] for name in self.loss.reference_columns] if reference else []
-        return BatchContext(*given, self._to_device(torch.stack(columns, dim=1)) if columns else None, statistic)
+        cached = self._to_device(torch.stack(columns, dim=1)) if columns else None
+        return BatchContext(device_weights, total_weight, cached, statistic)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Reduced:
         """Evaluate all examples of the batches, as one batch.
 
-        The running average is replaced by its limit if every update were like this batch, so that the loss depends only
-        on weights and examples.
+        A running average has the value here that it would approach if every update were like this batch, so that the
+        loss depends only on weights and examples.
         """
         scores, reference = self._find_all_scores(batches)
-        found, options = self.loss(scores), self.loss.options
+        output, options = self.loss(scores), self.loss.options
         if self.loss.running_statistic and options["momentum"] < 1:
-            chosen, rejected = (found.rewards[role].mean().item() for role in ("chosen", "rejected"))
+            chosen, rejected = (output.rewards[role].mean().item() for role in ("chosen", "rejected"))
             average = self.loss.running_statistic(chosen, rejected, options["beta"])
-            found = self.loss(scores._replace(average=average))  # rewards do not depend on the average
-        return Reduced(self._metrics(scores, reference, found, split="eval"), {})
+            output = self.loss(scores._replace(average=average))  # with the same rewards
+        return Reduced(self._metrics(scores, reference, output, split="eval"), {})
 
     def _find_all_scores(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, Columns]:
         """Score every example of the batches on every process, in float64.
 
         Also caches the reference's log-probabilities.
         """
-        table, numbers, n_examples, is_cached = [], [], 0, True
+        table, numbers, n_examples, nothing_to_cache = [], [], 0, True
         for batch in batches:
             cached = self.cached_reference(batch)
             for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
@@ -243,11 +247,12 @@ class Objective:
                 columns = {name: values for name, values in scores._asdict().items() if torch.is_tensor(values)}
                 columns = {name: values.double() for name, values in (columns | reference).items()}
                 table.append((microbatch.indices + n_examples, columns))
-            n_examples, numbers = n_examples + len(batch.examples), [*numbers, *batch.numbers]
-            is_cached &= cached is not None or not self.loss.reference  # then there is nothing to cache
-        whole = self.reduce(table, n_examples, [] if is_cached else numbers).examples
-        reference = {name: values for name, values in whole.items() if name.startswith(REFERENCE)}
-        return Scores(**{name: values for name, values in whole.items() if name not in reference}), reference
+            n_examples += len(batch.examples)
+            numbers += batch.numbers
+            nothing_to_cache &= cached is not None or not self.loss.reference
+        columns = self.reduce(table, n_examples, [] if nothing_to_cache else numbers).examples
+        reference = {name: values for name, values in columns.items() if name.startswith(REFERENCE)}
+        return Scores(**{name: values for name, values in columns.items() if name not in reference}), reference
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Update running values after a step of the optimizer.
@@ -273,7 +278,7 @@ class Objective:
     def cached_reference(self, batch: Batch) -> torch.Tensor | None:
         """The reference's cached log-probabilities of a global batch, if complete.
 
-        (B, columns of `Loss.reference_columns`), on the device. None unless all examples are cached.
+        They are (B, columns of `Loss.reference_columns`), on the device; None unless all examples are cached.
         """
         cached = self.reference.logps.find(batch.numbers) if self.loss.reference else None
         return None if cached is None else self._to_device(cached)
@@ -304,7 +309,7 @@ class Objective:
     def find_reference_logps(self, batch: Batch) -> torch.Tensor:
         """Score a global batch with the reference, on every process.
 
-        (B, columns of `Loss.reference_columns`).
+        Returns log-probabilities, (B, columns of `Loss.reference_columns`).
         """
         metrics = [
             (microbatch.indices, self.reference_forward(microbatch))
@@ -325,7 +330,7 @@ class Objective:
         n_scored = logps.fill(batches, self.find_reference_logps, stored, path=path, seed=seed)
         if self.mesh.rank == 0:
             logps.save(path)
-        n_stored = 0 if stored is None else int((~np.isnan(stored).any(axis=1)).sum())
+        n_stored = 0 if stored is None else int((~np.isnan(stored).any(axis=1)).sum())  # rows that are complete
         known = f", {count(n_stored, 'pair')} read from {path}" if n_stored else ""
         return f"{count(n_scored, 'pair')} scored by the reference{known}"
 
@@ -344,40 +349,53 @@ def make_objective(
     `log` gets the reason if that is not the layout asked for. `longest` is the largest number of tokens in a prompt
     with one response.
     """
-    autocast = DTYPES[plan.model.autocast] if plan.model.autocast else None
-    device = next(policy.parameters()).device
-    tried = [(policy, plan.compute_dtype)]
-    if reference is not None and type(reference.model) is not type(policy):  # it may not support the same layout
-        tried.append((reference.model, plan.reference_dtype))
-    layout = None
-    for model, dtype in tried:
-        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            layout, note = choose_layout(
-                plan.data.layout,
-                model,
-                max_length=plan.data.max_length,
-                compute_dtype=autocast or DTYPES[dtype],
-                longest=Longest.of(longest, max(plan.data.batch_size, plan.data.eval_batch_size), plan.data.max_length),
-                vetoed=mesh.any,
-            )
-        release_gathered(model)  # no backward pass has done it
-        if note:
-            log(note)
-            break
-    equal = False
+    layout, note = _choose_common_layout(plan, policy, reference, mesh, longest=longest)
+    if note:
+        log(note)
+    are_equal = False
     if reference is not None:
-        ours = weights_in_use(policy)  # listed first: the reference may be the policy with another adapter
+        # listed before `in_use()`, which may replace the adapter of this same model by the reference's
+        policy_weights = weights_in_use(policy)
         with reference.in_use():
-            equal = hold_the_same(ours, weights_in_use(reference.model), mesh)
-    assert layout is not None
+            are_equal = hold_the_same(policy_weights, weights_in_use(reference.model), mesh)
     return Objective(
         policy,
         reference,
         layout,
         mesh,
         plan.loss,
-        autocast=autocast,
-        models_are_equal=equal,
+        autocast=DTYPES.get(plan.model.autocast),
+        models_are_equal=are_equal,
         follow_every=plan.follow_every,
         seed=plan.run.seed,
     )
+
+
+def _choose_common_layout(
+    plan: Plan, policy: Any, reference: Reference | None, mesh: Mesh, *, longest: int
+) -> tuple[Layout, str | None]:
+    """Choose a layout that both models support.
+
+    Returns the layout, and a message if it is not the one asked for.
+    """
+    layout, note = _choose_layout(plan, policy, plan.compute_dtype, mesh, longest=longest)
+    if note or reference is None or type(reference.model) is type(policy):  # models of one class support the same
+        return layout, note
+    return _choose_layout(plan, reference.model, plan.reference_dtype, mesh, longest=longest)
+
+
+def _choose_layout(
+    plan: Plan, model: Any, compute_dtype: str, mesh: Mesh, *, longest: int
+) -> tuple[Layout, str | None]:
+    autocast, device = DTYPES.get(plan.model.autocast), next(model.parameters()).device
+    with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        choice = choose_layout(
+            plan.data.layout,
+            model,
+            max_length=plan.data.max_length,
+            compute_dtype=autocast or DTYPES[compute_dtype],
+            longest=Longest.of(longest, max(plan.data.batch_size, plan.data.eval_batch_size), plan.data.max_length),
+            vetoed=mesh.any,
+        )
+    release_gathered(model)  # `choose_layout` runs forward passes alone, after which FSDP's root stays gathered
+    return choice

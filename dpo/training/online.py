@@ -1,7 +1,7 @@
 """Online pairs: best and worst of the policy's answers to a prompt.
 
-A scorer ranks the answers (online DPO, arXiv 2402.04792). An answer depends only on the weights, the config's seed and
-its place in the run, up to rounding: not on other prompts or the number of processes. So nothing about it is saved.
+A scorer ranks the answers (online DPO, arXiv 2402.04792). Up to rounding, an answer depends only on the weights, the
+config's seed and its place in the run: not on other prompts or the number of processes. So no state of it is saved.
 """
 
 from __future__ import annotations
@@ -91,47 +91,48 @@ class OnlineBatches(Batches):
 
         `n_offline` prompts get a pair from the data in place of answers. Raises ScorerFailed on every process.
         """
-        prompts, pairs = item, self._offline(item, update)
-        examples = dict(zip(pairs, self.encode(list(pairs.values())), strict=True))
+        # all these dicts are by place, the index of a prompt in the batch
+        prompts, offline_pairs = item, self._choose_offline_pairs(item, update)
+        examples = dict(zip(offline_pairs, self.encode(list(offline_pairs.values())), strict=True))
         asked = {
             place: encode_prompt(prompt, self.data, self.plan)
             for place, prompt in enumerate(prompts)
-            if place not in pairs
+            if place not in offline_pairs
         }
         start = time.perf_counter()
         answers = self._answer(asked, update)
         sampled = time.perf_counter()
         scores = self._score([(prompts[place], answers[place]) for place in asked], update)
         drawn, weights = {}, [1.0] * len(prompts)
-        for (place, example), of_prompt in zip(asked.items(), scores, strict=True):
-            drawn[place] = one = _choose_pair(prompts[place], answers[place], of_prompt)
+        for (place, example), prompt_scores in zip(asked.items(), scores, strict=True):
+            choice = drawn[place] = _choose_pair(prompts[place], answers[place], prompt_scores)
             # a tie stays in the batch without a weight, so that every process has as many forwards as without ties
-            weights[place] = float(self.keeps_ties or not one.is_tie)
+            weights[place] = float(self.keeps_ties or not choice.is_tie)
             examples[place] = example._replace(
-                responses=tuple(side.tokens for side in one.pair),
-                digest=text_digest(one.prompt, [side.text for side in one.pair]),
-                truncated=example.truncated or not all(side.ended for side in one.pair),
+                responses=tuple(answer.tokens for answer in choice.pair),
+                digest=text_digest(choice.prompt, [answer.text for answer in choice.pair]),
+                truncated=example.truncated or not all(answer.ended for answer in choice.pair),
             )
         in_order = [examples[place] for place in range(len(prompts))]
         return Batch(
             in_order,
             weights,
             self.split(in_order, self.plan.data.gradient_accumulation_steps),
-            numbers=(),  # the reference's part is not cached: the same pairs hardly come again
+            numbers=(),  # the reference's log-probabilities are not cached: the same pairs hardly come again
             drawn=drawn,
             metrics=_metrics([*drawn.values()]),
             seconds={"sampling": sampled - start, "scoring": time.perf_counter() - sampled},
         )
 
-    def _offline(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
-        """Choose `n_offline` places of a batch for pairs from the data.
+    def _choose_offline_pairs(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
+        """Choose `n_offline` random prompts, and a random pair of each.
 
-        Each gets a random pair of its prompt.
+        Returns the pairs by the prompt's place in the batch.
         """
         rng = np.random.default_rng([self.seed, update, OFFLINE])
         places = sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist())
-        pairs = {place: list_examples(prompts[place]) for place in places}
-        return {place: of_prompt[rng.integers(len(of_prompt))] for place, of_prompt in pairs.items()}
+        pairs_by_place = {place: list_examples(prompts[place]) for place in places}
+        return {place: pairs[rng.integers(len(pairs))] for place, pairs in pairs_by_place.items()}
 
     def _answer(self, asked: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
         """Sample `n_samples` answers per prompt; returned on every process by place.
@@ -140,8 +141,9 @@ class OnlineBatches(Batches):
         """
         by_length = sorted(asked, key=lambda place: len(asked[place].prompt))
         own = by_length[self.rank :: self.size]
+        most = -(-len(by_length) // self.size)  # prompts of the process that has most
         # a process with one prompt less repeats the longest, as all processes take part in every forward
-        places = own + by_length[-1:] * (-(-len(by_length) // self.size) - len(own))
+        places = own + by_length[-1:] * (most - len(own))
         batches = _in_groups(places, max(1, self.plan.data.eval_batch_size // self.size))
         answers: list[tuple[int, list[Answer]]] = []
         policy = self.objective.policy.eval()
@@ -188,8 +190,8 @@ class OnlineBatches(Batches):
             if isinstance(outcome, str):  # errors are exchanged too, so that all processes fail at the same place
                 raise ScorerFailed(outcome)
         scores = [score for outcome in outcomes for score in outcome]
-        answers = [one for _, of_prompt in answered for one in of_prompt]
-        penalized = [score - self.penalty * (not one.ended) for score, one in zip(scores, answers, strict=True)]
+        answers = [answer for _, prompt_answers in answered for answer in prompt_answers]
+        penalized = [s - self.penalty * (not answer.ended) for s, answer in zip(scores, answers, strict=True)]
         return _in_groups(penalized, self.n_samples)
 
     def _outcome(self, answered: Sequence[Answered], update: int) -> list[float] | str:
@@ -200,7 +202,7 @@ class OnlineBatches(Batches):
         prompts = [prompt for prompt, answers in answered for _ in answers]
         try:
             with seeded_generators(self.seed, update, SCORING):
-                return self.scorer(prompts, [one for _, answers in answered for one in answers])
+                return self.scorer(prompts, [answer for _, answers in answered for answer in answers])
         except ScorerFailed as error:
             return str(error)
 
@@ -222,8 +224,8 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     """
     ids = data.encode([prompt.text])
     whole, _ = append_eos(prompt.text, [], ids, data.tokenizer, rendered=prompt.rendered)
-    room = [[0] * plan.online.max_new_tokens]  # stands in for a response
-    cut, _ = truncate(whole, room, prompt.truncation_mode, plan.data.max_length, plan.data.max_prompt_length)
+    placeholder = [0] * plan.online.max_new_tokens  # for a response
+    cut, _ = truncate(whole, [placeholder], prompt.truncation_mode, plan.data.max_length, plan.data.max_prompt_length)
     return Example(tuple(cut), (), id=(prompt.number, 0), dataset=prompt.dataset, truncated=cut != whole)
 
 
@@ -232,8 +234,9 @@ def _choose_pair(prompt: Prompt, answers: Sequence[Answer], scores: Sequence[flo
 
     Among equal scores these are the first best and the last worst, so that a tie has two answers too.
     """
-    scored = [one._replace(score=score) for one, score in zip(answers, scores, strict=True)]
-    return Drawn(prompt.text, scored, int(np.argmax(scores)), len(scores) - 1 - int(np.argmin(scores[::-1])))
+    scored = [answer._replace(score=score) for answer, score in zip(answers, scores, strict=True)]
+    first_best, last_worst = int(np.argmax(scores)), len(scores) - 1 - int(np.argmin(scores[::-1]))
+    return Drawn(prompt.text, scored, first_best, last_worst)
 
 
 def _metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
@@ -241,13 +244,13 @@ def _metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
 
     Means over all answers, over the best and over the worst, and the share of prompts with a tie.
     """
-    answers = [answer for one in drawn for answer in one.answers]
-    best, worst = zip(*(one.pair for one in drawn), strict=True)
+    answers = [answer for choice in drawn for answer in choice.answers]
+    best, worst = zip(*(choice.pair for choice in drawn), strict=True)
     return {
-        "online/score": fmean(one.score for one in answers),
-        "online/score_best": fmean(one.score for one in best),
-        "online/score_worst": fmean(one.score for one in worst),
-        "online/length": fmean(len(one.tokens) for one in answers),
-        "online/eos": fmean(one.ended for one in answers),
-        "online/ties": fmean(one.is_tie for one in drawn),
+        "online/score": fmean(answer.score for answer in answers),
+        "online/score_best": fmean(answer.score for answer in best),
+        "online/score_worst": fmean(answer.score for answer in worst),
+        "online/length": fmean(len(answer.tokens) for answer in answers),
+        "online/eos": fmean(answer.ended for answer in answers),
+        "online/ties": fmean(choice.is_tie for choice in drawn),
     }

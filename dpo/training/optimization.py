@@ -14,7 +14,7 @@ from dpo.settings import choices
 from dpo.settings.plan import TrainingPlan
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
-SCHEDULES = {  # fraction of the decay that remains, by the fraction `done`
+SCHEDULES = {  # fraction of the decay that remains, by the fraction of the updates that is `done`
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: (1.0 + math.cos(math.pi * done)) / 2,
@@ -94,22 +94,22 @@ class Schedule(LambdaLR):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, on this run's own curve."""
-        ours = self.base_lrs
+        own_base_lrs = self.base_lrs
         known = self.state_dict()  # torch would set any other key as an attribute
         state = {key: value for key, value in state.items() if key in known}
         super().load_state_dict({**state, "updates": self.updates})
-        if self.base_lrs != ours:
-            self.notes = [f"learning rate {self.base_lrs[0]:.6g}, as the run began; a new one would have {ours[0]:.6g}"]
-        former = state["updates"]
-        before = self._last_lr
-        # the saved rate is of the former curve; the next update already follows this run's
+        if self.base_lrs != own_base_lrs:
+            began, new = (f"{lrs[0]:.6g}" for lrs in (self.base_lrs, own_base_lrs))
+            self.notes = [f"learning rate {began}, as the run began; a new one would have {new}"]
+        saved_updates, saved_lrs = state["updates"], self._last_lr
+        # the saved rate is of the curve of the run's former length; the next update already follows this run's
         self._last_lr = [lr * curve(self.last_epoch) for lr, curve in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
-        if self.kind != "constant" and former != self.updates:
-            now, then = f"{self._last_lr[0]:.4g}", f"{before[0]:.4g}"
-            change = f", not {then}" if now != then else ", as before"
+        if self.kind != "constant" and saved_updates != self.updates:
+            lr, saved_lr = f"{self._last_lr[0]:.4g}", f"{saved_lrs[0]:.4g}"
+            change = f", not {saved_lr}" if lr != saved_lr else ", as before"
             self.notes.append(
-                f"schedule={self.kind} now ends after {count(self.updates, 'update')}, not {former:,}: the next has "
-                f"learning rate {now}{change}"
+                f"schedule={self.kind} now ends after {count(self.updates, 'update')}, not {saved_updates:,}: the "
+                f"next has learning rate {lr}{change}"
             )

@@ -88,7 +88,7 @@ class ReferenceLogps:
         return {"logps": torch.from_numpy(self._known.copy()), "identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`; ignore one of other data.
+        """Restore a `state_dict()`; ignore it if its data or lengths differ.
 
         Another test split, for example, makes other data.
         """
@@ -120,8 +120,8 @@ class ReferenceLogps:
         """
         if stored is not None:
             self._known = np.where(np.isnan(self._known), stored, self._known)  # the run's own values come first
-        n_scored = n_known = 0
-        drawn, draw = None, random.Random(seed)
+        n_scored = n_stored = 0  # examples; batches
+        to_check, generator = None, random.Random(seed)
         for batch in batches:
             if self.find(batch.numbers) is None:
                 values = score(batch)
@@ -134,10 +134,11 @@ class ReferenceLogps:
                 self.add(batch.numbers, values)
                 n_scored += len(batch.numbers)
             elif stored is not None and not np.isnan(stored[batch.numbers]).any():
-                n_known += 1
-                drawn = batch if draw.randrange(n_known) == 0 else drawn  # reservoir sampling: each is as likely
-        if drawn is not None:
-            _compare(stored, drawn.numbers, score(drawn), path)
+                n_stored += 1
+                if generator.randrange(n_stored) == 0:  # reservoir sampling: every stored batch is equally likely
+                    to_check = batch
+        if to_check is not None:
+            _compare(stored, to_check.numbers, score(to_check), path)
         return n_scored
 
 
@@ -157,8 +158,8 @@ def _compare(stored: np.ndarray | None, numbers: Sequence[int], values: torch.Te
 class Reference:
     """The frozen reference: a model and its cached log-probabilities.
 
-    Without a model, all pairs of the run are cached. Inside `in_use()` the model computes as the reference: it may be
-    the policy, with another adapter or none.
+    The model is None once all pairs of the run are cached. It may be the policy's own, with another adapter or none:
+    so it computes as the reference only inside `in_use()`.
     """
 
     def __init__(
@@ -178,13 +179,13 @@ class Reference:
         """Copy the policy's weights, sharded alike, and empty the cache."""
         release_gathered(policy)
         release_gathered(self.model)
-        for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-            local_tensor(ours).copy_(local_tensor(theirs))
+        for own_weight, policy_weight in zip(self.model.parameters(), policy.parameters(), strict=True):
+            local_tensor(own_weight).copy_(local_tensor(policy_weight))
         self.logps.clear()
 
     def free(self) -> None:
         """Free the model, unless it is the policy itself."""
-        if self.in_use is not nullcontext:
+        if self.in_use is not nullcontext:  # then it switches the policy's adapters
             return
         self.model = None
         gc.collect()  # a sharded model is part of reference cycles

@@ -16,6 +16,7 @@ from dpo.settings.plan import Plan
 from dpo.training.objective import Columns, Objective, make_scores
 
 Forward = Callable[[], Columns]
+TOLERANCE = 1e-4  # largest relative difference between equal models' log-probabilities, from rounding
 ULPS = 8  # largest relative difference between two forwards of the same inputs, in epsilons of the dtype
 
 
@@ -25,9 +26,9 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     The adapter's dropout is off, and a message says so.
     """
     mesh = objective.mesh
-    few = list(examples[: 2 * mesh.data_size])
-    few += few[:1] * (mesh.data_size - len(few))  # every process needs one
-    [microbatch] = objective.layout.split(few, 1, rank=mesh.data_rank, size=mesh.data_size)
+    tested = list(examples[: 2 * mesh.data_size])
+    tested += tested[:1] * (mesh.data_size - len(tested))  # every process needs an example
+    [microbatch] = objective.layout.split(tested, 1, rank=mesh.data_rank, size=mesh.data_size)
     microbatch = microbatch.to(objective.device)
     notes = check_models(
         objective.policy,
@@ -38,8 +39,8 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
         other_dtype=plan.compute_dtype if plan.compute_dtype != plan.reference_dtype else None,
         repeats_to=DTYPES[plan.model.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else None,
     )
-    if plan.lora is not None and (p := plan.lora.dropout):
-        notes.append(f"self-test: was without lora.dropout={p}, which is on in updates alone and was not checked")
+    if plan.lora is not None and (rate := plan.lora.dropout):
+        notes.append(f"self-test: was without lora.dropout={rate}, which is on in updates alone and was not checked")
     return notes
 
 
@@ -65,29 +66,30 @@ def check_models(
     dtype if the reference computes in another: then rewards need not be 0. `repeats_to` is the dtype whose rounding is
     allowed between forwards, if not that of the log-probabilities.
     """
-    in_train, of_reference, scale = _check_forwards(policy, forward, reference_forward, repeats_to)
+    policy_logps, reference_logps, scale = _check_forwards(policy, forward, reference_forward, repeats_to)
     if reference_forward is None:
         return ["self-test passed: finite log-probabilities, dropout off"]
 
-    scores = make_scores(in_train, lengths, of_reference)
-    equal = make_scores(in_train, lengths, {name: in_train[name] for name in of_reference})
+    scores = make_scores(policy_logps, lengths, reference_logps)
+    scores_if_equal = make_scores(policy_logps, lengths, {name: policy_logps[name] for name in reference_logps})
     name, beta = loss.name, loss.options.get("beta", 1.0)
-    expected = loss(equal).losses.mean().item()
+    expected = loss(scores_if_equal).losses.mean().item()
     if not math.isfinite(expected):
         raise InputError(
             f"self-test: the {name} loss of equal models is {expected} with loss.beta={beta}, which overflows float32: "
             f"choose a beta closer to 0.1"
         )
-    found = loss(scores)
-    reward = max(values.abs().max().item() for values in found.rewards.values())
+    losses, rewards, _ = loss(scores)
+    reward = max(values.abs().max().item() for values in rewards.values())
     if other_dtype:
         return [
             f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
             f"the policy, so the first rewards are rounding errors of up to {reward:.2g}; for 0 set "
             f"model.reference_dtype={other_dtype}"
         ]
-    tolerance = 1e-4 * beta * max(1.0, scale)  # rewards are beta times differences of log-probabilities
-    first_loss = found.losses.mean().item()
+    # rewards are beta times differences of log-probabilities, whose rounding errors grow with their size
+    tolerance = TOLERANCE * beta * max(1.0, scale)
+    first_loss = losses.mean().item()
     if reward > tolerance:
         raise InputError(
             f"self-test: first rewards reach {reward:.3g} instead of 0, so policy and reference do not hold the same "
@@ -113,9 +115,9 @@ def _check_forwards(
     in_eval = forward()
     policy.train()
     in_train = forward()
-    of_reference = reference_forward() if reference_forward is not None else {}
-    for who, values in (("policy", in_train), ("reference", of_reference)):
-        if not all(v.isfinite().all() for v in values.values()):
+    reference_logps = reference_forward() if reference_forward is not None else {}
+    for who, columns in (("policy", in_train), ("reference", reference_logps)):
+        if not all(values.isfinite().all() for values in columns.values()):
             raise InputError(
                 f"self-test: log-probabilities of the {who} are not finite; float16 overflows in many models: "
                 f"use bfloat16 or float32, and check the weights"
@@ -127,4 +129,4 @@ def _check_forwards(
             f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}: "
             f"{type(policy).__name__} is random in train mode (dropout, router noise); disable that in its config"
         )
-    return in_train, of_reference, scale
+    return in_train, reference_logps, scale

@@ -464,7 +464,7 @@ def test_two_nodes_are_one_run(tmp_path):
 
 
 def test_the_whole_model_is_no_block():
-    with pytest.raises(InputError, match="block_name=LlamaForCausalLM is the whole model; null uses the blocks"):
+    with pytest.raises(InputError, match="block_name=LlamaForCausalLM is the whole model; name a class within it"):
         find_blocks(build("llama"), "LlamaForCausalLM")
 
 
