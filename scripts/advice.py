@@ -13,13 +13,12 @@ from typing import NamedTuple
 class Model(NamedTuple):
     """Parameters, and bytes that a pair's forward keeps for its backward.
 
-    A pair is 2 rows of 512 tokens. `kept` and `checkpointed` are in bfloat16 and in float32, counted with fake tensors
-    as `dry_run=true` does.
+    A pair is 2 rows of 512 tokens. The bytes were counted with fake tensors, as `dry_run=true` counts them.
     """
 
     parameters: float
-    kept: tuple[float, float]
-    checkpointed: tuple[float, float]
+    kept: tuple[float, float]  # in bfloat16, in float32
+    checkpointed: tuple[float, float]  # the same with activation checkpointing
 
 
 MODELS = {  # the smallest first
@@ -69,19 +68,24 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
     usable = 0.9 * min((g.total for g in gpus), default=memory)  # `memory` is the host's
     dtype = "bfloat16" if gpus and all(g.bf16 for g in gpus) else "float32"
     names = [*MODELS][: [*MODELS].index(model) + 1]
+    # the largest model comes first, each without and with activation checkpointing
     for name, checkpointing in itertools.product(reversed(names) if gpus else (), (False, True)):
-        parameters, *kept = MODELS[name]
-        pair, left = kept[checkpointing][dtype == "float32"], usable - STATE * parameters / len(gpus)
-        if left >= pair:
+        chosen = MODELS[name]
+        in_bfloat16, in_float32 = chosen.checkpointed if checkpointing else chosen.kept
+        pair_bytes = in_bfloat16 if dtype == "bfloat16" else in_float32
+        state_bytes = STATE * chosen.parameters / len(gpus)
+        free_bytes = usable - state_bytes  # for activations
+        if free_bytes >= pair_bytes:
             break
     else:
         return recommend_small_model(usable, n_gpus=len(gpus))
 
-    examples = 2 ** int(math.log2(min(left / pair, max(1, 64 // len(gpus)))))
+    # a power of 2, and at most a batch of about 64 on all GPUs together
+    examples = 2 ** int(math.log2(min(free_bytes / pair_bytes, max(1, 64 // len(gpus)))))
     reasons = [
         f"weights 4, gradients 4 and RMSprop state 4 bytes per parameter in float32, reference 2 in 16 bits: "
-        f"{gb(usable - left)} of each GPU's {gb(usable)} (90 %), {gb(left)} remain for activations",
-        f"{gb(pair)} for a pair of 2 x 512 tokens{', checkpointed' if checkpointing else ''}: "
+        f"{gb(state_bytes)} of each GPU's {gb(usable)} (90 %), {gb(free_bytes)} remain for activations",
+        f"{gb(pair_bytes)} for a pair of 2 x 512 tokens{', checkpointed' if checkpointing else ''}: "
         f"{examples} per GPU per microbatch (calculated, not measured; SFT needs less)",
     ]
     if name != model:
@@ -92,17 +96,21 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
     reasons.append(recommend_adapters(usable, n_gpus=len(gpus), dtype=dtype))
     # on one GPU FSDPTrainer shards nothing but has mixed precision, unlike BasicTrainer
     trainer = "FSDPTrainer" if len(gpus) > 1 or dtype == "bfloat16" else "BasicTrainer"
-    reading = 4 * parameters + 4e9  # rank 0 loads one model at a time, the policy in float32, before it is distributed
-    if trainer == "FSDPTrainer" and memory < reading:
-        reasons.append(f"rank 0 needs {gb(reading)} of host memory to load the weights; this host has {gb(memory)}")
+    # rank 0 loads one model at a time, the policy in float32; 4 GB are for everything else
+    loading_bytes = 4 * chosen.parameters + 4e9
+    if trainer == "FSDPTrainer" and memory < loading_bytes:
+        needed = f"{gb(loading_bytes)} of host memory to load the weights"
+        reasons.append(f"rank 0 needs {needed}; this host has {gb(memory)}")
     reasons.append("then DPO: the same with loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST")
     # about 64 examples per update, as in the README, and batch sizes that divide it
-    at_once, accumulation = len(gpus) * examples, max(1, 64 // (len(gpus) * examples))
+    microbatch = len(gpus) * examples
+    accumulation = max(1, 64 // microbatch)
     command = (
         f"python train.py loss=sft model={name} datasets=[hh] exp_name=hh_sft trainer={trainer}"
         f"{' model.fsdp_policy_mp=bfloat16' if dtype == 'bfloat16' else ''}"
         f"{' activation_checkpointing=true' if checkpointing else ''}"
-        f" batch_size={at_once * accumulation} gradient_accumulation_steps={accumulation} eval_batch_size={at_once}"
+        f" batch_size={microbatch * accumulation} gradient_accumulation_steps={accumulation}"
+        f" eval_batch_size={microbatch}"
     )
     return Advice(trainer, name, dtype, examples, command, reasons)
 
@@ -123,24 +131,26 @@ def recommend_small_model(usable: float, *, n_gpus: int) -> Advice:
 def recommend_adapters(usable: float, *, n_gpus: int, dtype: str = "float32") -> str:
     """Say how large an adapter's base may be, beside equal activations."""
     width = 2 if dtype == "bfloat16" else 4
-    own = " model.policy_dtype=bfloat16" if dtype == "bfloat16" else ""
-    found = []
-    for name, frozen, shards in (
+    dtype_setting = " model.policy_dtype=bfloat16" if dtype == "bfloat16" else ""
+    options = []
+    for name, base_bytes, shards in (  # bytes per parameter of the frozen base
         ("lora", width, max(1, n_gpus)),
         ("qlora", (1 - NOT_QUANTIZED) * QUANTIZED + NOT_QUANTIZED * width, 1),  # every process holds a whole 4-bit base
     ):
-        n_bytes = frozen + ADAPTER
+        n_bytes = base_bytes + ADAPTER
         billions = usable / 2 * shards / n_bytes / 1e9
-        found.append(f"lora={name}{own} takes {n_bytes:.1f}, so up to about {float(f'{billions:.2g}'):g}")
+        rounded = float(f"{billions:.2g}")  # to two digits
+        options.append(f"lora={name}{dtype_setting} takes {n_bytes:.1f}, so up to about {rounded:g}")
     install = "" if find_spec("bitsandbytes") else ", after pip install bitsandbytes"
     return (
         f"adapters need fewer bytes per parameter, as the frozen base is the reference too, and fit larger models "
-        f"(in billions, with half of the memory for activations): {'; '.join(found)}{install}"
+        f"(in billions, with half of the memory for activations): {'; '.join(options)}{install}"
     )
 
 
 def recommend_autocast(cpuinfo: str) -> str:
     """Say whether this CPU computes products in bfloat16."""
-    if has := {"avx512_bf16", "amx_bf16"} & {*cpuinfo.split()}:
-        return f"model.autocast=bfloat16 may be faster for a larger model: the CPU has {' and '.join(sorted(has))}"
+    flags = {"avx512_bf16", "amx_bf16"} & {*cpuinfo.split()}
+    if flags:
+        return f"model.autocast=bfloat16 may be faster for a larger model: the CPU has {' and '.join(sorted(flags))}"
     return "model.autocast=bfloat16 is not faster on this CPU, which has neither AVX512-BF16 nor AMX"

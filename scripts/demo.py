@@ -52,7 +52,7 @@ STAGES = {
     "dpo": [
         "loss=dpo",
         "loss.beta=0.5",
-        "optimizer=SGD",  # others move all weights about equally far, even those unrelated to manners
+        "optimizer=SGD",  # other optimizers move all weights about equally far, even those unrelated to manners
         "lr=0.2",
         "warmup_steps=10",
         "batch_size=32",
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
     seed: int
     untrained: Shares
-    before: Shares
+    before: Shares  # after SFT, before DPO
     after: Shares
     losses: tuple[float, float]  # SFT's first and last
     accuracies: tuple[float, float]  # of rewards, at DPO's first evaluation and its last
@@ -100,27 +100,36 @@ def read(run_dir: Path, file: str) -> list[dict]:
     return [json.loads(line) for line in (run_dir / file).read_text(encoding="utf-8").splitlines()]
 
 
-def collect_samples(run_dir: Path, which: int) -> list[tuple[str, str]]:
+def collect_samples(run_dir: Path, end: int) -> list[tuple[str, str]]:
     """Prompts and responses of the first (0) or last (-1) evaluation."""
     samples = read(run_dir, "samples.jsonl")
-    examples = sorted({sample["examples"] for sample in samples})[which]
+    examples = sorted({sample["examples"] for sample in samples})[end]
     return [(sample["prompt"], sample["policy"]) for sample in samples if sample["examples"] == examples]
+
+
+def read_evaluations(run_dir: Path) -> list[dict]:
+    return [line for line in read(run_dir, "metrics.jsonl") if line["split"] == "eval"]
 
 
 def read_outcome(seed: int) -> Outcome:
     sft, dpo = (find_directory(seed) / name for name in STAGES)
-    untrained, before, after = (judge(collect_samples(run, which)) for run, which in ((sft, 0), (dpo, 0), (dpo, -1)))
-    losses, accuracies = (
-        [line[key] for line in read(run, "metrics.jsonl") if line["split"] == "eval"]
-        for run, key in ((sft, "loss/eval"), (dpo, "rewards_eval/accuracies"))
+    losses = [line["loss/eval"] for line in read_evaluations(sft)]
+    accuracies = [line["rewards_eval/accuracies"] for line in read_evaluations(dpo)]
+    return Outcome(
+        seed,
+        untrained=judge(collect_samples(sft, 0)),
+        before=judge(collect_samples(dpo, 0)),
+        after=judge(collect_samples(dpo, -1)),
+        losses=(losses[0], losses[-1]),
+        accuracies=(accuracies[0], accuracies[-1]),
     )
-    return Outcome(seed, untrained, before, after, (losses[0], losses[-1]), (accuracies[0], accuracies[-1]))
 
 
 def print_samples(seed: int) -> None:
     run_dir = find_directory(seed) / "dpo"
     print("\nResponses to prompts that the model was not trained on:\n")
-    for (prompt, old), (_, new) in list(zip(*(collect_samples(run_dir, which) for which in (0, -1)), strict=True))[:4]:
+    before, after = collect_samples(run_dir, 0), collect_samples(run_dir, -1)
+    for (prompt, old), (_, new) in zip(before[:4], after[:4], strict=True):
         print(f"  asked      {prompt.split('Human:')[-1].split('Assistant:')[0].strip()}")
         print(f"  after SFT  {old.strip()}")
         print(f"  after DPO  {new.strip()}\n")

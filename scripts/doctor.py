@@ -40,13 +40,13 @@ from scripts.advice import MODELS, Advice, Gpu, gb, recommend
 
 ROOT = Path(__file__).resolve().parents[1]
 HUB_LIMIT = 5  # seconds
-START_LIMIT = 60  # of imports and devices
-REDUCE_LIMIT = 150  # of an all-reduce; NCCL starts slowly on 8 GPUs
+START_LIMIT = 60  # seconds for imports and devices
+REDUCE_LIMIT = 150  # seconds for an all-reduce; NCCL starts slowly on 8 GPUs
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 FIXES = {
     "software": "pip install -r requirements.txt",
-    "gpu": "expect CUDA out of memory: nvidia-smi shows which process holds the rest; end it, or list the other GPUs "
-    "in CUDA_VISIBLE_DEVICES",
+    "gpu": "expect CUDA out of memory: nvidia-smi shows which process holds the memory that is not free; end that "
+    "process, or list the other GPUs in CUDA_VISIBLE_DEVICES",
     "matmul": "end other processes on that GPU and try again; if the error persists, list only the other GPUs in "
     "CUDA_VISIBLE_DEVICES",
     "bfloat16": "leave model.fsdp_policy_mp unset (float32); float16 needs loss scaling, which is not implemented",
@@ -79,7 +79,7 @@ class Finding(NamedTuple):
 
 
 def judge(check: str, text: str, value: float, *, ok: float = 1, warning: float = 0, fix: str | None = None) -> Finding:
-    """Judge a value by the least that is ok, or a warning."""
+    """Judge a value: at least `ok`, at least `warning`, or a problem."""
     level = OK if value >= ok else WARNING if value >= warning else PROBLEM
     return Finding(check, level, text, None if level == OK else fix or FIXES[check])
 
@@ -97,9 +97,9 @@ def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Findi
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     if missing := [name for name in pinned if name not in installed]:
         return [Finding("software", PROBLEM, f"not installed: {', '.join(missing)}", FIXES["software"])]
-    other = [f"{n} {v}" for n, v in pinned.items() if installed[n].split(".")[0] != v.split(".")[0]]
+    tested = [f"{n} {v}" for n, v in pinned.items() if installed[n].split(".")[0] != v.split(".")[0]]  # another major
     text = ", ".join([f"python {platform.python_version()}", *(f"{name} {installed[name]}" for name in pinned)])
-    return [judge("software", f"{text}; the tests ran with {', '.join(other)}" if other else text, not other)]
+    return [judge("software", f"{text}; the tests ran with {', '.join(tested)}" if tested else text, not tested)]
 
 
 # --- probes, in child processes -------------------------------------------------------------------------------------
@@ -110,7 +110,10 @@ class ChildError(Exception):
 
 
 def ask(*command: str, limit: float = 10) -> str:
-    """Return a command's output, or raise ChildError; its children have ended."""
+    """Return a command's output, or raise ChildError.
+
+    The command and all its children have ended when this returns.
+    """
     from dpo.system.redaction import redact
 
     pipe = subprocess.PIPE
@@ -128,9 +131,10 @@ def ask(*command: str, limit: float = 10) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if process.returncode:  # Python's last line is the exception; a crash may print nothing
-        said = [line.strip() for line in errors.splitlines() if line.strip()] or [f"status {process.returncode}"]
-        raise ChildError(redact(said[-1][:300]))
+    if process.returncode:
+        # the last line that Python prints is the exception; a crash may print nothing
+        lines = [line.strip() for line in errors.splitlines() if line.strip()] or [f"status {process.returncode}"]
+        raise ChildError(redact(lines[-1][:300]))
     return out
 
 
@@ -152,7 +156,7 @@ def probe_devices() -> list[Gpu]:
                 free, bf16 = torch.cuda.mem_get_info()[0], torch.cuda.is_bf16_supported(including_emulation=False)
             for dtype in (torch.float32, torch.bfloat16) if bf16 else (torch.float32,):
                 error = error or find_matmul_error(f"cuda:{i}", dtype)
-        except RuntimeError as failure:  # out of memory or a broken device: a finding of this GPU; check the others too
+        except RuntimeError as failure:  # out of memory, or a broken device: the other GPUs are still probed
             error = str(failure).split("\n")[0][:200]
         properties = torch.cuda.get_device_properties(i)
         found.append(Gpu(properties.name, properties.total_memory, free, bf16, error))
@@ -167,7 +171,8 @@ def find_matmul_error(device: str, dtype: Any) -> str | None:
     wanted = left.double() @ right.double()
     got = (left.to(device) @ right.to(device)).double().cpu()
     error = ((got - wanted).abs().max() / wanted.abs().max()).item()
-    return None if error < 0.01 else f"a {dtype} product is off by {error:.1%}"  # so is NaN; 1 % allows TF32's rounding
+    # 1 % allows the rounding of TF32; a NaN is not below 1 % either
+    return None if error < 0.01 else f"a {dtype} product is off by {error:.1%}"
 
 
 def probe_all_reduce(backend: str, n: int) -> list[dict[str, float]]:
@@ -180,7 +185,7 @@ def probe_all_reduce(backend: str, n: int) -> list[dict[str, float]]:
 
 
 def all_reduce(rank: int, backend: str, n: int, folder: str) -> None:
-    """Write bytes, wrong elements, and the fastest of 5 times in seconds."""
+    """Write bytes, wrong elements and least seconds of 5 sums."""
     import torch
     import torch.distributed as dist
 
@@ -191,8 +196,8 @@ def all_reduce(rank: int, backend: str, n: int, folder: str) -> None:
     values = torch.arange(64_000_000 if on_gpu else 4_000_000, device=device) % 1000 + 1.0  # sums are exact
     # rendezvous by a file: unlike a port, no other process can take it first
     store = dist.FileStore(os.path.join(folder, "rendezvous"), n)
-    bound = device if on_gpu else None  # makes NCCL connect now
-    dist.init_process_group(backend, store=store, rank=rank, world_size=n, device_id=bound)
+    device_id = device if on_gpu else None  # with a device NCCL connects now, not at the first collective
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n, device_id=device_id)
     wrong, seconds = 0, []
     for _ in range(5):
         summed = values * (rank + 1)
@@ -309,11 +314,14 @@ def check_disk() -> list[Finding]:
 
     from dpo.system.run_directory import get_local_dir
 
-    place = Path(get_local_dir(yaml.safe_load((ROOT / "config" / "config.yaml").read_text("utf-8"))["local_dirs"]))
-    place = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())
-    free, writable = shutil.disk_usage(place).free, os.access(place, os.W_OK | os.X_OK)
-    text = f"{gb(free)} free for runs and caches in {place}; a real run needs about 50 GB"
-    return [judge("disk", text if writable else f"{place} is not writable", free * writable, ok=50e9, warning=2e9)]
+    config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text("utf-8"))
+    wanted = Path(get_local_dir(config["local_dirs"])).absolute()
+    folder = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return [Finding("disk", PROBLEM, f"{folder} is not writable", FIXES["disk"])]
+    free = shutil.disk_usage(folder).free
+    text = f"{gb(free)} free for runs and caches in {folder}; a real run needs about 50 GB"
+    return [judge("disk", text, free, ok=50e9, warning=2e9)]
 
 
 def check_hub() -> list[Finding]:
@@ -335,15 +343,16 @@ def check_wandb() -> list[Finding]:
     """Look for an API key of W&B, without showing or trying it."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc.split("@")[-1]
     files = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    files = [os.path.expanduser(file) for file in files]
     if (mode := os.environ.get("WANDB_MODE")) in ("offline", "disabled"):
         return [Finding("wandb", OK, f"WANDB_MODE={mode}")]
     if os.environ.get("WANDB_API_KEY"):
         return [Finding("wandb", OK, "an API key is in the environment")]
-    for file in filter(os.path.exists, map(os.path.expanduser, files)):
+    for file in [file for file in files if os.path.exists(file)]:
         try:
             if netrc.netrc(file).authenticators(host):
                 return [Finding("wandb", OK, f"an API key for {host} is in {file}")]
-        except (netrc.NetrcParseError, OSError):  # the message may quote the file
+        except (netrc.NetrcParseError, OSError):  # the error is not shown: it may quote the file
             return [Finding("wandb", WARNING, f"{file} cannot be read: runs log offline", FIXES["wandb"])]
     text = "no API key: without a terminal to ask for one, runs log offline"
     return [Finding("wandb", WARNING, text, FIXES["wandb"])]
@@ -352,18 +361,18 @@ def check_wandb() -> list[Finding]:
 def check_backends() -> list[Finding]:
     """Check whether optional packages that are installed can be imported."""
     findings = []
-    for module, (user, install) in BACKENDS.items():
+    for module, (setting, install) in BACKENDS.items():
         try:
             version = importlib.metadata.version(module)
         except importlib.metadata.PackageNotFoundError:
-            findings.append(Finding(module, OK, f"not installed; only {user} needs it ({install})"))
+            findings.append(Finding(module, OK, f"not installed; only {setting} needs it ({install})"))
             continue
         try:
             ask(sys.executable, "-P", "-c", f"import {module}", limit=START_LIMIT)
-            findings.append(Finding(module, OK, f"{version} can be imported; used by {user}"))
+            findings.append(Finding(module, OK, f"{version} can be imported; used by {setting}"))
         except ChildError as error:
             text = f"{version} cannot be imported: {error}"
-            findings.append(Finding(module, WARNING, text, f"{install}; used by {user}"))
+            findings.append(Finding(module, WARNING, text, f"{install}; used by {setting}"))
     return findings
 
 
@@ -400,9 +409,10 @@ def format_report(findings: Sequence[Finding], advice: Advice) -> str:
     lines = []
     wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)
     for finding in findings:
-        first, rest = f"{finding.level:<9}{finding.check:<17}", " " * 26
-        lines += wrap(finding.text, 100, initial_indent=first, subsequent_indent=rest)
-        lines += wrap(f"fix: {finding.fix}", 100, initial_indent=rest, subsequent_indent=rest) if finding.fix else []
+        head, indent = f"{finding.level:<9}{finding.check:<17}", " " * 26
+        lines += wrap(finding.text, 100, initial_indent=head, subsequent_indent=indent)
+        if finding.fix:
+            lines += wrap(f"fix: {finding.fix}", 100, initial_indent=indent, subsequent_indent=indent)
     lines += ["", f"recommended: trainer={advice.trainer}, {advice.dtype}, model={advice.model}"]
     for reason in advice.reasons:
         lines += wrap(reason, 100, initial_indent="- ", subsequent_indent="  ")
@@ -425,7 +435,7 @@ def main() -> int:
         print(json.dumps(report, indent=2, allow_nan=False))
     else:
         print(format_report(findings, advice))
-    return int(any(f.level == PROBLEM for f in findings))
+    return 1 if any(finding.level == PROBLEM for finding in findings) else 0
 
 
 if __name__ == "__main__":

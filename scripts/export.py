@@ -26,8 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "checkpoint", metavar="CHECKPOINT", help="a run, one of its step-N, LATEST, BEST, or a policy.pt"
     )
     parser.add_argument("out", metavar="OUT", help="the directory to make")
-    parser.add_argument("--merge", action="store_true", help="an adapter into its base: a model that needs no adapter")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the exported weights (default: as they are)")
+    parser.add_argument(
+        "--merge", action="store_true", help="add an adapter to its base, for a model that needs no adapter"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the exported weights (default: as they are)")
     parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="the base model, instead of that of the run's config")
     add_trust_option(parser)
     asked = parser.parse_args(arguments)

@@ -41,18 +41,19 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
     from dpo.settings.recorded import plan_recorded
     from preference_datasets import BUILT_IN, get_dataset
 
-    wanted: dict[tuple[str, str], set[str]] = {}
+    wanted: dict[tuple[str, str], set[str]] = {}  # digests of examples, by split and dataset
     for pair in pairs:
         wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
-    has_own = any(name not in BUILT_IN for _, name in wanted)
-    tokenizer_keys = ("model.name_or_path", "model.tokenizer_name_or_path") if has_own else ()
+    has_own_data = any(name not in BUILT_IN for _, name in wanted)
+    tokenizer_keys = ("model.name_or_path", "model.tokenizer_name_or_path") if has_own_data else ()
     if not run.config:
-        raise InputError(next((p for p in run.problems if p.startswith("config.yaml")), "config.yaml is empty"))
+        problems = [problem for problem in run.problems if problem.startswith("config.yaml")]
+        raise InputError(problems[0] if problems else "config.yaml is empty")
     keys = ("local_dirs", "dataset_sources", *tokenizer_keys)
     plan = plan_recorded({"local_run_dir": str(run.path), **run.config}, where="config.yaml", keys=keys)
     cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
-    if has_own:
+    if has_own_data:
         tokenizer = load_tokenizer(plan.model.tokenizer, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
         options["tokenizer"] = tokenizer
     texts = {}
@@ -77,12 +78,13 @@ def make_lines(summary: LedgerSummary) -> list[str]:
                 lines.append(f"    {name:<9} {cut(text, keep_end=name == 'prompt')}")
     for table in summary.tables():
         lines += ["", table.title, *align(table)]
-    lines += [summary.note] if summary.note else []
+    if summary.note:
+        lines.append(summary.note)
     return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
 
 
 def cut(text: str, *, keep_end: bool) -> str:
-    """A text on one line, shortened at its start or end."""
+    """A text on one line, without start or end if long."""
     text = " ".join(text.split())
     if len(text) <= CUT:
         return text
@@ -91,10 +93,11 @@ def cut(text: str, *, keep_end: bool) -> str:
 
 def align(table: Table) -> list[str]:
     widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
-    return [
-        "  ".join(["", row[0].ljust(widths[0]), *(v.rjust(w) for v, w in zip(row[1:], widths[1:], strict=True))])
-        for row in (table.columns, *table.rows)
-    ]
+    lines = []
+    for name, *values in (table.columns, *table.rows):
+        cells = [value.rjust(width) for value, width in zip(values, widths[1:], strict=True)]
+        lines.append("  ".join(["", name.ljust(widths[0]), *cells]))
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,14 +4,13 @@
     python -m scripts.sample CHECKPOINT_OR_DIR [...] --file prompts.jsonl --out answers.jsonl
 
 CHECKPOINT_OR_DIR is a run's directory (its LATEST), one of its step-N, LATEST or BEST, a policy.pt, a directory in
-Hugging Face's format or PEFT's, or a Hub id. The reference is what the run started from, or `--reference`. An answer's
-reward is beta * (log pi - log ref), with the run's beta or `--beta`: of a policy's answer under that policy, of the
-reference's under the first policy. The seed of an answer is `--seed` and the prompt's number, so batches do not change
-it.
+Hugging Face's format or PEFT's, or a Hub id. The reference is what the run started from, or `--reference`. The reward
+of a policy's answer is beta * (log pi - log ref), with the run's beta or `--beta`; the reward of the reference's answer
+takes pi from the first policy. An answer depends on `--seed` and the prompt's number, not on its batch.
 
-A prompt that is a string is what the human says, in the form that the model was trained on: hh is "\\n\\nHuman: ...
-\\n\\nAssistant:", chat the tokenizer's chat template, raw the string as it is. If that is not known it is chat, or raw
-without a template; a line names the form, and `--format` chooses another.
+A prompt that is a string is put into the form that the model was trained on: hh is "\\n\\nHuman: ...
+\\n\\nAssistant:", chat the tokenizer's chat template, raw the string as it is. If the form is not known, it is chat, or
+raw without a template. The script prints the form, and `--format` chooses another.
 Records of the file have `prompt`: a string, or a list of chat messages. Exit status: 0, 1 if the answers cannot be
 written, 2 bad input, 130 if Ctrl-C ended a file's answers early.
 """
@@ -46,19 +45,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option, at_least_1 = parser.add_argument, _value(int, "int >= 1")
-    warmth, share = _value(float, "number >= 0"), _value(float, "number (0, 1]")
+    temperature, share = _value(float, "number >= 0"), _value(float, "number (0, 1]")
     option("paths", nargs="+", metavar="CHECKPOINT_OR_DIR")
-    option("--reference", metavar="DIR", help="instead of the one that the run started from")
-    option("--no-reference", action="store_true", help="the policies alone")
-    option("--beta", type=_value(float, "number > 0"), help="of the rewards, instead of the run's loss.beta")
+    option("--reference", metavar="DIR", help="reference, instead of the model that the run started from")
+    option("--no-reference", action="store_true", help="ask the policies alone")
+    option("--beta", type=_value(float, "number > 0"), help="beta of the rewards, instead of the run's loss.beta")
     option("--file", type=Path, help="prompts, one JSON object per line")
     option("--out", type=Path, help="where the answers go, one JSON object per line; written anew")
-    option("--batch-size", "--batch_size", type=at_least_1, default=8, help="of --file (default: 8)")
-    option("--temperature", type=warmth, default=1.0, help="0: the most probable token (default: 1)")
+    option("--batch-size", "--batch_size", type=at_least_1, default=8, help="prompts of --file at a time (default: 8)")
+    option("--temperature", type=temperature, default=1.0, help="0: the most probable token (default: 1)")
     option("--top-p", "--top_p", type=share, default=1.0, help="0.9: only the most probable 90 percent")
     option("--seed", type=_value(int, "int [0, 4294967295]"), default=0)
     option("--max-new-tokens", "--max_new_tokens", type=at_least_1, default=256, help="(default: 256)")
-    option("--format", choices=FORMS, default=AUTO, help="of prompts; see above")
+    option("--format", choices=FORMS, default=AUTO, help="form of prompts; see above")
     option("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     add_trust_option(parser)
@@ -155,26 +154,28 @@ def answer_all(
     """Write each record's answers, with rewards and numbers of tokens."""
     from tqdm import tqdm
 
-    finite: dict[str, list[float]] = {}  # rewards; JSON lacks NaN and infinity, which become null
+    finite: dict[str, list[float]] = {}  # finite rewards, by the name of the side
     with asked.out.open("w", encoding="utf-8") as out:
         for start in tqdm(range(0, len(prompts), asked.batch_size), unit="batch", disable=None):
             batch = prompts[start : start + asked.batch_size]
             answers = panel.answer(batch, range(start, start + len(batch)), sampling)
             rewards = panel.rewards(batch, answers)
-            for record, prompt, said, reward in zip(records[start:], batch, answers, rewards, strict=False):
+            for record, prompt, by_side, reward in zip(records[start:], batch, answers, rewards, strict=False):
                 kept = {name: value for name, value in reward.items() if value is not None and math.isfinite(value)}
                 for name, value in kept.items():
                     finite.setdefault(name, []).append(value)
-                texts: dict[str, str | None] = {name: answer.text for name, answer in said.items()}
+                texts: dict[str, str | None] = {name: answer.text for name, answer in by_side.items()}
                 texts.setdefault("reference", None)
-                tokens = {"prompt": len(prompt), **{name: len(answer.tokens) for name, answer in said.items()}}
-                line = {"prompt": record, **texts, "rewards": {**dict.fromkeys(reward), **kept}, "tokens": tokens}
+                tokens = {"prompt": len(prompt), **{name: len(answer.tokens) for name, answer in by_side.items()}}
+                nullable = {name: kept.get(name) for name in reward}  # JSON has no NaN and no infinity
+                line = {"prompt": record, **texts, "rewards": nullable, "tokens": tokens}
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")
             out.flush()
-    means = "".join(
-        f"; mean reward of the {name} {fmean(values):.4g}" + f" over {len(values)}" * (len(values) < len(prompts))
-        for name, values in finite.items()
-    )
+    means = ""
+    for name, values in finite.items():
+        means += f"; mean reward of the {name} {fmean(values):.4g}"
+        if len(values) < len(prompts):
+            means += f" over {len(values)}"
     print(f"{count(len(prompts), 'prompt')} answered in {asked.out}{means}")
 
 

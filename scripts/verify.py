@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line, flush=True)
     if asked.json:
         print(json.dumps(report, indent=2))
-    return int(not all(found["whole"] for found in report))
+    return 0 if all(checkpoint["whole"] for checkpoint in report) else 1
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ from collections import deque
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
-SPIKE = 10.0  # times the median of up to 100 values before; at least 20 are needed
-FAINT = 0.01  # of the mean of the first 20 values: a value below that is not a spike
-FEWEST_UPDATES, FEWEST_PAIRS = 50, 256  # in a window
-SURE = 4.0  # standard errors by which the loss is too high
-FEW = 16  # updates whose huge losses show a collapse
-HUGE, HUGE_EVALUATED = 5.0, 20.0  # times the start: half of the losses of these updates; the loss of one evaluation
-LEAST = 0.5  # stands for a start nearer to 0 than that
-FIRST = 10  # updates averaged as the start of a loss without a reference, whose first pairs are like any others
+SPIKE = 10.0  # a spike is above so many times the median of the 100 values before, or of at least 20
+FAINT = 0.01  # a value below this fraction of the mean of the first 20 values is not a spike
+FEWEST_UPDATES, FEWEST_PAIRS = 50, 256  # the window of a collapse holds at least so many
+SURE = 4.0  # standard errors by which the mean loss of a window is too high
+FEW = 16  # updates that show a collapse sooner than a window, if half of their losses are huge
+HUGE, HUGE_EVALUATED = 5.0, 20.0  # times the start's loss: a huge loss of an update; of an evaluation
+LEAST = 0.5  # a start's loss nearer to 0 than this counts as this large, where it is multiplied
+FIRST = 10  # updates averaged as the start of a loss without a reference, whose value at the start is not known
 
 WHAT_TO_TRY = (
     "By its own loss the policy is worse than before training, and seldom comes back by itself: stop, and start again "
@@ -54,20 +54,21 @@ class Course:
     def find_spike(self, name: str, value: float) -> float | None:
         """Add a gradient norm or loss.
 
-        Returns its ratio to the median before if it is a spike.
+        If it is a spike, returns its ratio to the median of the values before.
         """
-        before, found = self._before[name], None
+        before, ratio = self._before[name], None
         if len(before) == 20:
             self.first.setdefault(name, fmean(before))
-        # where hardly any gradient is left an outlier is harmless; where nearly all pairs are learned, so is one that
-        # is not
-        is_learned = name == "loss/train" and self.start is not None and value <= self.start.loss
-        if len(before) >= 20 and value > max(SPIKE * min(before), FAINT * self.first[name]) and not is_learned:
-            usual = median(before)  # costs more than all the rest, and no median is below the least
-            found = value / usual if value > SPIKE * usual > 0 else None
+        # two kinds of outliers are harmless: a gradient where hardly any is left (FAINT), and where nearly all pairs
+        # are learned, the loss of a pair that is not, as long as it is no higher than at the start
+        is_harmless = name == "loss/train" and self.start is not None and value <= self.start.loss
+        # no median is below the minimum, so this cheap test comes before the median
+        if len(before) >= 20 and value > max(SPIKE * min(before), FAINT * self.first[name]) and not is_harmless:
+            usual = median(before)
+            ratio = value / usual if value > SPIKE * usual > 0 else None
         if math.isfinite(value):
             before.append(value)
-        return found
+        return ratio
 
     def take_start(self, n: int) -> None:
         """Take the first `n` updates as the start, unless it is known."""
@@ -77,10 +78,10 @@ class Course:
     def find_collapse(self, loss: float, margin: float) -> tuple[Means, int] | None:
         """Add an update.
 
-        Returns the means over the last updates, and their number, if they show a collapse.
+        If the last updates show a collapse, returns their means and their number.
 
-        In a collapse the mean loss of a window is above twice its start by `SURE` standard errors, or half of the last
-        `FEW` losses are above `HUGE` times it; and the mean margin is not above its start.
+        In a collapse the mean margin is not above its start. Also, the mean loss of a window is above twice the start's
+        by `SURE` standard errors, or half of the last `FEW` losses are above `HUGE` times the start's.
         """
         if not (math.isfinite(loss) and math.isfinite(margin)):
             return None
@@ -90,9 +91,9 @@ class Course:
             return None
         for n in (FEW, self._width):
             losses, margins = list(self._losses)[-n:], list(self._margins)[-n:]
-            if len(losses) < n or sum(margins) > n * self.start.margin:  # as nearly always
+            if len(losses) < n or sum(margins) > n * self.start.margin:  # margins grow in nearly all runs
                 continue
-            if n == FEW:  # the mean of a few losses is uncertain if one is an outlier
+            if n == FEW:  # a single outlier moves the mean of a few losses, but not their median
                 is_too_high = median(losses) > self._times_start(HUGE)
             else:
                 excess = fmean(losses) - self._times_start(2)
@@ -103,14 +104,11 @@ class Course:
 
     def is_collapsed(self, evaluation: Means) -> bool:
         """Return whether an evaluation shows a collapse, even one of few pairs."""
-        start = self.start
-        return (
-            start is not None
-            and evaluation.loss > self._times_start(HUGE_EVALUATED)
-            and evaluation.margin <= start.margin
-        )
+        if self.start is None or evaluation.margin > self.start.margin:
+            return False
+        return evaluation.loss > self._times_start(HUGE_EVALUATED)
 
     def _times_start(self, factor: float) -> float:
-        """`factor` times the start's loss, or as far above one near 0."""
+        """`factor` times the start's loss, which counts as `LEAST` at least."""
         assert self.start is not None
         return self.start.loss + (factor - 1) * max(abs(self.start.loss), LEAST)

@@ -25,8 +25,8 @@ from dpo.numbers import figure as in_words
 from dpo.numbers import percent
 
 SIZE, DPI = (4.8, 3.0), 200
-FEWEST_TO_SMOOTH = 8
-MOST_POINTS = 500  # of a line: more than a picture's width shows
+FEWEST_TO_SMOOTH = 8  # values: with fewer, the values themselves are the curve
+MOST_POINTS = 500  # of a line: a picture's width shows no more
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class Chart:
     title: str
     metrics: tuple[str, ...]  # SPLIT stands for train and eval
     unit: str = ""
-    log_scale: bool = False  # used if the largest value is far above the least
-    share: bool = False  # from 0 to 1
-    level: float | None = None  # a line to compare with: 0, or the share of chance
+    log_scale: bool = False  # used if values span a wide range
+    share: bool = False  # values are from 0 to 1, shown in percent
+    level: float | None = None  # height of a line to compare with: 0, or the share that chance gives
     from_zero: bool = False
     smooth: bool = True
-    loss: str | None = None  # only of runs with this loss
+    loss: str | None = None  # None: of all runs; else only of runs with this loss
 
 
 class Picture(NamedTuple):
@@ -98,7 +98,7 @@ class Line(NamedTuple):
 
     run: Run
     metric: str
-    color: int  # index in the theme's
+    color: int  # index in `Theme.colors`
     label: str
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
@@ -157,8 +157,9 @@ def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
             continue
         for side, metric in enumerate(chart.metrics):
             if any(len(log.points(metric.replace("SPLIT", split))[1]) for split, log in run.splits):
-                what = metric.rpartition("/")[2] if len(chart.metrics) > 1 else ""
-                label = " ".join(filter(None, (run.name if several else "", what)))
+                names = [run.name] if several else []
+                names += [metric.rpartition("/")[2]] if len(chart.metrics) > 1 else []
+                label = " ".join(names)
                 found.append(Line(run, metric, i if several else side, label))
     return found
 
@@ -166,18 +167,21 @@ def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
 def smooth(values: np.ndarray, *, width: int | None = None, robust: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Running mean, or median if `robust`.
 
-    Returns at most MOST_POINTS indices, and the values there.
+    Returns at most MOST_POINTS indices, and the means there.
 
-    Each is of the `width` values around an index, by default a fifteenth of all, odd, at least 5. There are fewer at
-    the ends; NaN does not count.
+    A mean is over the window of `width` values around its index, by default an odd number of at least 5, about a
+    fifteenth of all. At both ends the window is smaller. NaN does not count.
     """
     n = len(values)
-    at = np.unique(np.linspace(0, max(n - 1, 0), min(n, MOST_POINTS)).astype(int))
-    half = (width or max(5, n // 15 | 1)) // 2
-    windows = (values[max(0, i - half) : i + half + 1] for i in at)
-    finite = (window[np.isfinite(window)] for window in windows)
-    middle = np.median if robust else np.mean
-    return at, np.array([middle(window) if len(window) else np.nan for window in finite])
+    indices = np.unique(np.linspace(0, max(n - 1, 0), min(n, MOST_POINTS)).astype(int))
+    half = (width or max(5, n // 15 | 1)) // 2  # `| 1` makes it odd
+    average = np.median if robust else np.mean
+    smoothed = []
+    for i in indices:
+        window = values[max(0, i - half) : i + half + 1]
+        window = window[np.isfinite(window)]
+        smoothed.append(average(window) if len(window) else np.nan)
+    return indices, np.array(smoothed)
 
 
 def find_extremes(values: np.ndarray) -> np.ndarray:
@@ -185,9 +189,12 @@ def find_extremes(values: np.ndarray) -> np.ndarray:
     if len(values) <= 2 * MOST_POINTS:
         return np.arange(len(values))
     found = []
-    for part in np.array_split(np.arange(len(values)), MOST_POINTS):
+    for part in np.array_split(np.arange(len(values)), MOST_POINTS):  # indices
         finite = part[np.isfinite(values[part])]
-        found += [finite[values[finite].argmin()], finite[values[finite].argmax()]] if len(finite) else [part[0]]
+        if len(finite):
+            found += [finite[values[finite].argmin()], finite[values[finite].argmax()]]
+        else:  # a gap of the line
+            found.append(part[0])
     return np.unique(found)
 
 
@@ -285,8 +292,9 @@ def _dress(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
 def _spans_decades(lines: Sequence[Line]) -> bool:
     """Return whether all values are above 0 and span a wide range."""
     values = [line.run.train.points(line.metric)[1] for line in lines]
+    lowest, highest = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
     usual = min(float(np.median(v)) for v in values)
-    return min(float(v.min()) for v in values) > 0 and max(float(v.max()) for v in values) > 20 * usual
+    return lowest > 0 and highest > 20 * usual
 
 
 def _find_least(lines: Sequence[Line]) -> float:
@@ -307,7 +315,7 @@ def _abbreviate(value: float, _: Any = None) -> str:
 
 
 def _add_title_and_legend(picture: Any, chart: Chart, lines: Sequence[Line], *, several: bool) -> None:
-    def printable(text: str) -> str:  # no SVG may hold control characters and halves of letters
+    def printable(text: str) -> str:  # an SVG must not hold control characters or unpaired surrogates
         return "".join(c if c.isprintable() else " " for c in text)
 
     title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
@@ -326,11 +334,11 @@ def describe(chart: Chart, lines: Sequence[Line]) -> str:
     say = percent if chart.share else in_words
     parts = []
     for line in lines:
-        told = []
+        courses = []
         for (split, log), name in zip(line.run.splits, ("training", "evaluation"), strict=True):
             values = log.points(line.metric.replace("SPLIT", split))[1]
             if len(values) and (split == "train" or "SPLIT" in line.metric):
                 first, last, least, most = (say(v) for v in (values[0], values[-1], values.min(), values.max()))
-                told.append(f"{name} from {first} to {last}, between {least} and {most}")
-        parts.append((f"{line.label}: " if line.label else "") + "; ".join(told))
+                courses.append(f"{name} from {first} to {last}, between {least} and {most}")
+        parts.append((f"{line.label}: " if line.label else "") + "; ".join(courses))
     return f"{chart.title} against examples. " + ". ".join(parts) + "."

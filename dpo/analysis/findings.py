@@ -61,17 +61,17 @@ def note(title: str, value: str, text: str) -> Finding:
 
 def skipped_updates(run: Run) -> Iterator[Finding]:
     folders = _list_first([f"nonfinite-{n}" for n in run.nonfinite], 3)
-    odd = [
+    skipped = [
         f"{number(line.get('updates')):,.0f}"
         for line in run.train.lines
         if any(name in line and math.isnan(number(line[name])) for name in ("loss/train", "grad_norm"))
     ]
-    if odd:
+    if skipped:
         kept = f" Their examples are in {folders}." if run.nonfinite else ""
         yield warning(
             "Updates were skipped: loss or gradient was not a number",
-            f"{len(odd)} of {count(len(run.train), 'update')}: {_list_first(odd, 6)}",
-            "The weights were not changed by them. One such batch may be bad data; several mean that training is "
+            f"{len(skipped)} of {count(len(run.train), 'update')}: {_list_first(skipped, 6)}",
+            "These updates did not change the weights. One such batch may be bad data; several mean that training is "
             f"unstable: lower lr, or look at the examples.{kept}",
         )
     if run.state.word == "aborted":
@@ -89,18 +89,18 @@ def _list_first(names: list[str], n: int) -> str:
 def spikes(run: Run) -> Iterator[Finding]:
     for name, what in (("grad_norm", "Gradient"), ("loss/train", "Loss")):
         course = Course(number(run.setting("batch_size", 1)), find_start(run))
-        ratios = [course.find_spike(name, value) or 0.0 for value in run.train[name].tolist()]
+        ratios = [course.find_spike(name, value) or 0.0 for value in run.train[name].tolist()]  # 0: no spike
         if not any(ratios):
             continue
-        times = max(ratios)
-        place = ratios.index(times)
-        limit = run.setting("max_grad_norm") if what == "Gradient" else None
+        largest = max(ratios)
+        row = ratios.index(largest)
+        limit = run.setting("max_grad_norm") if name == "grad_norm" else None
         clipped = f" Gradients are clipped to {limit}, so no step was that large." if limit else ""
-        n = sum(ratio > 0 for ratio in ratios)
+        n_spikes = sum(ratio > 0 for ratio in ratios)
         yield warning(
             f"{what} spikes",
-            f"{name} {figure(float(run.train[name][place]))} at update {run.train.updates[place]:,.0f}, "
-            f"{figure(times, 2)} times its median before; {count(n, 'spike')} in all",
+            f"{name} {figure(float(run.train[name][row]))} at update {run.train.updates[row]:,.0f}, "
+            f"{figure(largest, 2)} times its median before; {count(n_spikes, 'spike')} in all",
             f"One batch was far from what the model had seen just before.{clipped} If the loss does not come back "
             "after a spike, lower lr or lengthen the warmup.",
         )
@@ -111,30 +111,47 @@ def collapse(run: Run) -> Iterator[Finding]:
     if start is None or run.setting("loss.wpo"):  # weights of wpo move with the policy
         return
     course = Course(number(run.setting("batch_size", 1)), start)
-    train, held_out = ([log[f"loss/{split}"], log[f"rewards_{split}/margins"]] for split, log in run.splits)
-    at_start = figure(round(start.margin, 3) + 0.0)  # without rounding errors
-    for update, loss, margin in zip(run.train.updates, *(column.tolist() for column in train), strict=True):
-        if found := course.find_collapse(loss, margin):
-            (loss, margin), n = found
-            then, last = f"over the {n} updates up to {update:,.0f}", train[0][np.isfinite(train).all(0)][-n:]
-            value = (
-                f"loss/train {figure(loss)} {then}, {figure(last.mean())} over the last {n}, {figure(start.loss)} at "
-                f"the start; rewards_train/margins {figure(margin)} {then}, {at_start} at the start"
+    value = _describe_training_collapse(run, course, start)
+    if value is None and not run.online:  # an online run follows its scorer, which held-out labels may contradict
+        value = _describe_evaluation_collapse(run, course, start)
+    if value is not None:
+        yield warning("The run has collapsed", value, WHAT_TO_TRY)
+
+
+def _describe_training_collapse(run: Run, course: Course, start: Means) -> str | None:
+    """Metrics at the first update that shows a collapse, if any."""
+    losses, margins = run.train["loss/train"], run.train["rewards_train/margins"]
+    for update, loss, margin in zip(run.train.updates, losses.tolist(), margins.tolist(), strict=True):
+        collapsed = course.find_collapse(loss, margin)
+        if collapsed is None:
+            continue
+        means, n = collapsed
+        finite_losses = losses[np.isfinite(losses) & np.isfinite(margins)]
+        window = f"over the {n} updates up to {update:,.0f}"
+        return (
+            f"loss/train {figure(means.loss)} {window}, {figure(finite_losses[-n:].mean())} over the last {n}, "
+            f"{figure(start.loss)} at the start; rewards_train/margins {figure(means.margin)} {window}, "
+            f"{_format_start_margin(start)} at the start"
+        )
+    return None
+
+
+def _describe_evaluation_collapse(run: Run, course: Course, start: Means) -> str | None:
+    """Metrics of the first evaluation that shows a collapse, if any."""
+    losses, margins = run.eval["loss/eval"], run.eval["rewards_eval/margins"]
+    for examples, loss, margin in zip(run.eval.examples, losses.tolist(), margins.tolist(), strict=True):
+        if examples > 0 and course.is_collapsed(Means(loss, margin)):
+            return (
+                f"loss/eval {figure(loss)} at {count(examples, 'example')}, {figure(run.eval.last('loss/eval'))} at "
+                f"the last evaluation, {figure(start.loss)} at the start; rewards_eval/margins {figure(margin)}, "
+                f"{_format_start_margin(start)} at the start"
             )
-            yield warning("The run has collapsed", value, WHAT_TO_TRY)
-            return
-    if run.online:  # follows its scorer, which held-out labels may contradict
-        return
-    for examples, *means in zip(run.eval.examples, *held_out, strict=True):
-        at = Means(*map(float, means))
-        if examples > 0 and course.is_collapsed(at):
-            value = (
-                f"loss/eval {figure(at.loss)} at {count(examples, 'example')}, {figure(run.eval.last('loss/eval'))} at "
-                f"the last evaluation, {figure(start.loss)} at the start; rewards_eval/margins {figure(at.margin)}, "
-                f"{at_start} at the start"
-            )
-            yield warning("The run has collapsed", value, WHAT_TO_TRY)
-            return
+    return None
+
+
+def _format_start_margin(start: Means) -> str:
+    """The margin at the start, without rounding errors."""
+    return figure(round(start.margin, 3) + 0.0)  # -0.0 + 0.0 is 0.0
 
 
 # --- accuracy and loss ------------------------------------------------------------------------------------------------
@@ -158,11 +175,12 @@ def best_checkpoint(run: Run) -> Iterator[Finding]:
 def saturation(run: Run) -> Iterator[Finding]:
     """Training pairs that are nearly all ranked right."""
     examples, values = run.train.points(TRAIN_ACCURACY)
-    now, held_out = run.ends(TRAIN_ACCURACY)[1], run.tail("eval", EVAL_ACCURACY)
-    if len(values) < 5 or not now.mean() >= SATURATED:
+    last_values, held_out = run.ends(TRAIN_ACCURACY)[1], run.tail("eval", EVAL_ACCURACY)
+    if len(values) < 5 or not last_values.mean() >= SATURATED:
         return
-    # accuracies of single batches jump: the first mean over as many updates counts
-    means = np.convolve(values, np.ones(len(now)) / len(now), mode="valid")
+    # accuracies of single batches jump, so saturation begins where a mean over as many updates first shows it
+    n = len(last_values)
+    means = np.convolve(values, np.ones(n) / n, mode="valid")
     since = examples[int(np.argmax(means >= SATURATED))]
     held = f", {percent(held_out)} of the held-out ones" if math.isfinite(held_out) else ""
     text = (
@@ -177,7 +195,7 @@ def saturation(run: Run) -> Iterator[Finding]:
             text += f"But {norm}, so updates still move the policy: go by margins and samples."
         else:
             text += f"And {norm}: more updates mostly widen margins. Stop earlier, or use harder pairs."
-    value = f"{TRAIN_ACCURACY} {figure(now.mean())} over the last {len(now)} updates"
+    value = f"{TRAIN_ACCURACY} {figure(last_values.mean())} over the last {n} updates"
     yield warning("Accuracy is saturated", value, text)
 
 
@@ -185,7 +203,8 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
     examples, values = run.eval.points(EVAL_ACCURACY)
     if not len(values) or examples[-1] <= 0 or run.updates < 20:
         return
-    accuracy, n, enough = float(values[-1]), n_evaluated(run), 400  # 0.60 is then four standard errors above chance
+    accuracy, n = float(values[-1]), n_evaluated(run)
+    enough = 400  # pairs: 0.60 is then four standard errors above chance
     low, high = wilson_interval(accuracy, n)
     value = f"{EVAL_ACCURACY} {figure(accuracy)} on {count(n, 'pair')}, 95 % interval {figure(low)} to {figure(high)}"
     if low > 0.5 and high < USEFUL:
@@ -207,7 +226,7 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
         if n < enough:
             text += f" To tell an accuracy of 0.60 from chance takes about {enough}: {_advise_more_pairs(run)}."
         else:
-            text += " If so, it is little."
+            text += " If anything was, it is little."
         yield note("Held-out accuracy cannot be told from chance", value, text)
 
 
@@ -227,23 +246,24 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
         examples, values = run.eval.points(on_eval)
         if len(values) < 2:
             continue
-        place = int(np.argmax(sign * values))
-        best, last = float(values[place]), float(values[-1])
-        then, now = (mean_near(run, on_train, n) for n in (examples[place], examples[-1]))
+        best_at = int(np.argmax(sign * values))
+        best, last = float(values[best_at]), float(values[-1])
+        train_at_best, train_at_last = (mean_near(run, on_train, n) for n in (examples[best_at], examples[-1]))
         if what == "loss":
             tolerated = max(0.05 * abs(best), 0.005, evaluation_loss_error(run))
             # where training loss is above its start, the run has failed rather than overfitted
             start = find_start(run)
-            learned = now < (start.loss if start is not None else run.train.first("loss/train"))
+            learned = train_at_last < (start.loss if start is not None else run.train.first("loss/train"))
         else:
             tolerated, learned = max(0.02, accuracy_error(best, n_evaluated(run))), True
-        if not (sign * (best - last) > tolerated and sign * (now - then) > 0 and learned):
+        turned = sign * (best - last) > tolerated
+        if not (turned and sign * (train_at_last - train_at_best) > 0 and learned):
             continue
         value = (
-            f"{on_eval} {figure(best)} at {count(examples[place], 'example')}, {figure(last)} at "
-            f"{examples[-1]:,.0f}; {on_train} {figure(then)}, then {figure(now)}"
+            f"{on_eval} {figure(best)} at {count(examples[best_at], 'example')}, {figure(last)} at "
+            f"{examples[-1]:,.0f}; {on_train} {figure(train_at_best)}, then {figure(train_at_last)}"
         )
-        if what == "loss" and _accuracy_rose(run, examples[place]):
+        if what == "loss" and _accuracy_did_not_fall(run, since=examples[best_at]):
             yield note(
                 "Evaluation loss rose while accuracy did not fall",
                 value,
@@ -252,7 +272,7 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
             )
             continue
         advice = "Train with a smaller lr, or"
-        if examples[place] > 0:  # before the first update there is no checkpoint
+        if examples[best_at] > 0:  # before the first update there is no checkpoint
             is_best = run.loss in LOSSES and LOSSES[run.loss].best[0] == on_eval
             advice = f"Take the checkpoint of that evaluation{' (BEST)' if is_best else ''}, or train"
         yield warning(
@@ -263,16 +283,20 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
         )
 
 
-def _accuracy_rose(run: Run, since: float) -> bool:
-    """Return whether held-out accuracy has not fallen since then; False without pairs."""
+def _accuracy_did_not_fall(run: Run, *, since: float) -> bool:
+    """Return whether held-out accuracy is no lower than at `since` examples.
+
+    False without pairs, and if `since` is 0, where all pairs tie.
+    """
     examples, values = run.eval.points(EVAL_ACCURACY)
-    then = values[(examples == since) & (examples > 0)]  # equal models have an accuracy of 0
-    return bool(len(then)) and bool(values[-1] >= then[0])
+    earlier = values[(examples == since) & (examples > 0)]
+    return bool(len(earlier)) and bool(values[-1] >= earlier[0])
 
 
 def accuracy_gap(run: Run) -> Iterator[Finding]:
     train, held_out = run.tail("train", TRAIN_ACCURACY), run.tail("eval", EVAL_ACCURACY)
-    is_trained = run.eval.points(EVAL_ACCURACY)[0][-1:].sum() > 0  # before, all pairs tie
+    examples, _ = run.eval.points(EVAL_ACCURACY)
+    is_trained = len(examples) > 0 and examples[-1] > 0  # before the first update all pairs tie
     if is_trained and train - held_out > max(0.15, accuracy_error(held_out, n_evaluated(run))):
         yield note(
             "Training pairs are ranked better than held-out ones",
@@ -291,7 +315,7 @@ def margin_sides(run: Run) -> Iterator[Finding]:
         return
     margin = f"margin {signed(parts.margin)} since the start" if parts.since_start else f"margin {figure(parts.margin)}"
     value = f"{margin} = chosen {signed(parts.chosen)} minus rejected {signed(parts.rejected)}"
-    # sums over unequal lengths would mislead where rewards are per token
+    # the change of logps, which are sums over tokens, unless rewards are per token: lengths would then mislead
     change = parts if run.is_per_token else find_change(run) or parts
     if change.chosen >= 0 or parts.margin <= 0:
         yield note("Where the margin comes from", value, _describe_sides(parts))
@@ -299,7 +323,7 @@ def margin_sides(run: Run) -> Iterator[Finding]:
     if not isinstance(change, MarginParts):
         before, after = figure(change.chosen_before, 4), figure(change.chosen_after, 4)
         value = f"logps_{change.split}/chosen {before}, then {after} ({signed(change.chosen)}); {value}"
-    runs_off = change.chosen < -change.margin  # both fall by more than they part
+    runs_off = change.chosen < -change.margin  # chosen falls by more than the distance between both sides grew
     sees_difference = _sees_the_difference_alone(run)
     mechanism, advice = "", "By itself that is no fault: read the samples, and compare them with earlier ones."
     if sees_difference:
@@ -352,9 +376,9 @@ def _sees_the_difference_alone(run: Run) -> bool:
     if run.objective is None:
         return False
     weights = run.setting("loss.weights", {})
-    parts = [LOSSES[name] for name, weight in weights.items() if weight] or [run.objective]  # of a mix, or the loss
+    mixed = [LOSSES[name] for name, weight in weights.items() if weight]
     return (
-        all(part.trains_on == "pairs" and part.margin_only for part in parts)
+        all(loss.trains_on == "pairs" and loss.margin_only for loss in mixed or [run.objective])
         and not number(run.setting("loss.sft_weight")) > 0
     )
 
@@ -402,16 +426,16 @@ def lengths_in_data(run: Run) -> Iterator[Finding]:
 
 
 def _pair_samples(run: Run) -> tuple[list[tuple[str, str]], str]:
-    """The policy's newest samples, each beside another, and whose these are.
+    """Pairs of samples for the same prompt, and the second one's source.
 
-    They are the reference's or, without it, the policy's first.
+    The first is the policy's newest. The second is the reference's or, if it has none, the policy's earliest.
     """
     first, newest = run.samples_at(0), run.samples_at(-1)
     with_reference = [(s["policy"], s["reference"]) for s in newest if s["reference"] is not None]
     if with_reference or first == newest:
         return with_reference, "the reference's"
-    same = [(s["policy"], f["policy"]) for s, f in zip(newest, first, strict=False) if s["prompt"] == f["prompt"]]
-    return same, "its first"
+    with_first = [(s["policy"], f["policy"]) for s, f in zip(newest, first, strict=False) if s["prompt"] == f["prompt"]]
+    return with_first, "its first"
 
 
 def empty_samples(run: Run) -> Iterator[Finding]:
@@ -419,20 +443,23 @@ def empty_samples(run: Run) -> Iterator[Finding]:
     empty = sum(not sample["policy"].strip() for sample in newest)
     if not newest or empty / len(newest) <= 0.05:
         return
-    (pairs, whose), value = _pair_samples(run), f"{empty} of {count(len(newest), 'sample')}"
-    heads = tosses = empty
+    pairs, source = _pair_samples(run)
     others = sum(not other.strip() for _, other in pairs)
+    value = f"{empty} of {count(len(newest), 'sample')}"
     if pairs:
-        if len(newest) > empty < 2 * len(newest) * others / len(pairs):
+        is_twice_as_often = empty >= 2 * len(newest) * others / len(pairs)
+        if empty < len(newest) and not is_twice_as_often:
             return
-        # prompts with one empty sample of two: by chance, half of those are the policy's
-        alone = [not policy.strip() for policy, other in pairs if bool(policy.strip()) != bool(other.strip())]
-        heads, tosses = (sum(alone), len(alone)) if others < len(pairs) else (empty, empty)
-        value = f"{value}, {whose} {others} of {len(pairs)}"
+        value = f"{value}, {source} {others} of {len(pairs)}"
+    heads = tosses = empty
+    if pairs and others < len(pairs):
+        # prompts where one sample of the two is empty: by chance, half of those are the policy's
+        one_empty = [not policy.strip() for policy, other in pairs if bool(policy.strip()) != bool(other.strip())]
+        heads, tosses = sum(one_empty), len(one_empty)
     if others == empty == len(newest):
         why = (
-            "So do the others: the model says nothing after these prompts whatever it is trained on. Look at the data "
-            "and the archive that it started from."
+            "So do the samples beside them: the model says nothing after these prompts whatever it is trained on. Look "
+            "at the data and the archive that it started from."
         )
     elif run.has_pairs:
         why = (
@@ -450,21 +477,22 @@ def empty_samples(run: Run) -> Iterator[Finding]:
 
 
 def sample_lengths(run: Run) -> Iterator[Finding]:
-    """Samples much longer or shorter than the others, empty ones aside."""
-    pairs, whose = _pair_samples(run)
+    """Samples much longer or shorter than the reference's, empty ones aside."""
+    pairs, source = _pair_samples(run)
     words = np.array([(len(policy.split()), len(other.split())) for policy, other in pairs], dtype=float).reshape(-1, 2)
     words = words[(words > 0).all(1)]
     if not run.has_pairs or len(words) < 8:
         return
     policy, other = words.mean(0)
     ratio = policy / other
-    difference, by_chance = mean_and_bound(np.log(words[:, 0]) - np.log(words[:, 1]))
-    differs = max(ratio, 1 / ratio) >= 1.5 and abs(policy - other) >= 5
-    if not differs or abs(difference) <= by_chance or difference * (ratio - 1) <= 0:
+    difference, by_chance = mean_and_bound(np.log(words[:, 0]) - np.log(words[:, 1]))  # prompt by prompt
+    is_large = max(ratio, 1 / ratio) >= 1.5 and abs(policy - other) >= 5
+    is_certain = abs(difference) > by_chance and difference * (ratio - 1) > 0  # both comparisons have the same sign
+    if not (is_large and is_certain):
         return
     low, high = (figure(math.exp(difference + sign * by_chance), 2) for sign in (-1, +1))
     value = (
-        f"{figure(policy)} word{'' if policy == 1 else 's'} on average, {whose} {figure(other)} "
+        f"{figure(policy)} word{'' if policy == 1 else 's'} on average, {source} {figure(other)} "
         f"({count(len(words), 'sample')}); after the same prompt {figure(math.exp(difference), 2)} times as many, "
         f"98 % interval {low} to {high}"
     )
@@ -521,18 +549,26 @@ def slowing(run: Run) -> Iterator[Finding]:
 
 
 def data_counts(run: Run) -> Iterator[Finding]:
-    n, tokenized = run.count("train.examples"), run.count("train.tokenized")
-    for key, of, least, one, many, text in (
+    n, n_tokenized = run.count("train.examples"), run.count("train.tokenized")
+    for key, total, least_share, singular, plural, text in (
         ("joined_words", n, 0.0, "response follows its", "responses follow their", "prompt without a space"),
         ("contradictory_pairs", n, 0.01, "pair contradicts", "pairs contradict", "an earlier one of the same prompt"),
-        ("identical_pairs", tokenized, 0.01, "pair is", "pairs are", "identical after truncation, without a gradient"),
+        (
+            "identical_pairs",
+            n_tokenized,
+            0.01,
+            "pair is",
+            "pairs are",
+            "identical after truncation, without a gradient",
+        ),
         ("empty_responses", n, 0.01, "example has", "examples have", "an empty response"),
-        ("truncated_responses", tokenized, 0.1, "example has", "examples have", "a response that lost its end"),
+        ("truncated_responses", n_tokenized, 0.1, "example has", "examples have", "a response that lost its end"),
     ):
-        found = run.count(f"train.{key}")
-        if found > 0 and of > 0 and found / of >= least:
-            value = f"{key} {found:,.0f} of {of:,.0f} ({percent(found / of)})"
-            yield note("Worth a look in the data", value, f"In the training split, {count(found, one, many)} {text}.")
+        n_found = run.count(f"train.{key}")
+        if n_found > 0 and total > 0 and n_found / total >= least_share:
+            value = f"{key} {n_found:,.0f} of {total:,.0f} ({percent(n_found / total)})"
+            text = f"In the training split, {count(n_found, singular, plural)} {text}."
+            yield note("Worth a look in the data", value, text)
 
 
 # --- pairs drawn from the policy --------------------------------------------------------------------------------------
@@ -563,8 +599,8 @@ def unfinished_answers(run: Run) -> Iterator[Finding]:
             WARNING if ended < 0.5 else NOTE,
             "Most answers are cut off" if ended < 0.5 else "Some answers are cut off",
             f"online/eos {figure(ended)}: so many end within online.max_new_tokens={most}",
-            "The scorer sees texts without an end, and the policy does not learn where to stop. Raise "
-            f"online.max_new_tokens, {penalty}or begin with a model that was trained (loss=sft) to end its answers.",
+            "The scorer rates answers without an end, and the policy does not learn where to stop. Raise "
+            f"online.max_new_tokens, {penalty}or start from a model that SFT (loss=sft) taught to end its answers.",
         )
 
 
@@ -572,16 +608,16 @@ def ties(run: Run) -> Iterator[Finding]:
     share = run.tail("train", "online/ties")
     if share >= 0.5:
         cost = (
-            "They count as pairs (online.ties=keep), and teach whichever answer was drawn first"
+            "Ties are trained on (online.ties=keep), with the answer that was drawn first as chosen"
             if run.setting("online.ties") == "keep"
-            else "They do not count (online.ties=skip), so the gradient of an update is of few pairs, or of none"
+            else "Ties are not trained on (online.ties=skip), so the gradient comes from few pairs, or from none"
         )
         yield warning(
             "Most prompts give a tie",
             f"online/ties {figure(share)}; online.n_samples {run.setting('online.n_samples')}",
-            f"The best and the worst answer had the same score, or were the same. {cost}. More answers "
-            "(online.n_samples), a higher online.temperature or a scorer with finer scores tell more apart. Late in a "
-            "run it may be that all answers score as high as they can, or that the policy has only one left.",
+            f"The best and the worst answer to a prompt had the same score, or were the same text. {cost}. To get "
+            "fewer ties, raise online.n_samples or online.temperature, or use a scorer with finer scores. Late in a "
+            "run, ties may mean that all answers have the highest score, or that the policy always gives the same one.",
         )
 
 
@@ -603,11 +639,12 @@ def scores(run: Run) -> Iterator[Finding]:
 
 
 def score_length_correlation(run: Run) -> Iterator[Finding]:
-    by_update = np.stack([run.train[name] for name in ("online/score", "online/length")])
-    by_update = by_update[:, np.isfinite(by_update).all(0)]
-    if by_update.shape[1] < 20 or not (by_update.std(1) > 0).all():
+    scores, lengths = run.train["online/score"], run.train["online/length"]
+    known = np.isfinite(scores) & np.isfinite(lengths)
+    scores, lengths = scores[known], lengths[known]
+    if len(scores) < 20 or scores.std() == 0 or lengths.std() == 0:
         return
-    correlation = float(np.corrcoef(by_update)[0, 1])
+    correlation = float(np.corrcoef(scores, lengths)[0, 1])
     before, after = (float(part.mean()) for part in run.ends("online/length"))
     if after >= 1.5 * before and correlation >= 0.5:
         yield warning(
@@ -622,7 +659,7 @@ def score_length_correlation(run: Run) -> Iterator[Finding]:
 def divergence(run: Run) -> Iterator[Finding]:
     """A policy far from the reference, perhaps with worse answers."""
     nats, tokens = run.tail("train", "online/kl"), run.tail("train", "online/length")
-    if not nats > 10:  # e^10 is 22,000
+    if not nats > 10:  # the answers are then e^10, or 22,000, times as likely as under the reference
         return
     each = f", {figure(nats / tokens)} a token" if tokens > 0 else ""
     fell = ""
@@ -651,9 +688,8 @@ def time_to_draw(run: Run) -> Iterator[Finding]:
     yield note(
         "What drawing the pairs takes",
         ", ".join(f"{name} {percent(share)}" for name, share in shares.items()) + " of the time in updates",
-        "The rest is what an update on given pairs takes. Fewer or shorter answers (online.n_samples, "
-        "online.max_new_tokens), or a larger eval_batch_size, of which a batch of prompts is sampled at once, make "
-        "sampling shorter.",
+        "The other time is what an update on given pairs takes. To make sampling shorter, lower online.n_samples or "
+        "online.max_new_tokens, or raise eval_batch_size, the number of prompts that are sampled at once.",
     )
 
 

@@ -25,7 +25,7 @@ LARGEST_ROUNDING = 0.01  # of a reward, if policy and reference differ only in d
 class Pair:
     """A pair, over its visits after the first update.
 
-    Margins before it are 0 or rounding errors.
+    Margins before the first update are 0 or rounding errors, and are ignored.
     """
 
     example: str
@@ -43,11 +43,14 @@ class Pair:
         return f"{self.example} {self.dataset} ({self.split})"
 
     def describe_margins(self) -> str:
-        scores = "" if self.scores is None else "; scores {} and {}".format(*map(figure, self.scores))
-        return (
+        text = (
             f"{count(self.visits, 'visit')}: margin {signed(self.first_margin)} at first, {signed(self.last_margin)} "
-            f"at last, {figure(self.relative_margin, 2)} times the typical one{scores}"
+            f"at last; on average {figure(self.relative_margin, 2)} times the median size of margins at that time"
         )
+        if self.scores is not None:
+            chosen, rejected = self.scores
+            text += f"; scores: chosen {figure(chosen)}, rejected {figure(rejected)}"
+        return text
 
 
 FindTexts = Callable[[Run, Sequence[Pair]], Mapping[str, Mapping[str, str]]]
@@ -61,7 +64,7 @@ class LengthClass:
     difference: str
     pairs: int
     margin: float
-    right: float  # fraction with a margin above 0
+    right: float  # fraction of the pairs with a margin above 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Lengths:
 class Period:
     """Means over the visits to a dataset's examples in a period.
 
-    Values that SFT does not have are None.
+    Under SFT, where there are no pairs, all but `loss` and `policy_chosen` are None.
     """
 
     dataset: str
@@ -91,7 +94,7 @@ class Period:
     chosen_change: float | None  # policy minus reference
     rejected_change: float | None
     margin: float | None
-    right: float | None  # fraction with a margin above 0
+    right: float | None  # fraction of the visits with a margin above 0
 
 
 class PairList(NamedTuple):
@@ -117,9 +120,9 @@ class LedgerSummary:
     examples: int
     truncated: int  # examples
     n_seen_again: int  # pairs with at least two visits after the first update
-    n_never_flipped: int  # those among them whose margin was never above 0
+    n_never_flipped: int  # pairs seen again whose margin was never above 0
     never_flipped: list[Pair]
-    n_suspected_noise: int  # never right, and wrong by more than the typical margin of their period
+    n_suspected_noise: int  # pairs never ranked right, whose mean relative margin is -1 or less
     suspected_noise: list[Pair]
     lengths: list[Lengths]
     drift: list[Period]
@@ -135,9 +138,11 @@ class LedgerSummary:
 
     def with_texts(self, texts: Callable[[Pair], Mapping[str, str] | None], note: str | None = None) -> LedgerSummary:
         """Put `texts(pair)` into each listed pair."""
-        never, noise = (
-            [replace(pair, texts=texts(pair)) for pair in pairs] for pairs in (self.never_flipped, self.suspected_noise)
-        )
+
+        def add_texts(pairs: list[Pair]) -> list[Pair]:
+            return [replace(pair, texts=texts(pair)) for pair in pairs]
+
+        never, noise = add_texts(self.never_flipped), add_texts(self.suspected_noise)
         return replace(self, never_flipped=never, suspected_noise=noise, note=note)
 
     def find_texts(self, run: Run, find: FindTexts) -> LedgerSummary:
@@ -150,14 +155,16 @@ class LedgerSummary:
         except (InputError, OSError) as error:
             return replace(self, note=f"Texts are not shown: {error}")
         examples = {pair.example for pair in wanted}
-        n = len(examples - texts.keys())
-        note = f"Its datasets have changed, and lack {n} of these {count(len(examples), 'pair')}" if n else None
+        n_missing = len(examples - texts.keys())
+        note = None
+        if n_missing:
+            note = f"Its datasets have changed, and lack {n_missing} of these {count(len(examples), 'pair')}"
         return self.with_texts(lambda pair: pair.texts or texts.get(pair.example), note)
 
     def lists(self) -> list[PairList]:
-        """Lists of pairs.
+        """Lists of pairs, worst first.
 
-        Empty without pairs, or if none was visited after the first update.
+        There are none if no pair was visited after the first update.
         """
         if not self.lengths:
             return []
@@ -166,11 +173,11 @@ class LedgerSummary:
             f"{'was' if self.n_never_flipped == 1 else 'were'} wrong each time: with a margin never above 0."
         )
         suspected = count(self.n_suspected_noise, "pair was", "pairs were")
-        noise = f"{suspected} never right, and wrong by more than the typical margin of their time."
+        noise = f"{suspected} never ranked right, and wrong by at least the median size of margins at that time."
         if any(pair.scores is None for pair in self.suspected_noise):
-            noise += " Look whether their labels are swapped."
+            noise += " Check whether their labels are swapped."
         if any(pair.scores is not None for pair in self.suspected_noise):
-            noise += " Look whether the scorer is right about those that were drawn."
+            noise += " Check whether the scorer is right about the drawn pairs."
         return [
             PairList("Pairs that never flip", never, self.never_flipped),
             PairList("Suspected label noise", noise, self.suspected_noise),
@@ -178,23 +185,25 @@ class LedgerSummary:
 
     def tables(self) -> list[Table]:
         """Tables of margins against length, and of drift."""
-        found = []
+        tables = []
         for lengths in self.lengths:
-            r = "" if lengths.correlation is None else f", correlation {signed(lengths.correlation, 2)}"
+            correlation = "" if lengths.correlation is None else f", correlation {signed(lengths.correlation, 2)}"
             rows = [[c.difference, f"{c.pairs:,}", signed(c.margin), percent(c.right)] for c in lengths.classes]
             columns = ("chosen minus rejected tokens", "pairs", "mean margin", "ranked right")
-            found.append(Table(f"Margin against length, {lengths.split}{r}", columns, rows))
+            tables.append(Table(f"Margin against length, {lengths.split}{correlation}", columns, rows))
         has_pairs = any(period.margin is not None for period in self.drift)
         names = ("margin", "right", "chosen_change", "rejected_change") if has_pairs else ("policy_chosen",)
         rows = []
         for period in self.drift:
-            updates = " to ".join(dict.fromkeys((f"{period.first_update:,}", f"{period.last_update:,}")))
+            updates = f"{period.first_update:,}"
+            if period.last_update > period.first_update:
+                updates += f" to {period.last_update:,}"
             values = (getattr(period, name) for name in ("loss", *names))
             shown = ("" if value is None else figure(value) for value in values)
             rows.append([f"{period.dataset} ({period.split})", updates, f"{period.visits:,}", *shown])
         columns = ("dataset", "updates", "visits", "loss", *(name.replace("_", " ") for name in names))
         title = "Drift by dataset, means over the visits; a change is policy minus reference"
-        return [*found, Table(title, columns, rows)]
+        return [*tables, Table(title, columns, rows)]
 
 
 def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
@@ -220,25 +229,25 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
 
 class _Pairs:
-    """Pairs of both splits, without ties, as arrays.
+    """Pairs of both splits, without ties: arrays of an entry per pair.
 
-    Ordered by their first visit after the first update.
+    Visits before the first update are left out.
     """
 
     def __init__(self, table: pa.Table) -> None:
-        updates, margins = _numbers(table, "update"), _numbers(table, "margin")
-        applied = updates - _is_train(table)  # updates of the policy before the visit
-        finite = np.isfinite(margins)
+        margins = _numbers(table, "margin")
+        is_first, finite = _is_before_first_update(table), np.isfinite(margins)
         # margins of equal models are rounding errors, even with a float16 reference; the cap is for models that differ
-        rounding = min(abs(margins[finite & (applied == 0)]).max(initial=0.0), LARGEST_ROUNDING)
-        rows = (finite & (applied > 0) & ~_is_tie(table)).nonzero()[0]
+        rounding = min(abs(margins[finite & is_first]).max(initial=0.0), LARGEST_ROUNDING)
+        rows = (finite & ~is_first & ~_is_tie(table)).nonzero()[0]
         self._table, margins = table, margins[rows]
         splits, periods = _codes(table, "split")[rows], _periods(table)[rows]
         # margins grow while training, so each is compared with those of its time
         scale = np.maximum(_medians(abs(margins), periods * 2 + splits), rounding)
         relative = np.divide(margins, scale, out=np.zeros_like(margins), where=scale > 0)
-        keys = _codes(table, "example")[rows] * 2 + splits  # one number per example and split
-        _, self._first, pair, self.visits = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+        ids = _codes(table, "example")[rows] * 2 + splits  # one number per example and split
+        # from here on, indices into `rows` and `margins`: the pair of each visit, and the first and last of each pair
+        _, self._first, pair, self.visits = np.unique(ids, return_index=True, return_inverse=True, return_counts=True)
         n = len(self.visits)
         self._last = np.zeros(n, dtype=np.int64)
         np.maximum.at(self._last, pair, np.arange(len(rows)))
@@ -248,10 +257,11 @@ class _Pairs:
         self.relative = np.bincount(pair, relative, n) / np.maximum(self.visits, 1)
         self._rows, self._margins = rows, margins
 
-    def worst(self, which: np.ndarray, top: int) -> list[Pair]:
-        chosen = which.nonzero()[0]
-        chosen = chosen[np.argsort(self.relative[chosen], kind="stable")][:top]
-        rows = self._table.take(self._rows[self._first[chosen]]).to_pylist()
+    def worst(self, is_listed: np.ndarray, top: int) -> list[Pair]:
+        """The `top` pairs of the lowest relative margins, among those listed."""
+        pairs = is_listed.nonzero()[0]
+        pairs = pairs[np.argsort(self.relative[pairs], kind="stable")][:top]
+        rows = self._table.take(self._rows[self._first[pairs]]).to_pylist()
         return [
             Pair(
                 **{name: row[name] for name in TEXTS},
@@ -262,16 +272,16 @@ class _Pairs:
                 relative_margin=float(self.relative[pair]),
                 **_drawn_parts(row),
             )
-            for row, pair in zip(rows, chosen, strict=True)
+            for row, pair in zip(rows, pairs, strict=True)
         ]
 
     def lengths(self) -> list[Lengths]:
         """Margins against lengths, for each split that has pairs."""
         rows, margins = self._rows[self._last], self._margins[self._last]
-        longer = _numbers(self._table, "chosen_tokens")[rows] - _numbers(self._table, "rejected_tokens")[rows]
+        difference = _numbers(self._table, "chosen_tokens")[rows] - _numbers(self._table, "rejected_tokens")[rows]
         is_train = _is_train(self._table)[rows]
-        found = [("train", is_train), ("eval", ~is_train)]
-        return [_lengths(split, longer[here], margins[here]) for split, here in found if here.any()]
+        masks = {"train": is_train, "eval": ~is_train}
+        return [_lengths(split, difference[mask], margins[mask]) for split, mask in masks.items() if mask.any()]
 
 
 def _drawn_parts(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,48 +292,44 @@ def _drawn_parts(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"texts": texts, "scores": (row["score_chosen"], row["score_rejected"])}
 
 
-def _lengths(split: str, longer: np.ndarray, margins: np.ndarray) -> Lengths:
-    varies = len(longer) > 1 and longer.std() > 0 and margins.std() > 0
-    ends = [f"{low} to {high - 1}" if high - low > 1 else f"{low}" for low, high in pairwise(LENGTHS)]
-    names = [f"below {LENGTHS[0]}", *ends, f"{LENGTHS[-1]} and more"]
-    classes = np.searchsorted(LENGTHS, longer, side="right")
-    return Lengths(
-        split,
-        float(np.corrcoef(longer, margins)[0, 1]) if varies else None,
-        [
-            LengthClass(names[i], len(m), float(m.mean()), float((m > 0).mean()))
-            for i in range(len(names))
-            if len(m := margins[classes == i])
-        ],
-    )
+def _lengths(split: str, difference: np.ndarray, margins: np.ndarray) -> Lengths:
+    varies = len(difference) > 1 and difference.std() > 0 and margins.std() > 0
+    ranges = [f"{low} to {high - 1}" if high - low > 1 else f"{low}" for low, high in pairwise(LENGTHS)]
+    names = [f"below {LENGTHS[0]}", *ranges, f"{LENGTHS[-1]} and more"]
+    class_of_pair = np.searchsorted(LENGTHS, difference, side="right")
+    classes = []
+    for i, name in enumerate(names):
+        in_class = margins[class_of_pair == i]
+        if len(in_class):
+            classes.append(LengthClass(name, len(in_class), float(in_class.mean()), float((in_class > 0).mean())))
+    return Lengths(split, float(np.corrcoef(difference, margins)[0, 1]) if varies else None, classes)
 
 
 def _drift(table: pa.Table) -> list[Period]:
     """Means of each dataset and split by period."""
-    splits, datasets, periods = _codes(table, "split"), _codes(table, "dataset"), _periods(table)
-    keys = np.stack([datasets, splits, periods])
-    groups, group = np.unique(keys, axis=1, return_inverse=True)
+    keys = np.stack([_codes(table, "dataset"), _codes(table, "split"), _periods(table)])  # (3, rows)
+    groups, group_of_row = np.unique(keys, axis=1, return_inverse=True)
     columns = {name: _numbers(table, name) for name in ("loss", "margin", "policy_chosen", "policy_rejected")}
     for side in ("chosen", "rejected"):
         columns[f"{side}_change"] = columns[f"policy_{side}"] - _numbers(table, f"reference_{side}")
-    updates = _numbers(table, "update")
     # visits before the first update, and ties, are neither right nor wrong
-    undecided = np.isnan(columns["margin"]) | (updates == _is_train(table)) | _is_tie(table)
+    undecided = np.isnan(columns["margin"]) | _is_before_first_update(table) | _is_tie(table)
     columns["right"] = np.where(undecided, np.nan, columns["margin"] > 0)
-    names = {name: _take_dictionary(table, name).dictionary.to_pylist() for name in ("dataset", "split")}
+    updates = _numbers(table, "update")
+    datasets, splits = (_take_dictionary(table, name).dictionary.to_pylist() for name in ("dataset", "split"))
     found = []
-    for number, (dataset, split, _) in enumerate(groups.T):
-        rows = (group.ravel() == number).nonzero()[0]
-        when = int(updates[rows].min()), int(updates[rows].max())
+    for group, (dataset, split, _) in enumerate(groups.T):
+        rows = (group_of_row.ravel() == group).nonzero()[0]
+        first, last = int(updates[rows].min()), int(updates[rows].max())
         means = {name: _mean(values[rows]) for name, values in columns.items()}
-        found.append(Period(names["dataset"][dataset], names["split"][split], *when, len(rows), **means))
+        found.append(Period(datasets[dataset], splits[split], first, last, len(rows), **means))
     return found
 
 
 def _mean(values: np.ndarray) -> float | None:
-    """Mean of the finite values, None without any.
+    """Mean of the finite values; None if there are none.
 
-    A skipped update may have NaN.
+    A skipped update has NaN.
     """
     values = values[np.isfinite(values)]
     return float(values.mean()) if len(values) else None
@@ -346,6 +352,13 @@ def _is_train(table: pa.Table) -> np.ndarray:
     return pc.equal(table["split"], "train").to_numpy()
 
 
+def _is_before_first_update(table: pa.Table) -> np.ndarray:
+    """Return whether the policy of each row had no update yet, (rows,)."""
+    updates = _numbers(table, "update")
+    # a training row has the number of its own update, from 1; an evaluation's, the number of updates before it
+    return np.where(_is_train(table), updates == 1, updates == 0)
+
+
 def _is_tie(table: pa.Table) -> np.ndarray:
     """Return whether each row's pair is a tie, (rows,)."""
     if "tie" not in table.schema.names:
@@ -354,9 +367,9 @@ def _is_tie(table: pa.Table) -> np.ndarray:
 
 
 def _periods(table: pa.Table) -> np.ndarray:
-    """Period of each row: a tenth of the run's updates.
+    """Tenth of the run that each row is in, (rows,).
 
-    An evaluation belongs to the updates before it.
+    An evaluation belongs to the updates before it, so one before the first update is in period 0.
     """
     updates = _numbers(table, "update")
     last = max(int(updates.max()), 1) if len(updates) else 1
@@ -364,6 +377,7 @@ def _periods(table: pa.Table) -> np.ndarray:
 
 
 def _medians(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """For each value the median of its group, (values,)."""
     medians = np.empty_like(values)
     for group in np.unique(groups):
         medians[groups == group] = np.median(values[groups == group])

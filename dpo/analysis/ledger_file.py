@@ -84,8 +84,9 @@ def append(stream: Path, columns: Mapping[str, Any]) -> None:
 def _column(field: pa.Field, values: Any, n: int) -> pa.Array:
     if values is None:
         return pa.nulls(n, field.type)
-    is_tensor = pa.types.is_floating(field.type) and not isinstance(values, list)
-    return pa.array(np.asarray(values, dtype=np.float64) if is_tensor else values, field.type)
+    if pa.types.is_floating(field.type) and not isinstance(values, list):  # a tensor
+        values = np.asarray(values, dtype=np.float64)
+    return pa.array(values, field.type)
 
 
 def write_parquet(stream: Path, target: Path) -> int:
@@ -125,7 +126,7 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
 def _groups(stream: Path) -> Iterator[pa.Table]:
     """Yield the rows in tables of ROW_GROUP, the last perhaps smaller.
 
-    They do not depend on how the rows were appended.
+    How the rows were appended does not change the tables.
     """
     waiting, n = [], 0
     for batch in _batches(stream):
@@ -156,7 +157,7 @@ def _schema_in(stream: Path) -> pa.Schema:
     with stream.open("rb") as file, _explaining(stream):
         schema = pa.ipc.open_stream(file).schema
         if schema not in (SCHEMA, ONLINE_SCHEMA):
-            raise pa.ArrowInvalid("its columns are others")
+            raise pa.ArrowInvalid("its columns are not those of a ledger")
     return schema
 
 
@@ -168,10 +169,10 @@ def find_end(stream: Path, size: int) -> int:
     end = 0
     with suppress(InputError):
         _schema_in(stream)
-        for _, place in _appends(stream):
-            if place > size:
+        for _, end_of_append in _appends(stream):
+            if end_of_append > size:
                 break
-            end = place
+            end = end_of_append
     return end
 
 
@@ -191,12 +192,12 @@ def _appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
         yield None, file.tell()
         try:
             for batch in reader:
-                batch.validate(full=True)  # damaged offsets of texts would be read out of bounds
+                batch.validate(full=True)  # else damaged offsets of texts would be read out of bounds
                 yield batch, file.tell()
         except pa.ArrowException:
             return
         except OSError as error:
-            if error.errno is not None:  # the system's; Arrow's own, for a truncated body, has none
+            if error.errno is not None:  # an error of the system; Arrow's own error for a truncated batch has none
                 raise
 
 

@@ -74,33 +74,39 @@ def n_evaluated(run: Run) -> float:
 def evaluation_loss_error(run: Run) -> float:
     """Two standard errors of `loss/eval`; 0 with fewer than 20 updates.
 
-    They come from the widest spread of an example's loss during training, estimated from batches: at the end, training
-    examples may be learned.
+    The spread of an example's loss is estimated from the training batches, in the tenth of the run where it is widest:
+    towards the end, training examples may be learned, and their losses nearly equal.
     """
     losses = run.train.points("loss/train")[1]
     if len(losses) < 20:
         return 0.0
-    batch = max(1.0, number(run.setting("batch_size", 1)))
-    spread = max(float(part.std(ddof=1)) for part in np.array_split(losses, 10)) * math.sqrt(batch)
-    return 2 * spread / math.sqrt(n_evaluated(run))
+    batch_size = max(1.0, number(run.setting("batch_size", 1)))
+    spread_of_batches = max(float(tenth.std(ddof=1)) for tenth in np.array_split(losses, 10))
+    return 2 * spread_of_batches * math.sqrt(batch_size) / math.sqrt(n_evaluated(run))
 
 
 def find_start(run: Run) -> Means | None:
     """Mean loss and margin before, or else in, the first updates."""
-    for split, log, n in (("eval", run.eval, 1), ("train", run.train, updates_at_start(run.has_reference))):
-        values = np.stack([log[f"loss/{split}"], log[f"rewards_{split}/margins"]])[:, :n]
-        first = log.updates[:n]
-        if len(first) == n and first[-1] == (0 if split == "eval" else n) and np.isfinite(values).all():
-            return Means(*map(float, values.mean(1)))
+    n = updates_at_start(run.has_reference)
+    # number of rows, and the `updates` of the last of them; a log that begins later does not show the start
+    for split, log, n_rows, last_update in (("eval", run.eval, 1, 0), ("train", run.train, n, n)):
+        losses, margins = log[f"loss/{split}"][:n_rows], log[f"rewards_{split}/margins"][:n_rows]
+        has_start = len(log) >= n_rows and log.updates[n_rows - 1] == last_update
+        if has_start and np.isfinite(losses).all() and np.isfinite(margins).all():
+            return Means(float(losses.mean()), float(margins.mean()))
     return None
 
 
 def mean_near(run: Run, name: str, examples: float) -> float:
-    """Mean over the tenth of the updates that ends at `examples`."""
-    places, values = run.train.points(name)
-    up_to = values[places <= examples][-max(10, len(values) // 10) :]
-    up_to = up_to if len(up_to) else first_tenth(values)
-    return float(up_to.mean()) if len(up_to) else math.nan
+    """Mean over the tenth of the updates that ends at `examples`.
+
+    Before the first update: over the first tenth.
+    """
+    examples_trained, values = run.train.points(name)
+    tenth = values[examples_trained <= examples][-max(10, len(values) // 10) :]
+    if not len(tenth):
+        tenth = first_tenth(values)
+    return float(tenth.mean()) if len(tenth) else math.nan
 
 
 class Change(NamedTuple):
@@ -109,7 +115,7 @@ class Change(NamedTuple):
     split: str
     chosen_before: float
     chosen_after: float
-    rejected: float  # its change
+    rejected: float  # change of the rejected side
 
     @property
     def chosen(self) -> float:
@@ -123,12 +129,12 @@ class Change(NamedTuple):
 def find_change(run: Run, stem: str = "logps") -> Change | None:
     """Change from the first evaluation to the last, or over the updates."""
     for split, log in (("eval", run.eval), ("train", run.train)):
-        sides = [log.points(f"{stem}_{split}/{side}")[1] for side in SIDES]
-        length = 1 if split == "eval" else max(10, len(sides[0]) // 10)
-        if min(map(len, sides)) < 2 * length:
+        chosen, rejected = (log.points(f"{stem}_{split}/{side}")[1] for side in SIDES)
+        n = 1 if split == "eval" else max(10, len(chosen) // 10)  # values at either end
+        if min(len(chosen), len(rejected)) < 2 * n:
             continue
-        (before, after), (low, high) = ((float(v[:length].mean()), float(v[-length:].mean())) for v in sides)
-        return Change(split, before, after, high - low)
+        rejected_change = float(rejected[-n:].mean()) - float(rejected[:n].mean())
+        return Change(split, float(chosen[:n].mean()), float(chosen[-n:].mean()), rejected_change)
     return None
 
 
@@ -143,7 +149,7 @@ class MarginParts(NamedTuple):
     since_start: bool = False
     chosen_tokens: float = math.nan
     rejected_tokens: float = math.nan
-    length: float = math.nan  # part of the margin; NaN if unknown, or if rewards are per token: length adds nothing
+    length: float = math.nan  # part of the margin due to length; NaN if unknown, or if rewards are per token
     by_pair: bool = False  # `length` was computed for each pair of the ledger, not from means
 
     @property
@@ -199,11 +205,12 @@ def length_by_pair(run: Run) -> float:
         return math.nan
     updates = table["update"].to_numpy()
     names = [f"{kind}_{side}" for kind in ("policy", "reference") for side in SIDES] + [f"{s}_tokens" for s in SIDES]
-    c = {name: table[name].to_numpy()[updates == updates.max()] for name in names}
-    chosen, rejected = (beta * (c[f"policy_{side}"] - c[f"reference_{side}"]) for side in SIDES)
+    last = {name: table[name].to_numpy()[updates == updates.max()] for name in names}
+    chosen, rejected = (beta * (last[f"policy_{side}"] - last[f"reference_{side}"]) for side in SIDES)
+    # under another kind of reward, this mean is not the margin that the run logged
     if not math.isclose(float((chosen - rejected).mean()), margin, rel_tol=0.01, abs_tol=1e-6):
         return math.nan
-    return float(length_part(chosen, rejected, c["chosen_tokens"], c["rejected_tokens"]).mean())
+    return float(length_part(chosen, rejected, last["chosen_tokens"], last["rejected_tokens"]).mean())
 
 
 class Cost(NamedTuple):
@@ -223,7 +230,7 @@ class Cost(NamedTuple):
 
     @property
     def updates_alone(self) -> bool:
-        """Return whether no more than the time in updates is known."""
+        """Return whether `secs` is the time in updates alone."""
         return not self.elapsed_secs >= self.updating_secs
 
     @property
@@ -235,7 +242,8 @@ def measure_cost(run: Run) -> Cost:
     seconds = update_seconds(run)
     tokens = seconds * run.train["tokens_per_second"]
     gpus, processes = run.env.get("gpus"), number(run.env.get("processes"))
-    if isinstance(gpus, list) and gpus:  # a single process uses all GPUs it sees, several use one each
+    if isinstance(gpus, list) and gpus:
+        # several processes use a GPU each, a single one uses all it sees
         devices, kind = (processes if processes > 1 else float(len(gpus))), "GPU"
     else:
         devices, kind = number(run.env.get("cpus")), "CPU"

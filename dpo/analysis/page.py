@@ -150,25 +150,28 @@ def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSum
     found = summarize(run.ledger, top=LEDGER_PAIRS)
     if find_texts is not None:
         found = found.find_texts(run, find_texts)
-    of_data = [pair for pair in found.listed if pair.scores is None]
-    if of_data and not any(pair.texts for pair in of_data):
+    from_data = [pair for pair in found.listed if pair.scores is None]  # texts of drawn pairs are in the ledger
+    if from_data and not any(pair.texts for pair in from_data):
         command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
-        found = replace(found, note="; ".join(filter(None, (found.note, command))))
+        found = replace(found, note=f"{found.note}; {command}" if found.note else command)
     return found
 
 
 def _find_best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
-    """(run, label) of the best tiles among two or more comparable ones."""
-    groups: dict[tuple[str, str], list[tuple[float, Path]]] = {}
+    """(run, label) of the best tiles among two or more comparable ones.
+
+    Tiles of one label are comparable if their runs agree in the settings that the value depends on.
+    """
+    comparable: dict[tuple[str, str], dict[Path, float]] = {}  # worth by run, for each label and those settings
     for section in sections:
         for label, tile in section.tiles.items():
             if section.run.config and math.isfinite(tile.worth):
                 settings = [section.run.setting(key) for key in (*MEASURED_ON, *tile.scale)]
-                key = (label, json.dumps(settings, sort_keys=True))
-                groups.setdefault(key, []).append((tile.worth, section.run.path))
-    return {
-        (path, label)
-        for (label, _), found in groups.items()
-        for worth, path in found
-        if len(found) > 1 and worth == max(found)[0]
-    }
+                runs = comparable.setdefault((label, json.dumps(settings, sort_keys=True)), {})
+                runs[section.run.path] = tile.worth
+    best = set()
+    for (label, _), worth_by_run in comparable.items():
+        if len(worth_by_run) > 1:
+            highest = max(worth_by_run.values())
+            best |= {(path, label) for path, worth in worth_by_run.items() if worth == highest}
+    return best

@@ -26,7 +26,7 @@ from dpo.system.redaction import redact
 from dpo.system.run_directory import PARQUET, STREAM, is_locked
 
 RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
-MOST = 1e100  # sums and pictures of larger numbers overflow
+MOST = 1e100  # larger numbers count as missing: their sums and pictures would overflow
 
 
 def number(value: Any) -> float:
@@ -68,8 +68,8 @@ class Log:
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(examples, values) where the metric is a number."""
         values = self[name]
-        there = np.isfinite(values)
-        return self.examples[there], values[there]
+        finite = np.isfinite(values)
+        return self.examples[finite], values[finite]
 
     def first(self, name: str) -> float:
         return float(next(iter(self.points(name)[1]), math.nan))
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def loss(self) -> str:
-        """Name of the loss, guessed by metrics if settings are lost."""
+        """Name of the loss, guessed from metrics if settings are lost."""
         return str(self.setting("loss.name") or ("dpo" if self.has_pairs else "sft"))
 
     @property
@@ -142,7 +142,7 @@ class Run:
         config = self.setting("loss")
         if not isinstance(config, Mapping) or str(config.get("name")) not in LOSSES:
             return None
-        parts = config.get("weights", {})
+        parts = config.get("weights", {})  # of a mix
         return find_loss(config) if isinstance(parts, Mapping) and parts.keys() <= LOSSES.keys() else None
 
     @property
@@ -187,15 +187,15 @@ class Run:
         values = self.ends(name)[1]
         return float(values.mean()) if len(values) else math.nan
 
-    def samples_at(self, place: int) -> list[dict[str, Any]]:
-        """Samples of the first (0) or the last (-1) evaluation."""
-        return [sample for sample in self.samples if sample["examples"] == self.samples[place]["examples"]]
+    def samples_at(self, end: int) -> list[dict[str, Any]]:
+        """Samples of the first (`end` 0) or the last (`end` -1) evaluation."""
+        return [sample for sample in self.samples if sample["examples"] == self.samples[end]["examples"]]
 
 
 def read_run(path: Path, *, ended: bool = False) -> Run:
     """Read a run's directory.
 
-    `ended`: the run says so itself, though it still holds its lock.
+    `ended`: the run has ended, though its process still holds the lock: it asks for its own last report.
 
     Raises InputError if the path is not a run's directory.
     """
@@ -220,13 +220,11 @@ def _read(path: Path, *, ended: bool) -> Run:
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
     if (run.path / "samples.jsonl").exists() or run.setting("sample_during_eval", True):
         lines = _read_lines(run, "samples.jsonl", lambda line: _is_sample(line) or _is_drawn(line))
-        run.samples, run.drawn = ([line for line in lines if is_one(line)] for is_one in (_is_sample, _is_drawn))
+        run.samples = [line for line in lines if _is_sample(line)]
+        run.drawn = [line for line in lines if _is_drawn(line)]
     run.ledger = _read_ledger(run)
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
-    run.nonfinite, run.saved = (
-        sorted(int(name.removeprefix(kind)) for name in folders if re.fullmatch(rf"{kind}\d+", name))
-        for kind in ("nonfinite-", "step-")
-    )
+    run.nonfinite, run.saved = _find_numbers(folders, "nonfinite-"), _find_numbers(folders, "step-")
     best = (run.path / "BEST").resolve().name
     # the link may lead nowhere, or to a checkpoint that was deleted
     run.best = next((n for n in run.saved if f"step-{n}" == best), None)
@@ -236,9 +234,18 @@ def _read(path: Path, *, ended: bool) -> Run:
     return run
 
 
+def _find_numbers(names: Sequence[str], prefix: str) -> list[int]:
+    """Numbers in the names of the form PREFIX-N, sorted."""
+    return sorted(int(name.removeprefix(prefix)) for name in names if re.fullmatch(rf"{prefix}\d+", name))
+
+
 def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
-    """Read each run once, under a unique name."""
-    runs = list({run.path: run for run in (read_run(path, ended=ended) for path in paths)}.values())
+    """Read each run once, under a unique name.
+
+    Runs with equal names are called by their directories' names or, if these are equal too, by their paths.
+    """
+    read = [read_run(path, ended=ended) for path in paths]
+    runs = list({run.path: run for run in read}.values())
     for names in ([run.name for run in runs], [run.path.name for run in runs], [str(run.path) for run in runs]):
         if len(set(names)) == len(runs):
             for run, name in zip(runs, names, strict=True):
@@ -259,7 +266,7 @@ def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
         return run.state
     if run.nonfinite and run.nonfinite[-1] > done:
         return State("aborted", f"aborted at update {run.nonfinite[-1]:,}: loss or gradient was NaN or infinite")
-    if ended:  # its last checkpoint may still be written
+    if ended:  # the process may still be writing the last checkpoint
         return State("stopped", f"stopped after {progress}")
     if done and run.saved and run.saved[-1] == run.examples:
         return State("stopped", f"stopped after {progress}, and saved there: resume=auto continues it")
@@ -304,31 +311,31 @@ def _read_mapping(run: Run, name: str) -> dict[str, Any]:
     return found
 
 
-def _read_lines(run: Run, name: str, is_one: Callable[[dict], bool]) -> list[dict[str, Any]]:
-    """Read the objects of a file, one per line, that `is_one` accepts."""
+def _read_lines(run: Run, name: str, is_valid: Callable[[dict], bool]) -> list[dict[str, Any]]:
+    """Read a file's valid objects, one per line; note other lines."""
     content = b""
     with _noting_problems(run, name):
         check_readable(run.path / name)
         content = (run.path / name).read_bytes()
-    lines, odd = [], []
-    rows = content.decode("utf-8", "replace").split("\n")
-    for i, row in enumerate(rows, start=1):
-        if not row.strip():
+    objects, unreadable = [], []  # `unreadable`: numbers of lines
+    lines = content.decode("utf-8", "replace").split("\n")
+    for i, line in enumerate(lines, start=1):
+        if not line.strip():
             continue
         try:
-            line = json.loads(row)
+            value = json.loads(line)
         except (ValueError, RecursionError):
-            line = None
-        if isinstance(line, dict) and is_one(line):
-            lines.append(line)
-        elif i < len(rows):  # the last, without a newline, is being written, or was when the run died
-            odd.append(i)
-    if odd:
-        shown = ", ".join(map(str, odd[:5])) + (", ..." if len(odd) > 5 else "")
-        are = "is" if len(odd) == 1 else "are"
-        of = f"{len(odd)} of {count(len(rows) - 1, 'line')}"
-        run.problems.append(f"{name}: {of} cannot be read, and {are} left out ({shown})")
-    return lines
+            value = None
+        if isinstance(value, dict) and is_valid(value):
+            objects.append(value)
+        elif i < len(lines):  # a last line without a newline is still being written, or was when the run died
+            unreadable.append(i)
+    if unreadable:
+        shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
+        are = "is" if len(unreadable) == 1 else "are"
+        how_many = f"{len(unreadable)} of {count(len(lines) - 1, 'line')}"
+        run.problems.append(f"{name}: {how_many} cannot be read, and {are} left out ({shown})")
+    return objects
 
 
 def _read_ledger(run: Run) -> Any:
@@ -364,14 +371,16 @@ def _is_drawn(line: Mapping[str, Any]) -> bool:
 
 
 def rank_answers(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Rank the answers in a record of `Run.drawn`, best first."""
-    answers, names = record["completions"], {record["worst"]: "worst", record["best"]: "best"}
-    others = [place for place in range(len(answers)) if place not in names]
-    places = dict.fromkeys((record["best"], *others, record["worst"]))
-    return [(names.get(place, "another"), answers[place]) for place in places]
+    """(name, answer) of a drawn record: best, others in order, worst."""
+    answers, best, worst = record["completions"], record["best"], record["worst"]
+    names = {worst: "worst", best: "best"}  # an answer that is both is the best
+    others = [i for i in range(len(answers)) if i not in names]
+    order = dict.fromkeys((best, *others, worst))  # without repetition
+    return [(names.get(i, "another"), answers[i]) for i in order]
 
 
 def _inside(node: Any, key: str, default: Any) -> Any:
+    """The value of a dotted key in nested mappings."""
     for part in key.split("."):
         if not isinstance(node, Mapping) or part not in node:
             return default

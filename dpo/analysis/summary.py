@@ -41,40 +41,44 @@ class Row(NamedTuple):
 def describe_run(run: Run) -> str:
     """Loss, adapter, model and data in a line."""
     beta, datasets, model = run.setting("loss.beta"), run.setting("datasets"), run.setting("model.name_or_path")
-    told = [f"loss={run.loss}" + (f" with beta {beta}" if beta is not None else "")]
+    facts = [f"loss={run.loss}" + (f" with beta {beta}" if beta is not None else "")]
     adapter = str(run.setting("lora.name") or "none")
     if adapter != "none":
         kind = {"lora": "LoRA", "qlora": "QLoRA"}.get(adapter, adapter)
         has_reference = run.loss in LOSSES and LOSSES[run.loss].reference
         reference = f", reference {run.setting('lora.reference')}" if has_reference else ""
-        told.append(f"{kind} with r {run.setting('lora.r')}, alpha {run.setting('lora.alpha')}{reference}")
+        facts.append(f"{kind} with r {run.setting('lora.r')}, alpha {run.setting('lora.alpha')}{reference}")
     if run.online:
-        told.append(f"online, {run.setting('online.n_samples')} answers scored by {run.setting('online.scorer')}")
+        facts.append(f"online, {run.setting('online.n_samples')} answers scored by {run.setting('online.scorer')}")
     if model:
-        told.append(f"model {model}")
+        facts.append(f"model {model}")
     if isinstance(datasets, list) and datasets:
-        told.append(f"data {', '.join(map(str, datasets))}")
-    return " \N{MIDDLE DOT} ".join(told)
+        facts.append(f"data {', '.join(map(str, datasets))}")
+    return " \N{MIDDLE DOT} ".join(facts)
 
 
 def give_verdict(run: Run, findings: Sequence[Finding]) -> str:
     """The run in a few short sentences."""
     n = sum(finding.level == WARNING for finding in findings)
     accuracy = run.eval.last("rewards_eval/accuracies")
-    untold = math.isfinite(accuracy) and is_inconclusive(accuracy, n_evaluated(run))
-    looks = f"{count(n, 'warning')} below." if n else "No warnings." if untold else "Nothing looks wrong."
-    return " ".join(
-        [f"{run.state.text.capitalize()}.", _describe_result(run), looks if len(run.train) or len(run.eval) else ""]
-    )
+    is_unclear = math.isfinite(accuracy) and is_inconclusive(accuracy, n_evaluated(run))
+    if not len(run.train) and not len(run.eval):
+        looks = ""
+    elif n:
+        looks = f"{count(n, 'warning')} below."
+    else:
+        looks = "No warnings." if is_unclear else "Nothing looks wrong."
+    return " ".join([f"{run.state.text.capitalize()}.", _describe_result(run), looks])
 
 
 def _describe_result(run: Run) -> str:
     """Sentence on held-out examples or, online, on the scores of answers."""
-    scores, nats = run.ends("online/score"), run.tail("train", "online/kl")
-    if len(scores[0]):
-        first, now = (figure(part.mean()) for part in scores)
-        cost = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
-        return f"The mean score of its answers was {first} at first and is {now} now{cost}."
+    (first, last), nats = run.ends("online/score"), run.tail("train", "online/kl")
+    if len(first):
+        kl = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
+        return (
+            f"The mean score of its answers was {figure(first.mean())} at first and is {figure(last.mean())} now{kl}."
+        )
     examples, losses = run.eval.points("loss/eval")
     accuracy, margin = (run.eval.last(f"rewards_eval/{name}") for name in ("accuracies", "margins"))
     if not len(losses) or examples[-1] == 0:
@@ -118,7 +122,7 @@ def _quality_tiles(run: Run) -> list[Tile]:
         loss = run.tail("train", "loss/train")
         return [Tile("Training loss", figure(loss), "no evaluation yet")] if math.isfinite(loss) else []
     found = []
-    for label, name, sign, say in (
+    for label, name, sign, say in (  # sign: +1 if higher is better, -1 if lower is, 0 if neither
         ("Held-out accuracy", "rewards_eval/accuracies", +1, percent),
         ("Held-out margin", "rewards_eval/margins", 0, figure),
         ("Held-out loss", "loss/eval", -1, figure),
@@ -126,20 +130,21 @@ def _quality_tiles(run: Run) -> list[Tile]:
         examples, values = run.eval.points(name)
         if not len(values):
             continue
-        place, extreme = int((sign * values).argmax()), "highest" if sign > 0 else "lowest"
-        if not sign:
-            sides = [run.eval.last(f"rewards_eval/{side}") for side in ("chosen", "rejected")]
-            detail = f"chosen {signed(sides[0])}, rejected {signed(sides[1])}"
+        best_at, extreme = int((sign * values).argmax()), "highest" if sign > 0 else "lowest"
+        if sign == 0:
+            chosen, rejected = (run.eval.last(f"rewards_eval/{side}") for side in ("chosen", "rejected"))
+            detail = f"chosen {signed(chosen)}, rejected {signed(rejected)}"
         elif len(values) == 1:
             detail = "the first evaluation"
-        elif values[place] == values[-1]:
-            before = "all tied" if values[0] == 0 and examples[0] == 0 and sign > 0 else say(values[0])
-            detail = f"{extreme}{' so far' * (run.state.word != 'complete')}; at the start {before}"
+        elif values[best_at] == values[-1]:
+            all_tied = sign > 0 and values[0] == 0 and examples[0] == 0
+            so_far = "" if run.state.word == "complete" else " so far"
+            detail = f"{extreme}{so_far}; at the start {'all tied' if all_tied else say(values[0])}"
         else:
-            detail = f"{extreme} {say(values[place])} at {count(examples[place], 'example')}"
+            detail = f"{extreme} {say(values[best_at])} at {count(examples[best_at], 'example')}"
         last = float(values[-1])
         # a loss depends on its options, as DPO's does on beta; rewards depend on the reference
-        scale = ("loss",) * (name == "loss/eval") + REFERENCE * run.has_reference
+        scale = (*(("loss",) if name == "loss/eval" else ()), *(REFERENCE if run.has_reference else ()))
         found.append(Tile(label, say(last), detail, sign * last if sign else math.nan, scale))
     return found
 
@@ -151,9 +156,10 @@ def _extent_tiles(run: Run, cost: Cost) -> list[Tile]:
     passes = f", {figure(epochs)} epoch{'' if epochs == 1 else 's'}" if math.isfinite(epochs) else ""
     found = [Tile("Examples", f"{run.examples:,}", f"{updates}{passes}")]
     if cost.secs > 0:
-        spent = ["in updates alone"] * cost.updates_alone
-        spent += [f"{hours(cost.device_hours)} {cost.kind}-hours"] * math.isfinite(cost.devices)
-        found.append(Tile("Time", duration(cost.secs), ", ".join(spent)))
+        details = ["in updates alone"] if cost.updates_alone else []
+        if math.isfinite(cost.devices):
+            details.append(f"{hours(cost.device_hours)} {cost.kind}-hours")
+        found.append(Tile("Time", duration(cost.secs), ", ".join(details)))
     trainable, everything = run.parameters
     if trainable < everything:  # false for NaN
         part = f"{_share(trainable, everything)} of {large(everything)}"
@@ -195,7 +201,7 @@ class Prompted(NamedTuple):
 
 
 def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
-    """Newest samples by prompt, beside the reference's or the first."""
+    """Newest samples by prompt, beside the reference's or the earliest."""
     cards: dict[tuple[str, int], Prompted] = {}
     several = len(runs) > 1
     for run in runs:
@@ -217,7 +223,7 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
                 other = Text(f"{whose}{when}", "reference", shortened(first[i]["policy"]))
             else:
                 continue
-            # runs that are compared may have the same reference: its text is shown once
+            # compared runs may share a reference: its text is shown once
             if not any(text.role == "reference" and text.text == other.text for text in card.texts):
                 card.texts.append(other)
     return list(cards.values())[:MOST_SAMPLES]
@@ -279,7 +285,12 @@ def setting_rows(runs: Sequence[Run], *, different: bool = True) -> list[Row]:
     if len(runs) == 1:
         columns.append(dict(dotted(load_defaults(runs[0].loss if runs[0].loss in LOSSES else None))))
     missing = object()
-    return [row for row in rows if any(c.get(row.name, missing) != columns[0].get(row.name, missing) for c in columns)]
+
+    def differs(name: str) -> bool:
+        values = [column.get(name, missing) for column in columns]
+        return any(value != values[0] for value in values)
+
+    return [row for row in rows if differs(row.name)]
 
 
 def data_rows(runs: Sequence[Run]) -> list[Row]:
@@ -289,9 +300,14 @@ def data_rows(runs: Sequence[Run]) -> list[Row]:
         columns.append({})
         for split in ("train", "test"):
             for key, name in DATA_COUNTS.items():
-                say = percent if key == "chosen_longer" else figure if key.startswith("mean") else "{:,.0f}".format
-                if math.isfinite(value := run.count(f"{split}.{key}")):
-                    columns[-1][f"{split}: {name}"] = say(value)
+                value = run.count(f"{split}.{key}")
+                if not math.isfinite(value):
+                    continue
+                if key == "chosen_longer":
+                    text = percent(value)
+                else:
+                    text = figure(value) if key.startswith("mean") else f"{value:,.0f}"
+                columns[-1][f"{split}: {name}"] = text
     return [row for row in _make_rows(columns) if not set(row.values) <= {"0", "0 %", ABSENT}]
 
 

@@ -23,7 +23,10 @@ class NonFinite(RunError):
 
 
 class NonFiniteGuard(Callback):
-    """Guard against NaN: every rank skips or aborts, rank 0 saves."""
+    """Guard against NaN: every rank skips or aborts.
+
+    Rank 0 saves the examples of the update.
+    """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -60,20 +63,20 @@ class NonFiniteGuard(Callback):
         lines = []
         for row, example in enumerate(update.examples):
             assert example.id is not None  # it came from the data
-            number, index = example.id
-            prompt = self.context.data.train[number]
+            prompt_number, index = example.id
+            prompt = self.context.data.train[prompt_number]
             if row in update.drawn:
                 best, worst = update.drawn[row].pair
                 texts: dict[str, Any] = {"chosen": best.text, "rejected": worst.text}
                 texts |= {"score_chosen": best.score, "score_rejected": worst.score}
             else:
                 texts = prompt.texts(index)
-            if len(texts) == 1:
+            if len(texts) == 1:  # an SFT target
                 texts = {"completion": texts["chosen"]}
-            line = {"prompt": prompt.text, **texts, "prompt_number": number}
+            line = {"prompt": prompt.text, **texts, "prompt_number": prompt_number}
             lines.append(json.dumps(line | {name: column[row] for name, column in columns.items()}) + "\n")
         folder.mkdir(exist_ok=True)
-        for split in ("train", "test"):
+        for split in ("train", "test"):  # a dataset needs both
             (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,14 +111,14 @@ class CourseWarner(Callback):
     def on_update(self, update: Update) -> None:
         for name in ("loss/train", "grad_norm"):
             value = update.metrics[name]
-            if times := self._course.find_spike(name, value):
-                told = f"{name} {value:.4g} is {times:.0f} times its median before"
-                self.context.log(f"warning: update {update.number}: {told}")
+            if ratio := self._course.find_spike(name, value):
+                spike = f"{name} {value:.4g} is {ratio:.0f} times its median before"
+                self.context.log(f"warning: update {update.number}: {spike}")
         if not self._may_collapse:
             return
         loss, margin = update.metrics["loss/train"], update.metrics["rewards_train/margins"]
-        if found := self._course.find_collapse(loss, margin):
-            means, n = found
+        if collapsed := self._course.find_collapse(loss, margin):
+            means, n = collapsed
             self._warn_about_collapse(f"update {update.number}", f"over the last {n} updates ", "train", means)
         if update.number == self._at_start:
             self._course.take_start(self._at_start)
@@ -125,10 +128,11 @@ class CourseWarner(Callback):
         if self._warned or start is None:
             return
         self._warned = True
+        start_margin = round(start.margin, 3) + 0.0  # without rounding errors; -0.0 + 0.0 is 0.0
         self.context.log(
             f"warning: {when}: the run has collapsed: {over}loss/{split} is {now.loss:.4g} (at the start "
             f"{start.loss:.4g}) and rewards_{split}/margins {now.margin:.3g} (at the start "
-            f"{round(start.margin, 3) + 0.0:.3g}). {WHAT_TO_TRY}"
+            f"{start_margin:.3g}). {WHAT_TO_TRY}"
         )
 
     def state_dict(self) -> dict[str, Any]:

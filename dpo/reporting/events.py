@@ -22,12 +22,12 @@ from dpo.settings.plan import Plan
 class Update(NamedTuple):
     """A global batch, trained on, or skipped at a callback's veto."""
 
-    number: int  # counts skipped ones, as `n_examples` does
-    n_examples: int  # so far
+    number: int  # from 1; skipped updates count
+    n_examples: int  # so far, those of skipped updates included
     examples: Sequence[Example]
     table: Mapping[str, torch.Tensor]  # per example, (B,): metrics and the reference's log-probabilities
     metrics: Mapping[str, float]  # means over the examples and grad_norm; in `on_update` also lr and speed
-    drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by place in `examples`
+    drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by index in `examples`
 
 
 class Sample(NamedTuple):
@@ -67,14 +67,17 @@ class Callback:
     """
 
     files: tuple[str, ...] = ()  # files in the run directory that it appends to
-    derived: tuple[str, ...] = ()  # files made from these
+    derived: tuple[str, ...] = ()  # files made from `files`
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Return whether this process gets one; most run on rank 0."""
+        """Return whether this process has this callback.
+
+        Most run on rank 0 alone.
+        """
         return context.rank == 0
 
     def on_start(self) -> None:
@@ -91,7 +94,7 @@ class Callback:
         """Handle an evaluation."""
 
     def on_abort(self, reason: str) -> None:
-        """Handle an end on NaN, for a `reason`; `on_end` follows."""
+        """Handle an abort on NaN, with its `reason`; `on_end` follows."""
 
     def on_end(self) -> None:
         """Handle the end: the run is complete, was stopped, or aborted."""

@@ -34,26 +34,30 @@ class Appender(Callback):
         self._was_off = False
 
     def find_end(self, path: Path, size: int) -> int:
-        """End of the last whole record within `size` bytes: here, all."""
+        """End of the last whole record within `size` bytes.
+
+        Here, where nothing is known about records, all bytes count as whole.
+        """
         return size
 
     def on_start(self) -> None:
         create_run_dir(str(self.run_dir), logs=(*self.files, *self.derived), continued=True)
-        for name in self.files:  # a checkpoint may name any file
+        for name in self.files:  # not those that the checkpoint names: a forged one may name any file
             self._keep_known(self.run_dir / name, self._sizes.get(name))
         if self._was_off:
             self.context.log(f"warning: {', '.join(self.files)}: nothing of what was trained while this was off")
 
     def _keep_known(self, path: Path, size: int | None) -> None:
-        """Keep `size` bytes of a file; None: the checkpoint has none."""
-        found = path.stat().st_size if path.exists() else 0
+        """Cut a file to its `size` in the checkpoint, if any."""
+        on_disk = path.stat().st_size if path.exists() else 0
         if size is None:
-            if found:
+            if on_disk:
                 aside = self._move_aside(path)
                 self.context.log(f"warning: no checkpoint knows {path}: it becomes {aside.name}")
             return
-        end = self.find_end(path, min(size, found))
-        if end < min(size, found):
+        present = min(size, on_disk)  # bytes that the checkpoint counts and that are there
+        end = self.find_end(path, present)
+        if end < present:
             aside = self._move_aside(path)
             with aside.open("rb") as damaged:
                 path.write_bytes(damaged.read(end))
@@ -64,7 +68,7 @@ class Appender(Callback):
         elif end < size:
             self.context.log(f"warning: {path} is missing what was logged before the checkpoint")
             self._move_derived_aside()
-        elif end < found:
+        elif end < on_disk:
             os.truncate(path, end)
 
     def _move_aside(self, path: Path) -> Path:
@@ -77,11 +81,10 @@ class Appender(Callback):
                 move_aside(self.run_dir / name)
 
     def state_dict(self) -> dict[str, Any]:
-        """The size of each file, after syncing it to the disk."""
-        sizes = {}
+        """The size of each file, which is synced to the disk first."""
+        sizes = dict.fromkeys(self.files, 0)
         for name in self.files:
             path = self.run_dir / name
-            sizes[name] = 0
             if path.exists():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
@@ -96,14 +99,14 @@ class LogWriter(Appender):
     """An appender of lines, flushed immediately."""
 
     def find_end(self, path: Path, size: int) -> int:
-        """End of the whole lines; in `.jsonl`, of JSON objects."""
+        """End of the last whole line; in `.jsonl`, of JSON objects."""
         end = 0
-        if not size:
+        if not size:  # the file may be missing
             return end
         with path.open("rb") as file:
             for line in file:
-                whole = line.endswith(b"\n") and end + len(line) <= size
-                if not whole or (path.suffix == ".jsonl" and not _is_object(line)):
+                is_whole = line.endswith(b"\n") and end + len(line) <= size
+                if not is_whole or (path.suffix == ".jsonl" and not _is_object(line)):
                     break
                 end += len(line)
         return end
@@ -111,9 +114,9 @@ class LogWriter(Appender):
     def append(self, name: str, lines: Iterable[str]) -> None:
         path = self.run_dir / name
         with path.open("ab+") as file:
-            if size := file.tell():
-                file.seek(size - 1)
-            if size and file.read() != b"\n":  # truncated by a full disk or another program
+            size = file.tell()
+            file.seek(max(0, size - 1))
+            if size and file.read() != b"\n":  # a full disk or another program cut the last line
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
                 print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
@@ -137,7 +140,7 @@ class FileLogger(LogWriter):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._drawn: list[dict[str, Any]] = []  # by the last update, as it will be written
+        self._drawn: list[dict[str, Any]] = []  # records of the last update's answers, for the next evaluation
 
     def on_start(self) -> None:
         super().on_start()
@@ -146,8 +149,8 @@ class FileLogger(LogWriter):
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
-        drawn = [*update.drawn.values()][: self.context.plan.evaluation.n_eval_model_samples]
-        self._drawn = [_make_record(update.n_examples, one) for one in drawn]
+        shown = [*update.drawn.values()][: self.context.plan.evaluation.n_eval_model_samples]
+        self._drawn = [_make_record(update.n_examples, drawn) for drawn in shown]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         examples = evaluation.n_examples
@@ -171,7 +174,7 @@ class FileLogger(LogWriter):
         self.append("samples.txt", lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Sizes, and drawn answers that may still have to be written."""
+        """Sizes, and drawn answers that the next evaluation will write."""
         return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -189,8 +192,6 @@ class FileLogger(LogWriter):
 
 def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
     """A prompt, its answers in order, and the pair's indices."""
-    answers = [
-        {"text": one.text, "score": one.score, "tokens": len(one.tokens), "ended": one.ended} for one in drawn.answers
-    ]
+    answers = [{"text": a.text, "score": a.score, "tokens": len(a.tokens), "ended": a.ended} for a in drawn.answers]
     pair = {"best": drawn.best, "worst": drawn.worst}
     return {"examples": n_examples, "prompt": drawn.prompt, "completions": answers, **pair}

@@ -26,8 +26,8 @@ class Ledger(Appender):
     """Callback that records the examples of each update and evaluation.
 
     It records skipped updates too. An append is one write of some kilobytes. All rows are read and written as Parquet
-    at the start, at an evaluation if they have doubled, and at the end: together at most three times the cost at the
-    end.
+    at the start, at an evaluation if they have doubled, and at the end. All these writes together cost at most three
+    times as much as the last one.
     """
 
     files, derived = (STREAM,), (PARQUET,)
@@ -55,7 +55,8 @@ class Ledger(Appender):
         self._write()
 
     def on_update(self, update: Update) -> None:
-        self._append("train", update.number, update.number - 1, update.examples, update.table, update.drawn)
+        before = update.number - 1
+        self._append("train", update.number, before, update.examples, update.table, update.drawn)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._append("eval", evaluation.n_updates, evaluation.n_updates, evaluation.examples, evaluation.table)
@@ -74,47 +75,47 @@ class Ledger(Appender):
         self,
         split: str,
         number: int,
-        done: int,
+        n_updates_before: int,
         examples: Sequence[Example],
         table: Mapping[str, torch.Tensor],
         drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
-        """Append the examples of update or evaluation `number`.
+        """Append the examples of an update or evaluation.
 
-        The policy has done `done` updates.
+        `number` is the row's `update` (docs/metrics.md).
         """
         from dpo.analysis.ledger_file import DRAWN, append
 
-        context, n = self.context, len(examples)
-        updates_per_epoch = context.data.report.epoch // context.plan.data.batch_size
-        tokens = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
+        n = len(examples)
+        updates_per_epoch = self.context.data.report.epoch // self.context.plan.data.batch_size
+        n_tokens = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
 
         def pick(metric: str, role: str) -> list[float | None] | None:
-            """Values of a metric, None for examples without this role."""
+            """Values of a metric; an example without this role has None."""
             if metric not in table:
                 return None
-            rows = zip(table[metric].tolist(), examples, strict=True)
-            return [value if role in example.roles else None for value, example in rows]
+            values = table[metric].tolist()
+            return [v if role in example.roles else None for v, example in zip(values, examples, strict=True)]
 
         columns: dict[str, Any] = {
             "example": [example.digest for example in examples],
             "dataset": [example.dataset for example in examples],
             "update": [number] * n,
-            "epoch": [done // updates_per_epoch] * n,
+            "epoch": [n_updates_before // updates_per_epoch] * n,
             "split": [split] * n,
             "policy_chosen": pick(f"logps_{split}/chosen", "chosen"),
             "policy_rejected": pick(f"logps_{split}/rejected", "rejected"),
             "reference_chosen": pick("reference/chosen", "chosen"),
             "reference_rejected": pick("reference/rejected", "rejected"),
-            "chosen_tokens": [by_role.get("chosen") for by_role in tokens],
-            "rejected_tokens": [by_role.get("rejected") for by_role in tokens],
+            "chosen_tokens": [by_role.get("chosen") for by_role in n_tokens],
+            "rejected_tokens": [by_role.get("rejected") for by_role in n_tokens],
             "truncated": [example.truncated for example in examples],
             "loss": table[f"loss/{split}"],
             "margin": table.get(f"rewards_{split}/margins"),
         }
         if self.online:
-            rows = {place: _as_row(one) for place, one in drawn.items()}
-            columns |= {name: [rows.get(place, {}).get(name) for place in range(n)] for name in DRAWN.names}
+            rows = [_as_row(drawn[i]) if i in drawn else {} for i in range(n)]
+            columns |= {name: [row.get(name) for row in rows] for name in DRAWN.names}
         append(self.stream, columns)
         self.rows += n
 
@@ -122,14 +123,14 @@ class Ledger(Appender):
 def _as_row(drawn: Drawn) -> dict[str, Any]:
     """Texts and scores of a prompt's answers, which are stored nowhere else."""
     best, worst = drawn.pair
-    others = [one for i, one in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
+    others = [answer for i, answer in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
     return {
         "tie": drawn.is_tie,
         "prompt": drawn.prompt,
         "chosen": best.text,
         "rejected": worst.text,
-        "others": [one.text for one in others],
+        "others": [answer.text for answer in others],
         "score_chosen": best.score,
         "score_rejected": worst.score,
-        "score_others": [one.score for one in others],
+        "score_others": [answer.score for answer in others],
     }

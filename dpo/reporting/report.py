@@ -11,7 +11,7 @@ from dpo.reporting.events import Callback, Evaluation, RunContext
 from dpo.system.run_directory import REPORT
 
 ROOT = Path(__file__).resolve().parents[2]
-LAST_SECS = 120  # the longest that the end of a run waits for the last report
+LAST_SECS = 120  # the longest that the end of a run waits for its last report
 
 
 class ReportWriter(Callback):
@@ -33,13 +33,14 @@ class ReportWriter(Callback):
         return super().is_wanted(context) and context.plan.logging.report
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        if self._process is None or self._process.poll() is not None:
+        is_running = self._process is not None and self._process.poll() is None
+        if not is_running:
             self._finish(LAST_SECS)
             self._begin()
 
     def on_end(self) -> None:
         """Write the last report, and log its path."""
-        self._finish(0)  # the report of an evaluation lacks the end
+        self._finish(0)  # a report that an evaluation began lacks the end: it is killed
         self._begin("--ended")
         self._finish(LAST_SECS)
         run_dir = self.context.run_dir
@@ -66,20 +67,19 @@ class ReportWriter(Callback):
             self._failure = str(error)
 
     def _finish(self, secs: float) -> None:
-        """Wait for the process, but not longer than this."""
+        """Wait for the process at most `secs`, then kill it."""
         process, self._process = self._process, None
         if process is None:
             return
         try:
-            _, told = process.communicate(timeout=secs)
+            _, errors = process.communicate(timeout=secs)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            for part in (self.context.run_dir / REPORT).parent.glob(f".*.{process.pid}"):
-                part.unlink()  # an unfinished file
+            for unfinished in (self.context.run_dir / REPORT).parent.glob(f".*.{process.pid}"):
+                unfinished.unlink()
             self._failure = f"it took more than {secs} s"
             return
         if process.returncode:
-            lines = told.decode("utf-8", "replace").split("\n")
-            last = next((line for line in reversed(lines) if line.strip()), f"exit status {process.returncode}")
-            self._failure = last[:300]
+            lines = [line for line in errors.decode("utf-8", "replace").split("\n") if line.strip()]
+            self._failure = lines[-1][:300] if lines else f"exit status {process.returncode}"

@@ -36,9 +36,9 @@ class TensorBoardLogger(Callback):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{folder} cannot be written: {error}; choose another local_run_dir") from error
-        # TensorBoard hides what an earlier process logged after the checkpoint
-        after = None if self._n_examples is None else self._n_examples + 1
-        self._writer = SummaryWriter(str(folder), purge_step=after, flush_secs=FLUSH_SECS)
+        # TensorBoard hides the events from this step on: an earlier process logged them after the checkpoint
+        purge_step = None if self._n_examples is None else self._n_examples + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECS)
 
     def on_update(self, update: Update) -> None:
         self._log({**update.metrics, "counters/updates": update.number}, examples=update.n_examples)
@@ -58,7 +58,7 @@ class TensorBoardLogger(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         self._writer.flush()
-        return {"examples": -1 if self._n_examples is None else self._n_examples}
+        return {"examples": -1 if self._n_examples is None else self._n_examples}  # -1: all events are later
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._n_examples = state.get("examples")
@@ -68,7 +68,10 @@ class TensorBoardLogger(Callback):
 
 
 def _as_markdown(samples: Iterable[Sample], who: str) -> str:
-    """Prompts and continuations as literal blocks, which no text ends."""
+    """Prompts and continuations as literal blocks.
+
+    No text of a model can end such a block.
+    """
     parts = []
     for sample in samples:
         if (continuation := getattr(sample, who)) is not None:

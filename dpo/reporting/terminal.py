@@ -15,8 +15,7 @@ from dpo.numbers import clock_time, compact, count
 from dpo.reporting.events import Callback, Evaluation, Update
 from dpo.settings.plan import Plan
 
-# in a log file, for a long evaluation, sampling or update: seconds between two lines on its progress, and before the
-# first line, if the task will take longer than QUIET_SECS
+# in a log file a long task gets a line every QUIET_SECS; the first comes after SOON_SECS if it will take that long
 QUIET_SECS, SOON_SECS = 10, 2
 SHOWN = {  # metrics of an update that are shown: their label and significant digits
     "loss/train": ("loss", 4),
@@ -50,26 +49,26 @@ class Task:
 
     def __init__(self, what: str, *, total: int, done: int, each: int | None, examples: int | None, bar: Any) -> None:
         self.what, self.total, self.done, self.each, self.bar = what, total, done, each, bar
-        self.examples = examples or total * (each or 0)  # fewer if the last item has fewer
-        self.part, self.note = 0.0, ""  # of the current item
-        self.began, self.before = time.monotonic(), done
-        self.elsewhere = 0.0  # seconds spent in other tasks meanwhile
-        self.said: float | None = None  # when its last line was printed
+        self.examples = examples or total * (each or 0)  # the last item may have fewer than `each`
+        self.part, self.note = 0.0, ""  # fraction of the current item that is done, and a text on it
+        self.began, self.done_before = time.monotonic(), done
+        self.elsewhere = 0.0  # seconds spent in tasks inside this one, such as evaluations between updates
+        self.last_line: float | None = None  # time of its last line in a log file
 
     def seconds(self) -> float:
         return time.monotonic() - self.began - self.elsewhere
 
     def seconds_left(self) -> float | None:
         """Seconds left at the speed so far; None while unknown."""
-        done = self.done + self.part - self.before
+        done = self.done + self.part - self.done_before
         return self.seconds() / done * (self.total - self.done - self.part) if done > 0 else None
 
     def is_due(self) -> bool:
         """Return whether a log file should get a line."""
-        if self.said is not None:
-            return time.monotonic() - self.said >= QUIET_SECS
-        left = self.seconds_left() or 0  # the first as soon as the task turns out to be long
-        return self.seconds() >= QUIET_SECS or (self.seconds() >= SOON_SECS and left >= QUIET_SECS)
+        if self.last_line is not None:
+            return time.monotonic() - self.last_line >= QUIET_SECS
+        will_be_long = (self.seconds_left() or 0) >= QUIET_SECS
+        return self.seconds() >= QUIET_SECS or (self.seconds() >= SOON_SECS and will_be_long)
 
     def __str__(self) -> str:
         facts, left = [f"{self.what} {self.done}/{self.total}"], self.seconds_left()
@@ -92,7 +91,7 @@ class Progress(Callback):
     def __init__(self, *, interval: float, silent: bool, each: Mapping[str, int] | None = None) -> None:
         self.interval, self.silent, self.each = interval, silent, each or {}
         self.show_bar = not silent and _shows_bars()
-        self._open: list[Task] = []  # each inside the one before
+        self._open: list[Task] = []  # each runs inside the task before it
         self._last_update = float("-inf")
 
     @classmethod
@@ -117,13 +116,13 @@ class Progress(Callback):
         if self.silent:
             return
         metrics, task = update.metrics, self._open[-1]
-        facts = [f"{name} {compact(metrics[key], n)}" for key, (name, n) in SHOWN.items() if key in metrics]
+        facts = [f"{label} {compact(metrics[name], n)}" for name, (label, n) in SHOWN.items() if name in metrics]
         task.done, task.part = update.number, 0.0
         task.note = "  ".join([*facts, f"{compact(metrics['examples_per_second'])} ex/s"])
         if self.show_bar:
             self._draw(task)
         elif time.monotonic() - self._last_update >= self.interval:
-            self._last_update = task.said = time.monotonic()
+            self._last_update = task.last_line = time.monotonic()
             self.line(str(task))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -176,9 +175,9 @@ class Progress(Callback):
         if self.show_bar:
             self._draw(task)
         elif task.seconds_left() != 0 and task.is_due():
-            rate = "" if task.said is not None or task.seconds_left() is None else " at the rate so far"
-            task.said = time.monotonic()
-            self.line(f"{task}{rate}")
+            is_first_estimate = task.last_line is None and task.seconds_left() is not None
+            task.last_line = time.monotonic()
+            self.line(f"{task}{' at the rate so far' if is_first_estimate else ''}")
 
     def _draw(self, task: Task) -> None:
         task.bar.set_description_str(str(task), refresh=False)

@@ -18,7 +18,7 @@ from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
 
-FINISH_SECS = 300  # W&B's time limit for sending the rest at the end
+FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 
 class WandbLogger(Callback):
@@ -50,7 +50,7 @@ class WandbLogger(Callback):
             "project": redact(plan.wandb.project),
             "entity": redact(plan.wandb.entity),
             "group": redact(plan.wandb.group),
-            "tags": redact(list(plan.wandb.tags)) or None,  # else those of WANDB_TAGS would be dropped
+            "tags": redact(list(plan.wandb.tags)) or None,  # an empty list would replace the tags in WANDB_TAGS
             "notes": redact(plan.wandb.notes),
             "config": redact(plan.nested_values()) | counts,
             "dir": str(self.context.run_dir),
@@ -58,7 +58,7 @@ class WandbLogger(Callback):
             "resume": "allow",
         }
         with explaining(
-            (wandb.Error, ValueError),  # offline too
+            (wandb.Error, ValueError),  # W&B raises them offline too
             lambda why: InputError(f"W&B cannot start: {why}; fix this, or set wandb.enabled=false"),
         ):
             self.run = self._start(wandb, settings)
@@ -75,7 +75,7 @@ class WandbLogger(Callback):
             **settings,
             settings=wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True),  # metadata has the command line
         )
-        offline = None  # the reason
+        offline = None  # the reason why it logs offline
         try:  # with a mode set, a key configured or a terminal to ask on, wandb itself knows what to do
             if not (os.environ.get("WANDB_MODE") or (sys.stdin and sys.stdin.isatty()) or wandb.login(prompt=False)):
                 offline = "no API key and no terminal to ask for one"
@@ -147,11 +147,11 @@ class WandbLogger(Callback):
         """Upload a file of the run, if it exists and is wanted."""
         file = self.context.run_dir / name
 
-        def copy_and_save() -> None:  # W&B would link it, with a warning
+        def copy_and_save() -> None:  # a file outside its own directory W&B would link, with a warning
             copy = Path(self.run.dir) / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
-            self.run.save(escape(str(copy)), base_path=escape(self.run.dir), policy="now")  # it takes patterns
+            self.run.save(escape(str(copy)), base_path=escape(self.run.dir), policy="now")  # these are glob patterns
 
         if self.context.plan.wandb.artifacts and file.is_file():
             self._unless_lost(copy_and_save)
