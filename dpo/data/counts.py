@@ -24,6 +24,7 @@ from dpo.numbers import count
 
 SAMPLE_SIZE = 10_000  # examples of a split whose tokens are counted
 TOKENIZED_AT_ONCE = 1000
+SHOWN_AROUND = 150  # characters of a refused text before and after its EOS
 TEXT_COUNTS = (  # field, and its words after a count: singular, plural
     ("empty_responses", "with an empty response", "with an empty response"),
     ("duplicated_pairs", "duplicated pair", "duplicated pairs"),
@@ -165,14 +166,17 @@ class SplitCounter:
                 self._count_texts(prompt, texts)
             if not prompt.rendered:  # in a rendered chat EOS ends turns
                 used = dict.fromkeys(text for texts in examples for text in (prompt.text, *texts.values()))
-                found = (text for text in used if eos in text and eos_id in self.encode([text])[text])
-                self._with_eos |= dict.fromkeys(found, prompt.text)
+                with_eos = (text for text in used if eos in text and eos_id in self.encode([text])[text])
+                self._with_eos |= dict.fromkeys(with_eos, prompt.text)
             yield prompt
         if self._with_eos:
             text, prompt_text = next(iter(self._with_eos.items()))
+            start = text.index(eos)
+            around = text[max(0, start - SHOWN_AROUND) : start + len(eos) + SHOWN_AROUND]
             raise InputError(
-                f"{count(len(self._with_eos), 'text contains', 'texts contain')} the EOS token {eos!r}, which would "
-                f"end it early; clean the data. The first: {text[:300]!r}, for the prompt {prompt_text[-200:]!r}"
+                f"{count(len(self._with_eos), 'text contains', 'texts contain')} the EOS token {eos!r}, where the "
+                f"model would take the text to end: remove it from the data. The first text has it in {around!r}; "
+                f"its prompt ends in {prompt_text[-SHOWN_AROUND:]!r}"
             )
 
     def _count_texts(self, prompt: Prompt, texts: Mapping[str, str]) -> None:
@@ -198,16 +202,17 @@ class SplitCounter:
         # the vocabulary tells tokenizers with other ids apart, whatever their files
         vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
         digest, lengths = hashlib.sha256(repr(vocabulary).encode()), []
-        places = _sample_examples(prompts.counts)
-        for start in range(0, len(places), TOKENIZED_AT_ONCE):
-            sample = read_examples(prompts, places[start : start + TOKENIZED_AT_ONCE])
+        sampled = _sample_examples(prompts.counts)
+        for start in range(0, len(sampled), TOKENIZED_AT_ONCE):
+            sample = read_examples(prompts, sampled[start : start + TOKENIZED_AT_ONCE])
             ids = self.encode(text for example in sample for text in (example.prompt.text, *example.texts.values()))
             for prompt, _, texts in sample:
                 digest.update(repr([ids[text] for text in (prompt.text, *texts.values())]).encode())
                 whole = append_eos(prompt.text, list(texts.values()), ids, tokenizer, rendered=prompt.rendered)
+                whole_prompt, whole_responses = whole
                 prompt_ids, responses = truncate(*whole, prompt.truncation_mode, max_length, max_prompt_length)
-                counts["truncated_prompts"] += len(prompt_ids) < len(whole[0])
-                counts["truncated_responses"] += responses != whole[1]
+                counts["truncated_prompts"] += len(prompt_ids) < len(whole_prompt)
+                counts["truncated_responses"] += responses != whole_responses
                 if tuple(texts) == TRAINS_ON["pairs"]:
                     counts["identical_pairs"] += responses[0] == responses[1]
                 lengths.append((len(prompt_ids), dict(zip(texts, map(len, responses), strict=True))))
@@ -234,11 +239,15 @@ def _are_joined(prompt: str, response: str) -> bool:
 
 
 def _sample_examples(counts: np.ndarray) -> list[tuple[int, int]]:
-    """Ids of all examples, or of a random sample, in no order."""
+    """Ids of all examples, or of a random sample, in no order.
+
+    An id is (index of the prompt, index of the example in its prompt); `counts` has the number of examples per prompt.
+    """
     ends = np.cumsum(counts)
     drawn: Sequence[int] = range(int(counts.sum()))
     if len(drawn) > SAMPLE_SIZE:
         drawn = random.Random(0).sample(drawn, SAMPLE_SIZE)
-    numbers = np.array(drawn, dtype=np.int64)
-    places = np.searchsorted(ends, numbers, side="right")
-    return list(zip(places.tolist(), (numbers - (ends - counts)[places]).tolist(), strict=True))
+    examples = np.array(drawn, dtype=np.int64)
+    prompts = np.searchsorted(ends, examples, side="right")  # the prompt of each example
+    first_examples = (ends - counts)[prompts]
+    return list(zip(prompts.tolist(), (examples - first_examples).tolist(), strict=True))

@@ -13,8 +13,8 @@ from dpo.settings.recorded import plan_model, read_plan
 
 CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
-# the keys of a run's config that are used; its other keys are at most shown
-MATTERS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets", "local_dirs", "seed", "trainer")
+# prefixes of the keys of a run's config that are used; its other keys are at most shown
+USED_KEYS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets", "local_dirs", "seed", "trainer")
 
 
 class Origin(NamedTuple):
@@ -65,7 +65,7 @@ def find_origin(
     file = adapter / POLICY_FILE if adapter else archive  # another program's adapter has none, whatever lies around it
     places = [place for place in (file.parent, file.parent.parent) if file.is_file() and (place / CONFIG).is_file()]
     run_dir = places[0] if places else None
-    recorded = read_plan(run_dir / CONFIG, keys=MATTERS) if run_dir else None
+    recorded = read_plan(run_dir / CONFIG, prefixes=USED_KEYS) if run_dir else None
     base = weights.base or (recorded.model.name_or_path if recorded else None)
     problem = _find_problem(weights, base)
     if model is not None and (alone or problem):

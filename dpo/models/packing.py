@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dpo.data.examples import Example
 
-ATTENTION_LENGTH = 2048  # tokens in a row for which attention costs as much as the rest; measured on a small model
+ATTENTION_LENGTH = 2048  # row length at which attention costs as much as matrix products; measured on a small model
 NONE = -1  # tree index of padding, branch index of a prompt
 
 
@@ -41,21 +41,21 @@ class Packed:
     slots: torch.Tensor  # (N,): response * T + index in the response
     response_index: torch.Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
-    _masks: tuple[Any, Any] | None = None  # (purpose, masks)
+    _cached_masks: tuple[str, dict[str, Any]] | None = None  # the form of the last masks, and these
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """Apply `change` to every tensor, to move or pin it."""
         tensors = (getattr(self, field.name) for field in fields(self)[:-2])
         return Packed(*map(change, tensors), shape=self.shape)
 
-    def masks(self, purpose: Any, make: Callable[[], Any]) -> Any:
-        """Return `make()`, cached by purpose.
+    def cache_masks(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the last masks if they have this form, else `make()`.
 
-        Policy and reference often share masks. Only the last ones are kept.
+        Policy and reference often need the same masks, one after the other.
         """
-        if self._masks is None or self._masks[0] != purpose:
-            self._masks = (purpose, make())
-        return self._masks[1]
+        if self._cached_masks is None or self._cached_masks[0] != form:
+            self._cached_masks = (form, make())
+        return self._cached_masks[1]
 
 
 def count_tokens(example: Example) -> int:
@@ -164,9 +164,9 @@ def _fill_rows(trees: list[_Tree], length: int) -> tuple[list[list[_Tree]], int]
 
 
 def _cost(filling: tuple[list[list[_Tree]], int]) -> float:
-    """Relative cost of rows: matrix products per token, plus attention.
+    """Relative cost of rows, as of their number and length.
 
-    Attention costs as much as the rest in rows of ATTENTION_LENGTH.
+    A token costs 1 for the matrix products, and length / ATTENTION_LENGTH for attention.
     """
     rows, length = filling
     return len(rows) * length * (1 + length / ATTENTION_LENGTH)

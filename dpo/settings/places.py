@@ -52,7 +52,9 @@ class Source:
             raise InputError(f"{key}={value} must be {what}")
         columns = value.get("columns") or {}
         if columns and name in built_in():
-            raise InputError(f"{key}.columns={columns}: {name} has columns of its own; choose another name for your data")
+            raise InputError(
+                f"{key}.columns={columns}: {name} has columns of its own; choose another name for your data"
+            )
         if not isinstance(columns, Mapping) or set(columns) - set(COLUMNS) or not all(map(is_text, columns.values())):
             what = f"map some of {', '.join(COLUMNS)} to your names: {{prompt: question, chosen: best}}"
             raise InputError(f"{key}.columns={columns} must {what}")
