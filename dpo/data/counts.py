@@ -9,6 +9,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 
@@ -129,11 +130,11 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
     if per_epoch == 0:
         return 0, examples
     if n_examples is not None:
-        whole = max(0, -(-(n_examples - per_epoch * batch_size) // examples))  # full epochs before the last one
-        if n_epochs is None or whole < n_epochs:
-            # the batch that reaches n_examples is the last; at least one always runs
-            last = max(1, -(-(n_examples - whole * examples) // batch_size))
-            return whole * per_epoch + last, whole * remainder
+        whole_epochs = max(0, ceil((n_examples - per_epoch * batch_size) / examples))  # before the one that is cut off
+        if n_epochs is None or whole_epochs < n_epochs:
+            # the batch that reaches n_examples is the last one; at least one always runs
+            updates_in_last = max(1, ceil((n_examples - whole_epochs * examples) / batch_size))
+            return whole_epochs * per_epoch + updates_in_last, whole_epochs * remainder
     return n_epochs * per_epoch, n_epochs * remainder
 
 

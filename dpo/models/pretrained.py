@@ -186,9 +186,10 @@ def disable_dropout(model: torch.nn.Module) -> None:
     """
     holders: list[Any] = list(model.modules())
     # many modules share a config, which may contain others (multimodal models): zero each once
-    configs = {id(c): c for m in holders for c in (getattr(m, "config", None),) if c is not None}
+    own = [module.config for module in holders if getattr(module, "config", None) is not None]
+    configs = {id(config): config for config in own}
     for config in list(configs.values()):
-        configs.update({id(c): c for c in vars(config).values() if hasattr(c, "to_dict")})
+        configs.update({id(inner): inner for inner in vars(config).values() if hasattr(inner, "to_dict")})
     for holder in [*holders, *configs.values()]:
         if isinstance(holder, torch.nn.modules.dropout._DropoutNd):
             holder.p = 0.0

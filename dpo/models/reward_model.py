@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,12 @@ class RewardModel:
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         texts = [self.encode(prompt, answer.text) for prompt, answer in zip(prompts, answers, strict=True)]
-        longest_first = sorted(range(len(texts)), key=lambda place: -len(texts[place]))
+        longest_first = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
         scores = [0.0] * len(texts)
         for start in range(0, len(texts), self.rows):
-            places = longest_first[start : start + self.rows]
-            for place, score in zip(places, self.forward([texts[i] for i in places]).tolist(), strict=True):
-                scores[place] = score
+            indices = longest_first[start : start + self.rows]
+            for i, score in zip(indices, self.forward([texts[i] for i in indices]).tolist(), strict=True):
+                scores[i] = score
         return scores
 
     def check(self, prompt: Prompt) -> None:
@@ -74,8 +75,9 @@ class RewardModel:
     def forward(self, texts: Sequence[Ids]) -> torch.Tensor:
         """Score texts: (B,) in float32."""
         pad = self.pad
-        if pad is None:  # without padding the model scores the last token, else the last one that is not this
-            pad = min({*range(len(texts) + 1)} - {text[-1] for text in texts})
+        if pad is None:  # any token that ends no text: the model scores at the last token that is not padding
+            last_tokens = {text[-1] for text in texts}
+            pad = next(token for token in itertools.count() if token not in last_tokens)
         self.model.config.get_text_config().pad_token_id = pad
         width = max(map(len, texts))
         ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in texts], device=self.model.device)
