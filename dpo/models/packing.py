@@ -26,10 +26,10 @@ NONE = -1  # tree index of padding, branch index of a prompt
 
 @dataclass
 class Packed:
-    """R packed rows of L tokens, and the places of scored tokens.
+    """R packed rows of L tokens, and the positions of scored tokens.
 
-    A row has several trees. All tensors are int64. N is the number of scored tokens, U the number of responses, T the
-    largest number of tokens in one response, B the number of examples.
+    A row has several trees. All tensors are int64. N is the number of scored tokens, U the number of distinct
+    responses, T the largest number of tokens in one response, B the number of examples.
     """
 
     input_ids: torch.Tensor  # (R, L)
@@ -105,22 +105,26 @@ def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, le
     The row length is `length` or, if None, the cheapest one up to twice `row_tokens`, rounded up to a multiple of
     `alignment`. A prompt is repeated if its responses do not all fit into `row_tokens` with it.
     """
-    indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> index
-    count = 0
+    indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> distinct response -> index
+    n_responses = 0
     for prompt, responses, *_ in examples:
         for response in responses:
-            known = indices.setdefault(prompt, {})
-            if response not in known:
-                known[response] = count
-                count += 1
-    response_index = [[indices[p][response] for response in responses] for p, responses, *_ in examples]
-    trees = [tree for prompt, known in indices.items() for tree in _trees(prompt, known, row_tokens)]
-    trees.sort(key=lambda tree: -tree.length)  # first-fit-decreasing wastes little room
-    # longer rows waste less room but cost more attention, so try several lengths
-    lengths = _row_lengths(trees, alignment) if length is None else [-(-length // alignment) * alignment]
+            of_prompt = indices.setdefault(prompt, {})
+            if response not in of_prompt:
+                of_prompt[response] = n_responses
+                n_responses += 1
+    response_index = [[indices[prompt][response] for response in responses] for prompt, responses, *_ in examples]
+    trees = [tree for prompt, responses in indices.items() for tree in _trees(prompt, responses, row_tokens)]
+    trees.sort(key=lambda tree: tree.length, reverse=True)  # first-fit-decreasing wastes little space
+    # longer rows waste less space but cost more attention, so try several lengths
+    lengths = _row_lengths(trees, alignment) if length is None else [_round_up(length, alignment)]
     rows, length = min((_fill_rows(trees, length) for length in lengths), key=_cost)
-    longest = max(len(response) for known in indices.values() for response in known)
-    return _write(rows, length, np.asarray(response_index).T, (count, longest))
+    longest = max(len(response) for responses in indices.values() for response in responses)
+    return _write(rows, length, np.asarray(response_index).T, (n_responses, longest))
+
+
+def _round_up(length: int, alignment: int) -> int:
+    return -(-length // alignment) * alignment
 
 
 def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[_Tree]:
@@ -141,25 +145,25 @@ def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[
 def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
     """Row lengths to try, from the longest tree's to twice that.
 
-    At most the sum of all trees, rounded up to multiples of `alignment`.
+    None is longer than all trees in one row. Lengths are rounded up to multiples of `alignment`.
     """
     longest = max(1, trees[0].length)
     most = max(longest, min(2 * longest, sum(tree.length for tree in trees)))
     lengths = (longest + (most - longest) * i // 16 for i in range(17))  # trying every length would take long
-    return sorted({-(-length // alignment) * alignment for length in lengths})
+    return sorted({_round_up(length, alignment) for length in lengths})
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> tuple[list[list[_Tree]], int]:
-    """Put each tree, the longest first, into the first row with room."""
+    """Put each tree, the longest first, into the first row with space."""
     rows: list[list[_Tree]] = []
-    room: list[int] = []
+    free: list[int] = []  # tokens of each row
     for tree in trees:
-        row = next((i for i, free in enumerate(room) if free >= tree.length), len(rows))
+        row = next((i for i, n_free in enumerate(free) if n_free >= tree.length), len(rows))
         if row == len(rows):
             rows.append([])
-            room.append(length)
+            free.append(length)
         rows[row].append(tree)
-        room[row] -= tree.length
+        free[row] -= tree.length
     return rows, length
 
 

@@ -177,10 +177,12 @@ def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
         name = f"online.reward_model={online.reward_model}"
         return Scorer(name, model, digest, in_parallel=True, notes=notes, check=model.check)
     if online.scorer == "function":
-        digest, score, file = "", shorter, _parse_file(online.function)  # only rank 0 scores, and loads the function
+        file = _parse_file(online.function)
         if not dist.is_initialized() or dist.get_rank() == 0:
             score = load_function(online.function)
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        else:  # rank 0 scores all answers: the function is not loaded here, nor this one called
+            score, digest = shorter, ""
         return Scorer(f"online.function={online.function}", score, from_rank_0(digest), file=file)
     score = count_keyword(online.keyword) if online.scorer == "keyword" else shorter
     return Scorer(f"online.scorer={online.scorer}", score)

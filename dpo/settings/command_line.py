@@ -272,9 +272,9 @@ def _find_unusable_files(line: CommandLine, directory: Path) -> Iterator[str]:
 class GuardedLoader(ConfigLoaderImpl):
     """Hydra's loader, under which a user's config files name no code.
 
-    The command line may, if anything does. It composes every config that Hydra uses, of each job of a sweep before the
-    first one starts. So neither the content of the user's files nor the way in which they are chosen matters, only what
-    they come to.
+    Only the command line may name code, and only that of NAMES_CODE. The loader composes every config that Hydra uses,
+    of each job of a sweep before the first one starts. So it compares what the user's files come to, whatever they
+    contain and however they are chosen.
     """
 
     def load_configuration(
@@ -285,16 +285,17 @@ class GuardedLoader(ConfigLoaderImpl):
             hydras = [o for o in overrides if parse_key(o).startswith("hydra") and parse_key(o) != SEARCH_PATH]
             try:
                 plain = super().load_configuration(config_name, hydras, *args, **kwargs)
-            except COMPOSING:  # they choose a file of the user
+            except COMPOSING:  # Hydra's own overrides choose a file of the user
                 plain = super().load_configuration(config_name, [], *args, **kwargs)
-            expected, given = _find_code(plain), {*HYDRAS_OWN, *map(parse_key, overrides)}
-            changed = [key for key, value in _find_code(config).items() if expected.get(key, ABSENT) != value]
+            allowed, without_files = {*HYDRAS_OWN, *map(parse_key, overrides)}, _find_code(plain)
+            changed = [key for key, value in _find_code(config).items() if without_files.get(key, ABSENT) != value]
             problem = "--config-dir: {} may be set on the command line alone, if at all"
-            exit_on([problem.format(key) for key in changed if key not in given])
+            exit_on([problem.format(key) for key in changed if key not in allowed])
         return config
 
 
 def _find_code(config: DictConfig) -> dict[str, Any]:
+    """The keys of a config that can name code, and their values."""
     whole: Any = OmegaConf.to_container(config, resolve=False)
     hydras = {key: value for key, value in dotted(whole["hydra"], "hydra.") if not key.startswith(HOW_COMPOSED)}
     return hydras | {key: value for key, value in dotted(whole) if key in NAMES_CODE and value}
