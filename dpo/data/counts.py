@@ -104,21 +104,24 @@ class Preflight:
 
     def describe(self, batch_size: int) -> str:
         """Text to print before a run starts."""
-        lines = [self.train.describe("train"), self.test.describe("test")]
-        joined = {name: s for name, s in (("train", self.train), ("test", self.test)) if s.joined_words}
+        splits = ("train", self.train), ("test", self.test)
+        lines = [report.describe(split) for split, report in splits]
+        joined = [(split, report) for split, report in splits if report.joined_words]
         if joined:
-            counted = (f"{s.joined_words:,} of {count(s.examples, 'example')} ({name})" for name, s in joined.items())
+            counted = (
+                f"{report.joined_words:,} of {count(report.examples, 'example')} ({split})" for split, report in joined
+            )
+            first_report = joined[0][1]
             lines.append(
                 f"warning: in {' and '.join(counted)} a response follows its prompt without a space, as in "
-                f"{next(iter(joined.values())).joined_example!r}; texts are used verbatim: begin responses with a "
-                f"space, or end prompts with one"
+                f"{first_report.joined_example!r}; texts are used verbatim: begin responses with a space, or end "
+                f"prompts with one"
             )
-        dropped = count(self.dropped_examples, "example in a partial batch is", "examples in partial batches are")
-        lines.append(
-            f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
-            + f"; {dropped} dropped" * (self.dropped_examples > 0)
-        )
-        return "\n".join(lines)
+        updates = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
+        if self.dropped_examples:
+            dropped = count(self.dropped_examples, "example in a partial batch is", "examples in partial batches are")
+            updates += f"; {dropped} dropped"
+        return "\n".join([*lines, updates])
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

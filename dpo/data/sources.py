@@ -218,7 +218,8 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[
         separator = next((other for other in (";", "\t") if other in first_line), separator)
     reader = csv.reader(itertools.chain([first_line], lines), delimiter=separator, strict=True)
     header: list[str] = []
-    number = n_lines = 0  # of the last record; read up to its end
+    number = 0  # of records so far
+    n_lines = 0  # of the file up to the end of the last record
     try:
         for fields in reader:
             if not header:

@@ -35,8 +35,8 @@ POLICY, REFERENCE = "policy", "reference"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 PREFIX = "base_model.model."  # begins every name in PEFT's files
 SPECS = {"r": "int >= 1", "lora_alpha": "number > 0"}  # for the keys of PEFT's config that are used here
-# Keys that do not change what an adapter computes once it is trained; those that say which layers are adapted are among
-# them, as the file of weights names the layers. With any other key set, an adapter is refused.
+# Keys that do not change what a trained adapter computes. The keys that name the adapted layers are among them, because
+# the file of weights names these layers too. An adapter with any other key set is refused.
 HARMLESS = {
     *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),

@@ -61,9 +61,6 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     trained += f" on {', '.join(sources)}" if sources else ""
     trained += f", {saved['step_idx']:,} examples" if isinstance(saved.get("step_idx"), int) else ""
     form = f"`{MEANINGS[HH]}`" if prompt_format == HH else MEANINGS.get(str(prompt_format))
-    numbers = {key: value for key, value in _as_mapping(saved.get("metrics")).items() if isinstance(value, int | float)}
-    metrics = {f"`{key}`": f"{value:.6g}" for key, value in numbers.items()}
-    about_metrics = "Means over the evaluation examples, at this checkpoint.\n\n" if metrics else ""
     shown = [key for key in SETTINGS if key in values and key not in SHOWN_ELSEWHERE]
     title = name or f"{Path(base).name}, {loss or 'trained'}"
     paragraphs = (
@@ -73,7 +70,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         "Prompts were tokenized without special tokens added, and every response ended with the EOS token."
         + (f" Form of a prompt: {form}." if form else ""),
         "## Evaluation",
-        about_metrics + _make_table("metric | value", metrics, "This checkpoint was saved without an evaluation."),
+        _show_evaluation(_as_mapping(saved.get("metrics"))),
         "## Training data",
         _make_table("dataset | source", sources, NO_CONFIG),
         *_count_data(origin.run_dir),
@@ -86,6 +83,12 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     )
     text = "\n\n".join((f"---\n{metadata.to_yaml()}\n---", *paragraphs))
     (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+
+
+def _show_evaluation(metrics: Mapping[str, Any]) -> str:
+    rows = {f"`{key}`": f"{value:.6g}" for key, value in metrics.items() if isinstance(value, int | float)}
+    intro = "Means over the evaluation examples, at this checkpoint.\n\n" if rows else ""
+    return intro + _make_table("metric | value", rows, "This checkpoint was saved without an evaluation.")
 
 
 def _make_table(header: str, rows: Mapping[str, str], otherwise: str) -> str:

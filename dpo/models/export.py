@@ -136,17 +136,18 @@ def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: 
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
-    """Load the weights to write into a model without weights.
+    """Give a model without weights those that the export writes.
 
-    Those that stay as they are in their file are mapped.
+    Weights that stay as they are in their file are mapped.
     """
     state = read_archive(origin.weights.archive, model, key="") if adapter is None else _merge(origin, adapter, dtype)
-    named = model.state_dict(keep_vars=True)
-    stored = {id(named[name]): name for name in reversed(named) if name in state}  # tied weights are one object
-    for name in stored.values():
+    weights = model.state_dict(keep_vars=True)
+    # tied weights are one object with several names, of which the state may have any: take the first there
+    stored_names = {id(weights[name]): name for name in reversed(weights) if name in state}
+    for name in stored_names.values():
         if state[name].is_floating_point():  # one by one, so that there is no second copy of the model
             state[name] = state[name].to(dtype or state[name].dtype)
-    model.load_state_dict({name: state[stored[id(weight)]] for name, weight in named.items()}, assign=True)
+    model.load_state_dict({name: state[stored_names[id(weight)]] for name, weight in weights.items()}, assign=True)
     model.tie_weights()
 
 

@@ -119,23 +119,24 @@ def notes_on(reward: RewardModel, plan: Plan) -> tuple[str, ...]:
 
 
 def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
-    name, trusts = plan.online.reward_model, plan.model.trust_remote_code
-    key, found = f"online.reward_model={name}", {"cache_dir": plan.run.cache_dir}
+    name = plan.online.reward_model
+    key = f"online.reward_model={name}"
+    source = {"cache_dir": plan.run.cache_dir, "trust_remote_code": plan.model.trust_remote_code}
     wanted = "give a sequence classification model with one output"
     if (Path(name).expanduser() / CONFIG).is_file():
         raise InputError(f"{key} is an adapter: merge it into its base, and {wanted}")
     with explaining_load_errors("reward model", name), _silenced():
-        model_config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trusts, **found)
+        model_config = transformers.AutoConfig.from_pretrained(name, **source)
         if model_config.num_labels != 1:
             saved_as = ", ".join(model_config.architectures or ["model"])
             raise InputError(f"{key} is a {saved_as} with {model_config.num_labels} outputs (num_labels): {wanted}")
         loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-            name, trust_remote_code=trusts, **found, dtype="auto", device_map={"": device}, output_loading_info=True
+            name, **source, dtype="auto", device_map={"": device}, output_loading_info=True
         )
         model, loading = loaded
     refuse_gaps(loading, key, f"{wanted}, saved with its head")
     with explaining_load_errors("tokenizer of the reward model", name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trusts, **found)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     disable_dropout(model)
     reward = RewardModel(model, tokenizer, rows=rows)
     if reward.limit is not None and reward.limit <= plan.online.max_new_tokens:
@@ -168,7 +169,7 @@ def _count_positions(model: Any, tokenizer: Any) -> int | None:
     limits = [tokenizer.model_max_length] if tokenizer.model_max_length < 10**9 else []  # a huge number: not known
     if limit is not None and limit > 0:  # XLNet says -1
         tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.num_embeddings == limit]
-        paddings = [t.padding_idx for t in tables if t is not model.get_input_embeddings()]
-        before = [padding + 1 for padding in paddings if padding is not None]
-        limits.append(limit - max(before, default=0))  # RoBERTa's positions begin after the padding's
+        paddings = [table.padding_idx for table in tables if table is not model.get_input_embeddings()]
+        unused = [padding + 1 for padding in paddings if padding is not None]
+        limits.append(limit - max(unused, default=0))  # RoBERTa's positions begin after the padding's
     return min(limits, default=None)

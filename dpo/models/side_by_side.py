@@ -259,8 +259,8 @@ def _load(name: str, origin: Origin, beta: float | None, bases: dict[Hashable, A
             plan, _find_dtype(origin), weights.archive, attn_implementation=attention, device_map=device_map
         )
         bases[key] = (quantize(base) if plan.quantized else base).eval()
-    adapter, autocast = None, plan.model.autocast
-    if weights.adapter is not None:
-        add_stored_adapter(bases[key], read_adapter(weights.adapter), adapter := name)
-    beta = beta or plan.values.get("loss.beta")
-    return Side(name, bases[key], beta, DTYPES[autocast] if autocast else None, adapter)
+    adapter = None if weights.adapter is None else name
+    if adapter is not None:
+        add_stored_adapter(bases[key], read_adapter(weights.adapter), adapter)
+    autocast = DTYPES[plan.model.autocast] if plan.model.autocast else None
+    return Side(name, bases[key], beta or plan.values.get("loss.beta"), autocast, adapter)
