@@ -58,10 +58,11 @@ class Columns(NamedTuple):
 
 def find_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Names of the fields that any record has, and their kinds."""
-    known = getattr(rows, "column_names", None)  # of a datasets.Dataset, which would take long to read twice
-    names = known if known is not None else dict.fromkeys(key for row in rows for key in row)
-    first = list(islice(rows, LOOKED_AT))
-    return {name: _kind([row[name] for row in first if row.get(name) is not None]) for name in names}
+    names = getattr(rows, "column_names", None)  # of a datasets.Dataset, which would take long to read twice
+    if names is None:
+        names = dict.fromkeys(key for row in rows for key in row)
+    first_rows = list(islice(rows, LOOKED_AT))
+    return {name: _kind([row[name] for row in first_rows if row.get(name) is not None]) for name in names}
 
 
 def _kind(values: Sequence[Any]) -> str:

@@ -111,7 +111,7 @@ class Preflight:
             counted = (
                 f"{report.joined_words:,} of {count(report.examples, 'example')} ({split})" for split, report in joined
             )
-            first_report = joined[0][1]
+            _, first_report = joined[0]
             lines.append(
                 f"warning: in {' and '.join(counted)} a response follows its prompt without a space, as in "
                 f"{first_report.joined_example!r}; texts are used verbatim: begin responses with a space, or end "

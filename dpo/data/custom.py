@@ -129,8 +129,8 @@ def _common_start(*texts: str) -> str:
 def _split_messages(
     prompt: str | Messages | None, responses: Sequence[Messages], tokenizer: Any, where: str
 ) -> tuple[Messages, list[Messages]]:
-    for messages in (prompt, *responses):
-        for message in messages if isinstance(messages, list) else ():
+    for messages in (prompt if isinstance(prompt, list) else [], *responses):
+        for message in messages:
             get_field(message, "role", where)
             if tokenizer.eos_token and tokenizer.eos_token in get_field(message, "content", where):
                 raise InputError(f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: {message!r}")

@@ -72,12 +72,12 @@ def read_examples(prompts: Sequence[Prompt], places: Iterable[tuple[int, int]]) 
 
     A place is (index of the prompt, index of the example in its prompt).
     """
-    read, known = [], None
+    examples, prompt = [], None
     for number, index in places:
-        if known is None or known.number != number:  # examples of a prompt come one after another: decode it once
-            known = prompts[number]
-        read.append(TextExample(known, index, known.texts(index)))
-    return read
+        if prompt is None or prompt.number != number:  # examples of a prompt come one after another: decode it once
+            prompt = prompts[number]
+        examples.append(TextExample(prompt, index, prompt.texts(index)))
+    return examples
 
 
 def iterate_examples(

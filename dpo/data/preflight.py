@@ -97,10 +97,10 @@ def build_table(
     """
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
     sources = {"dataset_sources": options.dataset_sources, "cache_dir": cache_dir, "tokenizer": tokenizer}
-    made = {"trains_on": options.trains_on, "with_messages": options.online, "notes": notes}
+    wanted = {"trains_on": options.trains_on, "with_messages": options.online, "notes": notes}
     lengths = {"max_length": options.max_length, "max_prompt_length": options.max_prompt_length}
     for split in SPLITS:
-        prompts = iterate_prompts(get_dataset, options.names, split, silent=silent, **made, **sources)
+        prompts = iterate_prompts(get_dataset, options.names, split, silent=silent, **wanted, **sources)
         counter, path = SplitCounter(encode), place / f"{split}.arrow"
         write_prompts(path, counter.watch(prompts))
         reports[split] = asdict(counter.count_tokens(PromptTable(path), **lengths))

@@ -97,15 +97,15 @@ def _make_table(header: str, rows: Mapping[str, str], otherwise: str) -> str:
 
 
 def _describe(model: Any, adapter: StoredAdapter | None) -> str:
-    whole = ""
+    about_model = ""
     if model is not None:
-        whole = f"Class: `{type(model).__name__}`, weights in {str(model.dtype).removeprefix('torch.')}."
+        about_model = f"Class: `{type(model).__name__}`, weights in {str(model.dtype).removeprefix('torch.')}."
     if adapter is None:
-        return whole
+        return about_model
     layers = ", ".join(sorted({f"`{layer.rpartition('.')[2]}`" for layer in adapter.layers}))
     lora = f"LoRA adapter (r {adapter.r}, alpha {adapter.alpha:g}; {layers})"
-    if whole:
-        return f"The {lora} is merged into it. {whole}"
+    if about_model:
+        return f"The {lora} is merged into it. {about_model}"
     return f"This is the {lora}: peft loads it with its base; keep the dtype below, or the logits differ from training."
 
 
@@ -167,11 +167,11 @@ def _describe_licence(licence: Mapping[str, str]) -> str:
 def _find_licence(base: str, cache_dir: str | None) -> dict[str, str]:
     """The licence in the base model's card, if on this machine."""
     data = read_metadata(base, cache_dir)
-    found = {key: data.get(key) for key in ("license", "license_name", "license_link")}
-    found = {key: value for key, value in found.items() if isinstance(value, str) and value}
-    if not found.get("license_link", "https://").startswith(("https://", "http://")):  # a file beside that card
-        del found["license_link"]
-    return {"license": OTHER if found.keys() - {"license_link"} else UNKNOWN} | found
+    fields = {key: data.get(key) for key in ("license", "license_name", "license_link")}
+    licence = {key: value for key, value in fields.items() if isinstance(value, str) and value}
+    if not licence.get("license_link", "https://").startswith(("https://", "http://")):  # a file beside the base's card
+        del licence["license_link"]
+    return {"license": OTHER if licence.keys() - {"license_link"} else UNKNOWN} | licence
 
 
 def find_prompt_format(origin: Origin) -> str | None:

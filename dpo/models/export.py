@@ -156,9 +156,9 @@ def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) ->
     plan, has_run = origin.plan, origin.run_dir is not None
     base_dtype = DTYPES[plan.model.policy_dtype] if has_run else None
     base = load_base(plan, base_dtype, origin.weights.archive, attn_implementation="eager")
-    for name in layers_to_quantize(base) if has_run and plan.quantized else ():
-        layer = base.get_submodule(name)
-        layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
+    if has_run and plan.quantized:
+        for layer in map(base.get_submodule, layers_to_quantize(base)):
+            layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
     return merge_adapter(base, adapter, dtype)
 
 

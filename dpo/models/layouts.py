@@ -102,8 +102,8 @@ class Padded:
     def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
         """Score each example's responses, (sides, B, T)."""
         rows = inputs.input_ids, inputs.attention_mask, inputs.labels
-        found = sequence_logps(model, *rows, with_squares=with_squares)
-        return found.map(lambda values: values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)))
+        by_row = sequence_logps(model, *rows, with_squares=with_squares)
+        return by_row.map(lambda values: values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)))
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
@@ -144,8 +144,8 @@ class SharedPrefix:
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
         """Score each example's responses, (sides, B, T)."""
-        found = run_as_forward(model, partial(packed_logps, with_squares=with_squares), inputs, self.windows)
-        return found.map(lambda values: values.to(inputs.response_index.device)[inputs.response_index])
+        by_response = run_as_forward(model, partial(packed_logps, with_squares=with_squares), inputs, self.windows)
+        return by_response.map(lambda values: values.to(inputs.response_index.device)[inputs.response_index])
 
 
 def row_tokens(max_length: int) -> int:

@@ -59,10 +59,10 @@ class Scorer(NamedTuple):
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
-            found = len(scores) if len(scores) < len(answers) else f"more than {len(answers)}"
-            raise ScorerFailed(f"{self.name} gave {found} scores for {len(answers)} answers")
+            n_scores = len(scores) if len(scores) < len(answers) else f"more than {len(answers)}"
+            raise ScorerFailed(f"{self.name} gave {n_scores} scores for {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
-            if not abs(score) <= LARGEST:  # nor is NaN
+            if not abs(score) <= LARGEST:  # true for NaN too
                 raise ScorerFailed(f"{self.name} gave the score {score} to the answer {answer.text[:200]!r}")
         return scores
 
@@ -120,12 +120,12 @@ def raising_exit() -> Iterator[None]:
 
 def _tell(error: BaseException, file: Path | None) -> str:
     try:
-        said = one_sentence(error)
-    except Exception:  # in the user's own class
-        said = "?"
+        message = one_sentence(error)
+    except Exception:  # of the `__str__` of the user's own class
+        message = "?"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     place = f" ({file}, line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {said}{place}"
+    return f"{type(error).__name__}: {message}{place}"
 
 
 def _parse_file(place: str) -> Path:

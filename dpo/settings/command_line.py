@@ -1,7 +1,7 @@
 """Checks of the command line before Hydra sees it.
 
 Options must be on an allow-list, no secret may be written down, and no key may name code to run. Hydra stops at the
-first override it cannot apply; this finds all of them, and all other problems of the rest.
+first override that it cannot apply; these checks find all such overrides, and the problems of the other overrides.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def parse(arguments: list[str]) -> CommandLine:
     Raises ValueError for an option that is unknown, abbreviated or refused.
     """
     options, overrides, config_dir = [], [], None
-    left = iter(arguments)
-    for argument in left:
+    remaining = iter(arguments)
+    for argument in remaining:
         if not argument.startswith("-"):
             overrides.append(_find_sign(argument) + argument)
             continue
@@ -154,7 +154,7 @@ def parse(arguments: list[str]) -> CommandLine:
             raise ValueError(f"{name} is not an option here; there are {', '.join((*FLAGS, *WITH_VALUE))}")
         words = [argument]
         if name in WITH_VALUE and not has_value:
-            value = next(left, "")
+            value = next(remaining, "")
             words.append(value)
         if name in CONFIG_DIR_OPTIONS:
             if not value:
@@ -296,9 +296,9 @@ class GuardedLoader(ConfigLoaderImpl):
 
 def _find_code(config: DictConfig) -> dict[str, Any]:
     """The keys of a config that can name code, and their values."""
-    whole: Any = OmegaConf.to_container(config, resolve=False)
-    hydras = {key: value for key, value in dotted(whole["hydra"], "hydra.") if not key.startswith(HOW_COMPOSED)}
-    return hydras | {key: value for key, value in dotted(whole) if key in NAMES_CODE and value}
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    hydras = {key: value for key, value in dotted(values["hydra"], "hydra.") if not key.startswith(HOW_COMPOSED)}
+    return hydras | {key: value for key, value in dotted(values) if key in NAMES_CODE and value}
 
 
 def _explain(override: str, error: Exception, places: list[Path]) -> str:

@@ -344,8 +344,8 @@ def _find_loss(options: Mapping[str, Any]) -> Loss:
     name, weights = options.get("name"), options.get("weights", {})
     if not isinstance(name, str) or name not in LOSSES:
         return LOSSES["dpo"]
-    known = {part: weight for part, weight in weights.items() if part in LOSSES and LOSSES[part].can_be_mixed}
-    return find_loss({**options, "weights": known} if weights else options)
+    valid = {part: weight for part, weight in weights.items() if part in LOSSES and LOSSES[part].can_be_mixed}
+    return find_loss({**options, "weights": valid} if weights else options)
 
 
 def _find_reference(values: Mapping[str, Any]) -> str:

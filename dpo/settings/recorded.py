@@ -30,8 +30,8 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
     # read twice: `read_yaml` refuses what an untrusted file may hold, and OmegaConf reads numbers as Hydra wrote them
     values = read_yaml(path)
     try:
-        if found := re.search(r"\$\{[^}]*\}?", str(values)):
-            raise ValueError(f"{found[0]!r:.100} is an interpolation, not a value")
+        if interpolation := re.search(r"\$\{[^}]*\}?", str(values)):
+            raise ValueError(f"{interpolation[0]!r:.100} is an interpolation, not a value")
         config = OmegaConf.load(path)
         flat = flatten(config)
         plan = resolve(with_defaults(config))

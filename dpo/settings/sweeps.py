@@ -110,9 +110,9 @@ class Sweep:
 def _read_evaluations(log: Path) -> list[dict[str, Any]]:
     if not log.is_file():
         return []
-    whole = (line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n"))
-    lines = [json.loads(line) for line in whole]
-    return [line for line in lines if line["split"] == "eval" and line["examples"] > 0]
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]  # a killed job may leave part of a line
+    return [entry for entry in entries if entry["split"] == "eval" and entry["examples"] > 0]
 
 
 def as_table(summaries: Sequence[dict[str, Any]]) -> str:

@@ -241,7 +241,7 @@ def _explain_missing(key: str, v: Values) -> str:
 
 
 def _may_be_pairwise(key: str) -> bool:
-    """Return whether a key weighs a loss of pairs, or none known."""
+    """Return whether a key weighs a loss of pairs, or an unknown loss."""
     loss = LOSSES.get(key.removeprefix(WEIGHTS))
     return key.startswith(WEIGHTS) and (loss is None or loss.trains_on == "pairs")
 
@@ -300,8 +300,8 @@ def _find_broken(values: Values, plan: Plan, level: Level) -> Iterator[str]:
             if (keys and not set_keys) or not broken(values, plan):
                 continue
             for key in set_keys or ("",):  # a check without keys is reported once
-                found = {**facts, **values, "KEY": key, "VALUE": values.get(key)}
-                yield _fill(sentence, found) if isinstance(sentence, str) else sentence(values, plan)
+                fillers = {**facts, **values, "KEY": key, "VALUE": values.get(key)}
+                yield _fill(sentence, fillers) if isinstance(sentence, str) else sentence(values, plan)
 
 
 def _fill(sentence: str, values: Values) -> str:
