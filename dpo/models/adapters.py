@@ -111,7 +111,7 @@ def read_adapter(directory: Path) -> StoredAdapter:
 
 
 def _find_unsupported(written: Mapping[str, Any], weights: Iterable[str]) -> list[str]:
-    """What an adapter has beside plain LoRA on linear layers.
+    """Parts of an adapter beyond plain LoRA on linear layers.
 
     These are settings in its config, and up to three names of weights.
     """

@@ -104,12 +104,18 @@ def masked_attention_backward(
 
 
 def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Group query heads (R, H, L, D) by key head: (R * K, H / K, L, D)."""
+    """Group query heads by key head.
+
+    Returns (R * K, H / K, L, D) for (R, H, L, D).
+    """
     return x.unflatten(1, (key.shape[1], -1)).flatten(0, 1)
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention probabilities of a block: (R * K, H / K * rows, columns), float32."""
+    """Attention probabilities of a block, in float32.
+
+    Returns (R * K, H / K * rows, columns).
+    """
     scores = (q @ k.mT).float().mul_(scale)
     scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)
     return scores.softmax(-1)

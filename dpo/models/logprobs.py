@@ -106,7 +106,7 @@ def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Mask to add to attention scores, on a CPU faster than a bool one.
+    """Mask to add to attention scores: faster than bool on CPUs.
 
     It is 0 where a token is seen, and the dtype's minimum elsewhere.
     """

@@ -325,7 +325,7 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
 
 
 def _explain_absent_key(key: str, config_dir: Path) -> str:
-    """A sentence with the options of the key's group that have the key."""
+    """A sentence with the options of a group that have the key."""
     group, _, name = key.partition(".")
     options = {file.stem: name in load_file(file) for file in sorted(config_dir.glob(f"{group}/*.yaml"))}
     having = [option for option, has_key in options.items() if has_key]

@@ -105,9 +105,9 @@ class Rule(NamedTuple):
 
 @cache
 def read_rule(spec: str) -> Rule:
-    """Read a spec: a kind of KINDS, bounds, "or null" and a reason.
+    """Read a spec: a kind, bounds, "or null" and a reason.
 
-    All but the kind are optional. Examples: `int >= 1`, `number [0, 1)`, `path or null`,
+    All but the kind (of KINDS) are optional. Examples: `int >= 1`, `number [0, 1)`, `path or null`,
     `int >= 2 or null: the newest may be corrupt`.
     """
     condition, colon, reason = spec.partition(":")
