@@ -241,7 +241,7 @@ def _explain_missing(key: str, v: Values) -> str:
 
 
 def _may_be_pairwise(key: str) -> bool:
-    """Return whether a key weighs a loss of pairs or an unknown one."""
+    """Return whether a key weighs pairs, or an unknown loss."""
     loss = LOSSES.get(key.removeprefix(WEIGHTS))
     return key.startswith(WEIGHTS) and (loss is None or loss.trains_on == "pairs")
 
