@@ -6,6 +6,7 @@ Modules that only `se` needs are imported where they are used, for a quick start
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -190,11 +191,11 @@ def get_se(
     for row in _progress(stripped, "SE", silent):
         responses = [" " + answer["text"] for answer in row["answers"]]
         scores = [answer["pm_score"] for answer in row["answers"]]
-        later_of = ((i, j) for i in range(len(scores)) for j in range(i + 1, len(scores)))
+        index_pairs = itertools.combinations(range(len(scores)), 2)  # (earlier, later)
         first_score = dict(zip(reversed(responses), reversed(scores), strict=True))  # a repeated text keeps its first
         data[f"\n\nHuman: {row['question']}\n\nAssistant:"] = {
             "responses": responses,
-            "pairs": [(i, j) if scores[i] > scores[j] else (j, i) for i, j in later_of],
+            "pairs": [(i, j) if scores[i] > scores[j] else (j, i) for i, j in index_pairs],
             "sft_target": max(responses, key=first_score.__getitem__),
         }
     return data
@@ -236,31 +237,9 @@ def get_dataset(
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
-        rows, origin = load_rows(source, split, cache_dir), source.path
-        if not source.has_no_splits:
-            origin += f" ({split})"
-        try:
-            data = get_own(rows, origin, tokenizer, source.columns, name=name, trains_on=trains_on)
-        except ColumnsError as error:
-            if split == "train" or source.has_no_splits:
-                raise
-            here, there = find_columns(rows), find_columns(load_rows(source, "train", cache_dir))
-            if here.keys() == there.keys():
-                raise
-            raise InputError(
-                f"{origin} has the columns {', '.join(here)}, and its train split has {', '.join(there)}: name the "
-                f"columns of both splits alike"
-            ) from error
+        data = _load_own(name, split, source, cache_dir, tokenizer, trains_on)
     if source.has_no_splits and name != "se":  # se makes its own test split
-        n_prompts, data = len(data), data.select_split(split)
-        if n_prompts == 1 and not data:
-            raise InputError(
-                f"dataset {name} ({source.path}) has no examples in its train split, as its only prompt is held out as "
-                f"test split: add prompts, or give a directory of train and test files"
-            )
-        if split == "test":  # its other notes are on the same records as those of train
-            of_all = f"{len(data):,} of {n_prompts:,}"
-            data.notes = [f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {of_all}"]
+        data = _hold_out(data, name, split, source)
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
     first = next(iter(data.values()))
@@ -268,6 +247,40 @@ def get_dataset(
     if not silent:
         print("".join(f"{note}\n" for note in data.notes), end="")
     return data
+
+
+def _load_own(
+    name: str, split: str, source: Source, cache_dir: str | None, tokenizer: Any, trains_on: str
+) -> PreferenceData:
+    rows, origin = load_rows(source, split, cache_dir), source.path
+    if not source.has_no_splits:
+        origin += f" ({split})"
+    try:
+        return get_own(rows, origin, tokenizer, source.columns, name=name, trains_on=trains_on)
+    except ColumnsError as error:
+        if split == "train" or source.has_no_splits:
+            raise
+        columns, train_columns = find_columns(rows), find_columns(load_rows(source, "train", cache_dir))
+        if columns.keys() == train_columns.keys():
+            raise
+        raise InputError(
+            f"{origin} has the columns {', '.join(columns)}, and its train split has {', '.join(train_columns)}: name "
+            f"the columns of both splits alike"
+        ) from error
+
+
+def _hold_out(data: PreferenceData, name: str, split: str, source: Source) -> PreferenceData:
+    """One split of a source without splits."""
+    part = data.select_split(split)
+    if len(data) == 1 and not part:
+        raise InputError(
+            f"dataset {name} ({source.path}) has no examples in its train split, as its only prompt is held out as "
+            f"test split: add prompts, or give a directory of train and test files"
+        )
+    if split == "test":  # the notes on the records themselves are printed with the train split
+        share = f"{len(part):,} of {len(data):,}"
+        part.notes = [f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {share}"]
+    return part
 
 
 def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:

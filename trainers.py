@@ -235,6 +235,7 @@ class Trainer:
         counters = self.state.count(len(batch.examples))  # before any veto: skipped updates count
         means = reduced.means(batch.examples, batch.weights)
         means["grad_norm"] = reduced.scalars["grad_norm"]
+        means["grad_norm"] = reduced.scalars["grad_norm"]
         update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
         if self.callbacks.allow(update) and any(batch.weights):  # if all are ties, momentum would still move weights
             self.optimizer.step()

@@ -42,8 +42,8 @@ def common_format(formats: Mapping[str, str | None], datasets: Iterable[str]) ->
 
     None too if one is unknown. `formats` has the forms of the user's own data, as the preflight recorded them.
     """
-    found = {HH if name in IN_HH_FORM else formats.get(name) for name in datasets}
-    return found.pop() if len(found) == 1 else None
+    distinct = {HH if name in IN_HH_FORM else formats.get(name) for name in datasets}
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 def choose_form(form: str, trained_on: str | None, tokenizer: Any) -> str:
@@ -116,10 +116,11 @@ def _turns(dialogue: str, answer: str) -> Messages:
     """
     _, *parts, _ = TURN.split(dialogue)
     messages: Messages = []
-    for speaker, said in zip(parts[::2], [*parts[1::2], answer], strict=True):
+    speakers, texts = parts[::2], [*parts[1::2], answer]  # the last speaker is the assistant, whose turn is open
+    for speaker, text in zip(speakers, texts, strict=True):
         role = "user" if speaker == HUMAN else "assistant"
         if messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += f"\n\n{said.strip()}"
+            messages[-1]["content"] += f"\n\n{text.strip()}"
         else:
-            messages.append({"role": role, "content": said.strip()})
+            messages.append({"role": role, "content": text.strip()})
     return messages

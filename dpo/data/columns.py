@@ -26,6 +26,7 @@ OTHER_NAMES = {
 PLAIN = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accepts without quotes
 DIALOGUE, PROSE, OTHER = "dialogue", "prose", ""  # kinds of content; see `_kind`
 LOOKED_AT = 100  # records that decide the kind
+RESPONSES = PAIRS[1:]  # the columns that pairs need: these may begin with the prompt
 
 
 class ColumnsError(InputError):
@@ -57,10 +58,11 @@ class Columns(NamedTuple):
 
 def find_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Names of the fields that any record has, and their kinds."""
-    known = getattr(rows, "column_names", None)  # of a datasets.Dataset, which would take long to read twice
-    names = known if known is not None else dict.fromkeys(key for row in rows for key in row)
-    first = list(islice(rows, LOOKED_AT))
-    return {name: _kind([row[name] for row in first if row.get(name) is not None]) for name in names}
+    names = getattr(rows, "column_names", None)  # of a datasets.Dataset, which would take long to read twice
+    if names is None:
+        names = dict.fromkeys(key for row in rows for key in row)
+    first_rows = list(islice(rows, LOOKED_AT))
+    return {name: _kind([row[name] for row in first_rows if row.get(name) is not None]) for name in names}
 
 
 def _kind(values: Sequence[Any]) -> str:
@@ -98,37 +100,42 @@ def recognize_columns(
     fit.
     """
     _check_given(present, given, name, origin)
+    # by our name, the columns that may be meant
     fitting = {ours: [given[ours]] if ours in given else _find(ours, present, given) for ours in COLUMNS}
+    fitting["prompt"], input_column = _separate_input(fitting["prompt"])
     forms = [form for form in dict.fromkeys(chain.from_iterable(FORMS.values())) if given.keys() <= set(form)]
-    complete = [form for form in forms if all(fitting[ours] for ours in form if (form, ours) != (PAIRS, "prompt"))]
-    usable = [form for form in complete if form in FORMS[trains_on]]
-    beside = {}
-    by_name = sorted((column.strip().lower(), column) for column in fitting["prompt"])
-    if [name for name, _ in by_name] == ["input", "instruction"]:  # as in Alpaca
-        (_, extra), (_, instruction) = by_name
-        beside, fitting["prompt"] = {"input": extra}, [instruction]
-    if not usable:
+    required = {form: RESPONSES if form == PAIRS else form for form in forms}
+    complete = [form for form in forms if all(fitting[ours] for ours in required[form])]
+    form = next((form for form in complete if form in FORMS[trains_on]), None)
+    if form is None:
         raise ColumnsError(_explain_missing(present, fitting, complete, name=name, origin=origin, trains_on=trains_on))
-    form = usable[0]
-    whole = form == PAIRS and all(  # the prompt and a response each
-        ours in given or present[fitting[ours][0]] == DIALOGUE for ours in ("chosen", "rejected")
+    hold_prompt = form == PAIRS and all(  # chosen and rejected
+        ours in given or present[fitting[ours][0]] == DIALOGUE for ours in RESPONSES
     )
-    if not (whole or fitting["prompt"]):
-        fitting["prompt"] = fitting["messages"]  # chosen and rejected are the last message of that chat
+    if not (hold_prompt or fitting["prompt"]):
+        fitting["prompt"] = fitting["messages"]  # a chat before the messages chosen and rejected
     for ours in form:
         if len(fitting[ours]) > 1:
             which = " or ".join(fitting[ours])
             raise ColumnsError(f"{origin}: {ours} may be {which}: choose one, as in {_override(name, form, fitting)}")
-    used = {ours: fitting[ours][0] for ours in form if fitting[ours]} | (beside if "prompt" in form else {})
+    used = {ours: fitting[ours][0] for ours in form if fitting[ours]} | (input_column if "prompt" in form else {})
     unused = [column for column, kind in present.items() if kind and column not in used.values()]
-    if form == PAIRS and unused and not (whole or "prompt" in used):
-        known = {**fitting, "prompt": unused if len(unused) == 1 else []}
+    if form == PAIRS and unused and not (hold_prompt or "prompt" in used):
+        suggested = {**fitting, "prompt": unused if len(unused) == 1 else []}
         raise ColumnsError(
             f"{origin} has chosen and rejected, and which column is their prompt is not known: it may be "
-            f"{' or '.join(unused)}. Give {_override(name, PAIRS, known)}, or, if the prompt is what chosen and "
-            f"rejected begin with, {_override(name, PAIRS[1:], fitting)}"
+            f"{' or '.join(unused)}. Give {_override(name, PAIRS, suggested)}, or, if the prompt is what chosen and "
+            f"rejected begin with, {_override(name, RESPONSES, fitting)}"
         )
     return Columns(used, unused)
+
+
+def _separate_input(columns: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Separate Alpaca's `input` from its prompt, the `instruction`."""
+    by_name = {column.strip().lower(): column for column in columns}
+    if len(columns) == 2 and by_name.keys() == {"instruction", "input"}:
+        return [by_name["instruction"]], {"input": by_name["input"]}
+    return columns, {}
 
 
 def _explain_missing(
@@ -164,9 +171,9 @@ def _check_given(present: Iterable[str], given: Mapping[str, str], name: str, or
             f"of targets ({', '.join(TARGETS)}), or messages alone"
         )
     for ours, theirs in given.items():
-        if len(twice := [other for other, column in given.items() if column == theirs]) > 1:
+        if len(sharing := [other for other, column in given.items() if column == theirs]) > 1:
             raise InputError(
-                f"dataset_sources.{name}.columns gives {theirs} for {' and '.join(twice)}: give each its own"
+                f"dataset_sources.{name}.columns gives {theirs} for {' and '.join(sharing)}: give each its own"
             )
         if theirs not in present:
             raise ColumnsError(

@@ -9,6 +9,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 
@@ -24,6 +25,7 @@ from dpo.numbers import count
 
 SAMPLE_SIZE = 10_000  # examples of a split whose tokens are counted
 TOKENIZED_AT_ONCE = 1000
+SHOWN_AROUND = 150  # characters of a refused text before and after its EOS
 TEXT_COUNTS = (  # field, and its words after a count: singular, plural
     ("empty_responses", "with an empty response", "with an empty response"),
     ("duplicated_pairs", "duplicated pair", "duplicated pairs"),
@@ -102,21 +104,24 @@ class Preflight:
 
     def describe(self, batch_size: int) -> str:
         """Text to print before a run starts."""
-        lines = [self.train.describe("train"), self.test.describe("test")]
-        joined = {name: s for name, s in (("train", self.train), ("test", self.test)) if s.joined_words}
+        splits = ("train", self.train), ("test", self.test)
+        lines = [report.describe(split) for split, report in splits]
+        joined = [(split, report) for split, report in splits if report.joined_words]
         if joined:
-            counted = (f"{s.joined_words:,} of {count(s.examples, 'example')} ({name})" for name, s in joined.items())
+            counted = (
+                f"{report.joined_words:,} of {count(report.examples, 'example')} ({split})" for split, report in joined
+            )
+            _, first_report = joined[0]
             lines.append(
                 f"warning: in {' and '.join(counted)} a response follows its prompt without a space, as in "
-                f"{next(iter(joined.values())).joined_example!r}; texts are used verbatim: begin responses with a "
-                f"space, or end prompts with one"
+                f"{first_report.joined_example!r}; texts are used verbatim: begin responses with a space, or end "
+                f"prompts with one"
             )
-        dropped = count(self.dropped_examples, "example in a partial batch is", "examples in partial batches are")
-        lines.append(
-            f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
-            + f"; {dropped} dropped" * (self.dropped_examples > 0)
-        )
-        return "\n".join(lines)
+        updates = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
+        if self.dropped_examples:
+            dropped = count(self.dropped_examples, "example in a partial batch is", "examples in partial batches are")
+            updates += f"; {dropped} dropped"
+        return "\n".join([*lines, updates])
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -128,11 +133,11 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
     if per_epoch == 0:
         return 0, examples
     if n_examples is not None:
-        whole = max(0, -(-(n_examples - per_epoch * batch_size) // examples))  # full epochs before the last one
-        if n_epochs is None or whole < n_epochs:
-            # the batch that reaches n_examples is the last; at least one always runs
-            last = max(1, -(-(n_examples - whole * examples) // batch_size))
-            return whole * per_epoch + last, whole * remainder
+        whole_epochs = max(0, ceil((n_examples - per_epoch * batch_size) / examples))  # before the one that is cut off
+        if n_epochs is None or whole_epochs < n_epochs:
+            # the batch that reaches n_examples is the last one; at least one always runs
+            updates_in_last = max(1, ceil((n_examples - whole_epochs * examples) / batch_size))
+            return whole_epochs * per_epoch + updates_in_last, whole_epochs * remainder
     return n_epochs * per_epoch, n_epochs * remainder
 
 
@@ -165,14 +170,17 @@ class SplitCounter:
                 self._count_texts(prompt, texts)
             if not prompt.rendered:  # in a rendered chat EOS ends turns
                 used = dict.fromkeys(text for texts in examples for text in (prompt.text, *texts.values()))
-                found = (text for text in used if eos in text and eos_id in self.encode([text])[text])
-                self._with_eos |= dict.fromkeys(found, prompt.text)
+                with_eos = (text for text in used if eos in text and eos_id in self.encode([text])[text])
+                self._with_eos |= dict.fromkeys(with_eos, prompt.text)
             yield prompt
         if self._with_eos:
             text, prompt_text = next(iter(self._with_eos.items()))
+            start = text.index(eos)
+            around = text[max(0, start - SHOWN_AROUND) : start + len(eos) + SHOWN_AROUND]
             raise InputError(
-                f"{count(len(self._with_eos), 'text contains', 'texts contain')} the EOS token {eos!r}, which would "
-                f"end it early; clean the data. The first: {text[:300]!r}, for the prompt {prompt_text[-200:]!r}"
+                f"{count(len(self._with_eos), 'text contains', 'texts contain')} the EOS token {eos!r}, where the "
+                f"model would take the text to end: remove it from the data. The first text has it in {around!r}; "
+                f"its prompt ends in {prompt_text[-SHOWN_AROUND:]!r}"
             )
 
     def _count_texts(self, prompt: Prompt, texts: Mapping[str, str]) -> None:
@@ -198,16 +206,17 @@ class SplitCounter:
         # the vocabulary tells tokenizers with other ids apart, whatever their files
         vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
         digest, lengths = hashlib.sha256(repr(vocabulary).encode()), []
-        places = _sample_examples(prompts.counts)
-        for start in range(0, len(places), TOKENIZED_AT_ONCE):
-            sample = read_examples(prompts, places[start : start + TOKENIZED_AT_ONCE])
+        sampled = _sample_examples(prompts.counts)
+        for start in range(0, len(sampled), TOKENIZED_AT_ONCE):
+            sample = read_examples(prompts, sampled[start : start + TOKENIZED_AT_ONCE])
             ids = self.encode(text for example in sample for text in (example.prompt.text, *example.texts.values()))
             for prompt, _, texts in sample:
                 digest.update(repr([ids[text] for text in (prompt.text, *texts.values())]).encode())
                 whole = append_eos(prompt.text, list(texts.values()), ids, tokenizer, rendered=prompt.rendered)
+                whole_prompt, whole_responses = whole
                 prompt_ids, responses = truncate(*whole, prompt.truncation_mode, max_length, max_prompt_length)
-                counts["truncated_prompts"] += len(prompt_ids) < len(whole[0])
-                counts["truncated_responses"] += responses != whole[1]
+                counts["truncated_prompts"] += len(prompt_ids) < len(whole_prompt)
+                counts["truncated_responses"] += responses != whole_responses
                 if tuple(texts) == TRAINS_ON["pairs"]:
                     counts["identical_pairs"] += responses[0] == responses[1]
                 lengths.append((len(prompt_ids), dict(zip(texts, map(len, responses), strict=True))))
@@ -234,11 +243,15 @@ def _are_joined(prompt: str, response: str) -> bool:
 
 
 def _sample_examples(counts: np.ndarray) -> list[tuple[int, int]]:
-    """Ids of all examples, or of a random sample, in no order."""
+    """Ids of all examples, or of a random sample, in no order.
+
+    An id is (index of the prompt, index of the example in its prompt); `counts` has the number of examples per prompt.
+    """
     ends = np.cumsum(counts)
     drawn: Sequence[int] = range(int(counts.sum()))
     if len(drawn) > SAMPLE_SIZE:
         drawn = random.Random(0).sample(drawn, SAMPLE_SIZE)
-    numbers = np.array(drawn, dtype=np.int64)
-    places = np.searchsorted(ends, numbers, side="right")
-    return list(zip(places.tolist(), (numbers - (ends - counts)[places]).tolist(), strict=True))
+    examples = np.array(drawn, dtype=np.int64)
+    prompts = np.searchsorted(ends, examples, side="right")  # the prompt of each example
+    first_examples = (ends - counts)[prompts]
+    return list(zip(prompts.tolist(), (examples - first_examples).tolist(), strict=True))

@@ -29,18 +29,18 @@ def get_own(
     Records are `{prompt, chosen, rejected}`, or `{chosen, rejected}` with a common beginning; under SFT also
     `{prompt, completion}`, and `{messages}`, the last of which is the target.
 
-    Fields are strings, or chat messages `{role, content}`, or ShareGPT's `{from, value}`, one or a list, rendered with
-    the tokenizer's chat template; all records must be of one kind. `columns` maps our field names to those of the
-    records; others are recognized. With messages, a prompt that is a string must be the content of a message that
-    chosen and rejected share (UltraFeedback).
+    Fields are strings or chat messages, and all records must be of one kind. Messages are `{role, content}` or
+    ShareGPT's `{from, value}`, one or a list, and are rendered with the tokenizer's chat template. If chosen and
+    rejected are messages and the prompt is a string, it must be the content of a message that both share
+    (UltraFeedback). `columns` maps our field names to those of the records; other fields are recognized by name.
     Raises InputError that names the record and `origin`.
     """
     data: PreferenceData | None = None
     recognized = recognize_columns(find_columns(rows), columns, name=name, origin=origin, trains_on=trains_on)
-    found = recognized.used
+    used = recognized.used
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
-        prompt, responses = _read_fields(row, found, where)
+        prompt, responses = _read_fields(row, used, where)
         chat = isinstance(responses[0], list)
         if data is None:
             data = PreferenceData(truncation_mode="keep_start", rendered=chat)
@@ -48,17 +48,17 @@ def get_own(
             raise InputError(f"{where}: earlier records hold {'text' if chat else 'chat messages'}; use one kind")
         if chat:
             messages, answers = _split_messages(prompt, responses, tokenizer, where)
-            if "messages" in found and answers[0][-1]["role"] != "assistant":
+            if "messages" in used and answers[0][-1]["role"] != "assistant":
                 raise InputError(f"{where}: the last message is of {answers[0][-1]['role']}, and must be of assistant")
             prompt, *responses = _render(messages, answers, tokenizer, where)
             data.messages[prompt] = [{key: message[key] for key in ("role", "content")} for message in messages]
-        elif "messages" in found:
-            raise InputError(f"{where}: {found['messages']} must be a list of chat messages and is text")
+        elif "messages" in used:
+            raise InputError(f"{where}: {used['messages']} must be a list of chat messages and is text")
         elif prompt is None:
             prompt, *responses = split_shared_prompt(*responses)
             if not prompt:
                 raise InputError(
-                    f"{where}: {found['chosen']} and {found['rejected']} begin with no word in common, which would be "
+                    f"{where}: {used['chosen']} and {used['rejected']} begin with no word in common, which would be "
                     f"the prompt: give a column with the prompt, as dataset_sources.{name}.columns.prompt=COLUMN"
                 )
         if not prompt:
@@ -73,16 +73,19 @@ def get_own(
     return data
 
 
-def _read_fields(row: Mapping[str, Any], found: Mapping[str, str], where: str) -> tuple[Any, list[Any]]:
+def _read_fields(row: Mapping[str, Any], used: Mapping[str, str], where: str) -> tuple[Any, list[Any]]:
     """The prompt, or None, and the responses; all text or all chats."""
-    texts = {ours: theirs for ours, theirs in found.items() if ours != "input"}
-    fields = {k: _as_messages(get_field(row, theirs, where, (str, list, dict)), where) for k, theirs in texts.items()}
+    fields = {
+        ours: _as_messages(get_field(row, theirs, where, (str, list, dict)), where)
+        for ours, theirs in used.items()
+        if ours != "input"
+    }
     prompt, responses = fields.get("prompt"), [field for ours, field in fields.items() if ours != "prompt"]
-    if "input" in found and row.get(found["input"]) not in (None, ""):  # below an instruction, as in Alpaca
-        prompt = "\n\n".join(get_field(row, found[ours], where) for ours in ("prompt", "input"))
+    if "input" in used and row.get(used["input"]) not in (None, ""):  # below an instruction, as in Alpaca
+        prompt = "\n\n".join(get_field(row, used[ours], where) for ours in ("prompt", "input"))
     chat = isinstance(responses[0], list)
     if any(isinstance(response, list) != chat for response in responses) or (isinstance(prompt, list) and not chat):
-        kinds = (f"{found[ours]} is {'text' if isinstance(f, str) else 'a chat'}" for ours, f in fields.items())
+        kinds = (f"{used[ours]} is {'text' if isinstance(f, str) else 'a chat'}" for ours, f in fields.items())
         raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
     return prompt, responses
 
@@ -126,8 +129,8 @@ def _common_start(*texts: str) -> str:
 def _split_messages(
     prompt: str | Messages | None, responses: Sequence[Messages], tokenizer: Any, where: str
 ) -> tuple[Messages, list[Messages]]:
-    for messages in (prompt, *responses):
-        for message in messages if isinstance(messages, list) else ():
+    for messages in (prompt if isinstance(prompt, list) else [], *responses):
+        for message in messages:
             get_field(message, "role", where)
             if tokenizer.eos_token and tokenizer.eos_token in get_field(message, "content", where):
                 raise InputError(f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: {message!r}")

@@ -101,9 +101,9 @@ class Shares(NamedTuple):
 
 def judge(dialogues: Sequence[tuple[str, str]]) -> Shares:
     """Compute the shares of (prompt, response) pairs."""
-    said = [(prompt, all_answers().get(f" {response.strip()}")) for prompt, response in dialogues]
-    courteous = sum(answer is not None and answer.courteous for _, answer in said)
-    broken = sum(answer is None for _, answer in said)
-    mistaken = sum(answer is not None and answer.thing not in prompt for prompt, answer in said)
-    n = len(said)
+    answers = [(prompt, all_answers().get(f" {response.strip()}")) for prompt, response in dialogues]
+    courteous = sum(answer is not None and answer.courteous for _, answer in answers)
+    broken = sum(answer is None for _, answer in answers)
+    mistaken = sum(answer is not None and answer.thing not in prompt for prompt, answer in answers)
+    n = len(answers)
     return Shares(courteous / n, (n - courteous - broken) / n, broken / n, mistaken / n)

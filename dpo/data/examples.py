@@ -72,12 +72,12 @@ def read_examples(prompts: Sequence[Prompt], places: Iterable[tuple[int, int]]) 
 
     A place is (index of the prompt, index of the example in its prompt).
     """
-    read, known = [], None
+    examples, prompt = [], None
     for number, index in places:
-        if known is None or known.number != number:  # examples of a prompt come one after another: decode it once
-            known = prompts[number]
-        read.append(TextExample(known, index, known.texts(index)))
-    return read
+        if prompt is None or prompt.number != number:  # examples of a prompt come one after another: decode it once
+            prompt = prompts[number]
+        examples.append(TextExample(prompt, index, prompt.texts(index)))
+    return examples
 
 
 def iterate_examples(
@@ -118,9 +118,9 @@ def iterate_examples(
 def iterate_once(
     counts: Sequence[int], *, batch_size: int, n_examples: int, seed: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """Yield the first epoch's example ids in batches, each once.
+    """Yield the first epoch's example ids in batches, each id once.
 
-    At most `n_examples`, in the same order. The last batch may be partial.
+    The order is that of `iterate_examples`. There are at most `n_examples` ids, and the last batch may be partial.
     """
     singles = iterate_examples(counts, batch_size=1, shuffle=True, n_epochs=1, n_examples=n_examples, seed=seed)
     while batch := [example for [example] in itertools.islice(singles, batch_size)]:

@@ -97,10 +97,10 @@ def build_table(
     """
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
     sources = {"dataset_sources": options.dataset_sources, "cache_dir": cache_dir, "tokenizer": tokenizer}
-    made = {"trains_on": options.trains_on, "with_messages": options.online, "notes": notes}
+    wanted = {"trains_on": options.trains_on, "with_messages": options.online, "notes": notes}
     lengths = {"max_length": options.max_length, "max_prompt_length": options.max_prompt_length}
     for split in SPLITS:
-        prompts = iterate_prompts(get_dataset, options.names, split, silent=silent, **made, **sources)
+        prompts = iterate_prompts(get_dataset, options.names, split, silent=silent, **wanted, **sources)
         counter, path = SplitCounter(encode), place / f"{split}.arrow"
         write_prompts(path, counter.watch(prompts))
         reports[split] = asdict(counter.count_tokens(PromptTable(path), **lengths))
@@ -153,12 +153,12 @@ def prepare_data(
 
     def build(place: Path) -> tuple[dict[str, Any], bool]:
         facts = build_table(place, options, tokenizer, get_dataset, cache_dir=cache_dir, silent=silent)
-        return facts, find_key() == key  # else a file was changed while it was read
+        return facts, find_key() == key  # they differ if a file was changed while it was read
 
     place, is_new = find_or_build(Path(folder) / "examples", key, build, scratch=scratch)
     release_freed_memory()  # of the texts as Python strings
     facts = read_facts(place)["facts"]
-    if not (silent or is_new):  # the loaders have printed theirs
+    if not (silent or is_new):  # of a new table the loaders have printed the notes
         print("".join(f"{note}\n" for note in facts["notes"]), end="")
     if (n := facts["reports"]["train"]["prompts" if options.online else "examples"]) < batch_size:
         fix = f"set batch_size={n - n % batch_parts} or add data"
@@ -189,7 +189,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         max_length=plan.data.max_length,
         max_prompt_length=plan.data.max_prompt_length,
     )
-    with tempfile.TemporaryDirectory() as scratch:  # what is mapped there stays until it is let go
+    with tempfile.TemporaryDirectory() as scratch:  # a table that is mapped outlives its removed files
 
         def prepare() -> str:
             place, facts = prepare_data(
@@ -201,7 +201,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
                 batch_parts=plan.data.gradient_accumulation_steps * plan.dims.data_size,
                 cache_dir=cache_dir,
                 folder=plan.run.local_dir,
-                scratch=Path(scratch) if plan.run.dry_run else None,  # which leaves nothing behind
+                scratch=Path(scratch) if plan.run.dry_run else None,  # a dry run leaves nothing behind
                 silent=silent,
             )
             return json.dumps([str(place), facts])

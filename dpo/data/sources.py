@@ -84,19 +84,20 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     names = SPLIT_NAMES.get(split, (split,))
     held = [entry for place in (folder, folder / "data") if place.is_dir() for entry in sorted(place.iterdir())]
     for name in names:
-        found: dict[tuple[Path, str], list[Path]] = {}  # every set of files that matches
+        sets: dict[tuple[Path, str], list[Path]] = {}  # files of this name by place and suffix
         for entry in held:
             suffix = find_suffix(entry.name)
             stem = entry.name[: len(entry.name) - len(suffix)]
             if stem == name and (suffix or (entry / SAVED).is_file()):
-                found[entry, suffix] = [entry]
+                sets[entry, suffix] = [entry]
             elif suffix and stem.startswith(f"{name}-"):
-                found.setdefault((entry.parent, suffix), []).append(entry)
-        if len(found) > 1:
-            listed = ", ".join(str(file.relative_to(folder)) for files in found.values() for file in files)
+                sets.setdefault((entry.parent, suffix), []).append(entry)
+        if len(sets) > 1:
+            listed = ", ".join(str(file.relative_to(folder)) for files in sets.values() for file in files)
             raise InputError(f"{folder} holds its {name} split in several formats or places ({listed}); keep one")
-        if found:
-            return next(iter(found.values()))
+        if sets:
+            [files] = sets.values()
+            return files
     present = ", ".join(entry.name for entry in held[:8] if entry.parent == folder) or "nothing"
     wanted = ", ".join(f"{split}{suffix}" for suffix in SUFFIXES)
     other = f" (or {', '.join(names[1:])} in place of {split})" if names[1:] else ""
@@ -107,13 +108,14 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 def _offer(held: Sequence[Path]) -> str:
     """Suggest a file for both splits, never one of a test split."""
-    data = [entry for entry in held if find_suffix(entry.name) and entry.is_file() and entry.name not in METADATA]
-    stems = {entry: entry.name.split(".")[0] for entry in (*data, *(e for e in held if (e / SAVED).is_file()))}
-    whole = [entry for entry, stem in stems.items() if stem in SPLIT_NAMES["train"]]
-    whole = whole or [entry for entry, stem in stems.items() if stem not in SPLIT_NAMES["test"]]
-    if not whole:
+    files = [entry for entry in held if find_suffix(entry.name) and entry.is_file() and entry.name not in METADATA]
+    saved = [entry for entry in held if (entry / SAVED).is_file()]
+    stems = {entry: entry.name.split(".")[0] for entry in (*files, *saved)}
+    suitable = [entry for entry, stem in stems.items() if stem in SPLIT_NAMES["train"]]
+    suitable = suitable or [entry for entry, stem in stems.items() if stem not in SPLIT_NAMES["test"]]
+    if not suitable:
         return ""
-    which, that = (whole[0], "that") if len(whole) == 1 else (whole[0].parent / "FILE", "one")
+    which, that = (suitable[0], "that") if len(suitable) == 1 else (suitable[0].parent / "FILE", "one")
     return f". datasets={which} takes both splits from {that} file: a tenth of its prompts is test"
 
 
@@ -211,12 +213,13 @@ def _is_columnar(content: Mapping[str, Any]) -> bool:
 def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[str, str]]:
     """Parse a table whose first line names its columns."""
     csv.field_size_limit(ANY_TEXT)
-    first = lines.readline()
-    if separator == "," and "," not in first:  # Excel writes semicolons where 0.5 is 0,5
-        separator = next((other for other in (";", "\t") if other in first), separator)
-    reader = csv.reader(itertools.chain([first], lines), delimiter=separator, strict=True)
+    first_line = lines.readline()
+    if separator == "," and "," not in first_line:  # Excel writes semicolons where 0.5 is 0,5
+        separator = next((other for other in (";", "\t") if other in first_line), separator)
+    reader = csv.reader(itertools.chain([first_line], lines), delimiter=separator, strict=True)
     header: list[str] = []
-    number = read = 0  # records, and lines of the file
+    number = 0  # of records so far
+    n_lines = 0  # of the file up to the end of the last record
     try:
         for fields in reader:
             if not header:
@@ -231,11 +234,11 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[
                         f"line names {len(header)}: put fields with {SEPARATORS[separator]} or newlines in quotes"
                     )
                 yield dict(zip(header, fields, strict=True))
-            read = reader.line_num
+            n_lines = reader.line_num
     except csv.Error as error:
         raise InputError(
-            f"{file} cannot be read: {error}, in the record that begins on line {read + 1}: put a field with a quote "
-            f'in it in quotes, and write that quote twice, as in "say ""yes"""'
+            f"{file} cannot be read: {error}, in the record that begins on line {n_lines + 1}: put a field with a "
+            f'quote in it in quotes, and write that quote twice, as in "say ""yes"""'
         ) from error
 
 

@@ -30,7 +30,7 @@ from dpo.system.plain_files import read_json, remove
 
 FACTS = "facts.json"
 SPLITS = ("train", "test")
-LEFT_SECS = 24 * 3600  # a directory still being built after this time was left by a killed process
+ABANDONED_SECS = 24 * 3600  # a directory still being built after this time was left by a killed process
 ROWS_PER_BATCH = 1000
 SCHEMA = pa.schema(
     {
@@ -59,7 +59,7 @@ class Prompt(NamedTuple):
 
     def texts(self, index: int) -> dict[str, str]:
         """The responses of an example by role."""
-        return {role: self.responses[place] for role, place in self.examples[index].items()}
+        return {role: self.responses[i] for role, i in self.examples[index].items()}
 
 
 def iterate_prompts(
@@ -97,12 +97,12 @@ def iterate_prompts(
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     """Write prompts to an Arrow file, a few at a time."""
-    left = iter(prompts)
+    remaining = iter(prompts)
     with pa.ipc.new_file(str(path), SCHEMA) as writer:
-        while some := list(islice(left, ROWS_PER_BATCH)):
-            rows = [prompt._asdict() | {"messages": prompt.messages and json.dumps(prompt.messages)} for prompt in some]
+        while batch := list(islice(remaining, ROWS_PER_BATCH)):
+            rows = [p._asdict() | {"messages": p.messages and json.dumps(p.messages)} for p in batch]
             writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
-    pa.default_memory_pool().release_unused()  # the pool keeps freed memory, here as much as the texts take
+    pa.default_memory_pool().release_unused()  # it keeps freed memory, here as much as the texts take
 
 
 class PromptTable(Sequence[Prompt]):
@@ -120,13 +120,13 @@ class PromptTable(Sequence[Prompt]):
         return len(self.counts)
 
     @overload
-    def __getitem__(self, place: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Prompt]: ...
-    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(len(self))[place]]
-        number = range(len(self))[place]  # handles negative indices, and raises IndexError
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]  # handles negative indices, and raises IndexError
         row = {name: self._table[name][number].as_py() for name in SCHEMA.names}
         row["examples"] = [{role: i for role, i in example.items() if i is not None} for example in row["examples"]]
         row["messages"] = row["messages"] and json.loads(row["messages"])
@@ -152,17 +152,17 @@ def find_or_build(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
-        beside = Path(tempfile.mkdtemp(prefix=".", dir=folder))
+        built = Path(tempfile.mkdtemp(prefix=".", dir=folder))
         try:
-            facts, is_named = build(beside)
-            files = {f"{split}.arrow": _hash(beside / f"{split}.arrow") for split in SPLITS}
+            facts, is_named = build(built)
+            files = {f"{split}.arrow": _hash(built / f"{split}.arrow") for split in SPLITS}
             content = {"facts": facts, "files": files}
             text = json.dumps(content | {"sha256": _hash_facts(content)}, indent=1)
-            (beside / FACTS).write_text(text + "\n", encoding="utf-8")
+            (built / FACTS).write_text(text + "\n", encoding="utf-8")
             place = folder / (key if key is not None and is_named else f"content-{_hash_facts(content)[:32]}")
-            return _publish(beside, place), True
+            return _publish(built, place), True
         finally:
-            remove(beside)
+            remove(built)  # if it was not renamed
     except OSError as error:
         raise RunError(
             f"the texts of the data cannot be written to {folder} ({error}): free some space, or put a directory on "
@@ -170,32 +170,33 @@ def find_or_build(
         ) from error
 
 
-def _publish(beside: Path, place: Path) -> Path:
+def _publish(built: Path, place: Path) -> Path:
     """Rename a built table into place, unless another process was first.
 
-    A damaged table there is removed.
+    A damaged table there is removed, and renaming tried again, until there is a whole one.
     """
     while True:
         try:
-            return beside.rename(place)
+            return built.rename(place)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # something is there already
+            is_taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+            if not is_taken:
                 raise
-        if is_whole(place):
+        if is_whole(place):  # built by another process
             return place
-        with suppress(FileNotFoundError):  # another process has moved it away
-            remove(place.rename(beside.with_name(f"{beside.name}.damaged")))
+        with suppress(FileNotFoundError):  # another process has moved the damaged table away
+            remove(place.rename(built.with_name(f"{built.name}.damaged")))
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove directories of processes that were killed while building.
 
-    Only a day later, as others may still be building.
+    Only after `ABANDONED_SECS`, as a process may still be building in a younger one.
     """
-    for left in folder.glob(".*"):
-        with suppress(FileNotFoundError):
-            if time.time() - left.stat().st_mtime > LEFT_SECS:
-                remove(left)
+    for directory in folder.glob(".*"):
+        with suppress(FileNotFoundError):  # another process has removed it
+            if time.time() - directory.stat().st_mtime > ABANDONED_SECS:
+                remove(directory)
 
 
 def read_facts(place: Path) -> dict[str, Any]:

@@ -35,8 +35,8 @@ POLICY, REFERENCE = "policy", "reference"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 PREFIX = "base_model.model."  # begins every name in PEFT's files
 SPECS = {"r": "int >= 1", "lora_alpha": "number > 0"}  # for the keys of PEFT's config that are used here
-# Keys that do not change what an adapter computes once it is trained; those that say which layers are adapted are among
-# them, as the file of weights names the layers. With any other key set, an adapter is refused.
+# Keys that do not change what a trained adapter computes. The keys that name the adapted layers are among them, because
+# the file of weights names these layers too. An adapter with any other key set is refused.
 HARMLESS = {
     *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -97,18 +97,10 @@ def read_adapter(directory: Path) -> StoredAdapter:
     for key, rule in ((key, read_rule(spec)) for key, spec in SPECS.items()):
         if not rule.holds(written.get(key)):
             raise InputError(f"{config}: {key}={json.dumps(written.get(key))[:100]} must be {rule.wanted}")
-    plain, how = vars(_import_peft().LoraConfig()), str(written.get("init_lora_weights"))
-    found = [
-        f"{key}={value}"
-        for key, value in written.items()
-        if value and key not in HARMLESS | SPECS.keys() and value != plain.get(key)
-    ]
-    found += [f"init_lora_weights={how}"] if how.startswith(CHANGE_THE_BASE) else []
-    found += sorted(name for name in weights if not FACTOR_NAME.fullmatch(name))[:3]
-    if found:
+    if unsupported := _find_unsupported(written, weights):
         raise InputError(
-            f"{directory} holds an adapter with {', '.join(found)}, which is not supported here: merge it into its "
-            f"base with peft, and give that as model.name_or_path"
+            f"{directory} holds an adapter with {', '.join(unsupported)}, which is not supported here: merge it into "
+            f"its base with peft, and give that as model.name_or_path"
         )
     r, alpha = written["r"], written["lora_alpha"]
     for name, tensor in weights.items():  # a foreign rank would decide how much memory is taken
@@ -116,6 +108,22 @@ def read_adapter(directory: Path) -> StoredAdapter:
         if rank != r:
             raise InputError(f"{config}: r={r}, and {name} is {tuple(tensor.shape)}")
     return StoredAdapter(directory, r, alpha, {key.removeprefix(PREFIX): tensor for key, tensor in weights.items()})
+
+
+def _find_unsupported(written: Mapping[str, Any], weights: Iterable[str]) -> list[str]:
+    """Parts of an adapter beyond plain LoRA on linear layers.
+
+    These are settings in its config, and up to three names of weights.
+    """
+    defaults, initialisation = vars(_import_peft().LoraConfig()), str(written.get("init_lora_weights"))
+    unsupported = [
+        f"{key}={value}"
+        for key, value in written.items()
+        if value and key not in HARMLESS | SPECS.keys() and value != defaults.get(key)
+    ]
+    if initialisation.startswith(CHANGE_THE_BASE):
+        unsupported.append(f"init_lora_weights={initialisation}")
+    return unsupported + sorted(name for name in weights if not FACTOR_NAME.fullmatch(name))[:3]
 
 
 def read_base(directory: Path) -> str | None:
@@ -235,33 +243,34 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
 
     Raises InputError if they do not fit.
     """
-    into = adapter_weights(model, name)
-    odd = sorted(into.keys() ^ stored.weights.keys())
-    odd += sorted(key for key in into.keys() & stored.weights.keys() if into[key].shape != stored.weights[key].shape)
-    if odd:
+    parameters = adapter_weights(model, name)
+    shared = parameters.keys() & stored.weights.keys()
+    differing = sorted(parameters.keys() ^ stored.weights.keys())
+    differing += sorted(key for key in shared if parameters[key].shape != stored.weights[key].shape)
+    if differing:
         advice = "the model that it was trained on"
-        if names := _names_to_give(model, into, stored):
+        if names := _names_to_give(model, parameters, stored):
             advice = f"lora.target_modules=[{','.join(names)}], or {advice}"
         raise InputError(
             f"{stored.directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
-            f"{', '.join(odd[:3])}: give {advice}"
+            f"{', '.join(differing[:3])}: give {advice}"
         )
     with torch.no_grad():
-        for key, parameter in into.items():
+        for key, parameter in parameters.items():
             parameter.copy_(stored.weights[key])
 
 
-def _names_to_give(model: Any, into: Iterable[str], stored: StoredAdapter) -> list[str]:
+def _names_to_give(model: Any, parameters: Iterable[str], stored: StoredAdapter) -> list[str]:
     """The `lora.target_modules` of a stored adapter that adapts other layers.
 
     These are the last parts of the layers' names, or whole names if not all layers with such a last part are adapted.
     """
-    given = set(stored.layers)
-    if given == {key.rpartition(".lora_")[0] for key in into}:
+    layers = set(stored.layers)
+    if layers == {key.rpartition(".lora_")[0] for key in parameters}:
         return []
-    names = {layer.rpartition(".")[2] for layer in given}
-    of_these_names = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in names}
-    return sorted(given if given < of_these_names else names)
+    last_parts = {layer.rpartition(".")[2] for layer in layers}
+    named_alike = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
+    return sorted(layers if layers < named_alike else last_parts)
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
@@ -297,8 +306,9 @@ def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None =
 
 def weights_in_use(model: Any) -> list[torch.Tensor]:
     """The base's weights, and the active adapter's unless it adds nothing."""
-    [name] = {name for layer in _adapted_layers(model) for name in layer.active_adapters} or {None}
-    adapter = {} if name is None else adapter_weights(model, name)
+    names = {name for layer in _adapted_layers(model) for name in layer.active_adapters}
+    assert len(names) <= 1, "all layers compute with the same adapter"
+    adapter = adapter_weights(model, names.pop()) if names else {}
     adds = any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key)
     # parameters alone: a 4-bit base is in buffers, and never changes
     base = [parameter for key, parameter in model.named_parameters() if not _is_adapter_weight(key)]

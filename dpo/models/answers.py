@@ -78,8 +78,8 @@ def answer(
     ids = batch["prompt_input_ids"].to(device)
     # Only the end tokens of the model's generation config apply: penalties would change the distribution that answers
     # are drawn from.
-    of_model = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
+    own = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
     criteria = [] if watch is None else [_Watcher(lambda row: watch(row[ids.shape[1] :].tolist()))]
     with _plain_generation(model):
         out = model.generate(
@@ -134,11 +134,12 @@ class _Draw(transformers.LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.uniform = self.uniform.to(scores.device)
-        below = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
-        place = self.uniform[:, input_ids.shape[1] - self.n_prompt, None] * below[:, -1:]
-        # the first token whose cumulative probability exceeds it, so its own is > 0
-        drawn = torch.searchsorted(below, place, right=True)
-        drawn.clamp_(max=scores.shape[1] - 1)  # all are below NaN
+        cumulative = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)  # (B, V)
+        # times the last sum, which rounding keeps from being exactly 1
+        threshold = self.uniform[:, input_ids.shape[1] - self.n_prompt, None] * cumulative[:, -1:]
+        # the first token whose cumulative probability exceeds the threshold, so its own probability is > 0
+        drawn = torch.searchsorted(cumulative, threshold, right=True)
+        drawn.clamp_(max=scores.shape[1] - 1)  # NaN exceeds every sum, and would give token V
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
 
@@ -157,9 +158,10 @@ def log_probabilities(
     model: Any, prompts: Sequence[Tokens], answers: Sequence[Answer], autocast: torch.dtype | None = None
 ) -> list[float]:
     """The summed log-probability of each answer, as training scores a response."""
-    examples = [Example(prompt, (of_prompt.tokens,)) for prompt, of_prompt in zip(prompts, answers, strict=True)]
+    examples = [Example(prompt, (answer.tokens,)) for prompt, answer in zip(prompts, answers, strict=True)]
     [microbatch] = Padded().split(examples, 1)
     device = next(model.parameters()).device
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        tokens = Padded().forward(model, microbatch.to(device).inputs)
-    return tokens.logps.sum(-1)[0].tolist()
+        by_token = Padded().forward(model, microbatch.to(device).inputs).logps  # (1, B, T): one side, the answers
+    [sums] = by_token.sum(-1)
+    return sums.tolist()

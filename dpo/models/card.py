@@ -61,9 +61,6 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     trained += f" on {', '.join(sources)}" if sources else ""
     trained += f", {saved['step_idx']:,} examples" if isinstance(saved.get("step_idx"), int) else ""
     form = f"`{MEANINGS[HH]}`" if prompt_format == HH else MEANINGS.get(str(prompt_format))
-    numbers = {key: value for key, value in _as_mapping(saved.get("metrics")).items() if isinstance(value, int | float)}
-    metrics = {f"`{key}`": f"{value:.6g}" for key, value in numbers.items()}
-    about_metrics = "Means over the evaluation examples, at this checkpoint.\n\n" if metrics else ""
     shown = [key for key in SETTINGS if key in values and key not in SHOWN_ELSEWHERE]
     title = name or f"{Path(base).name}, {loss or 'trained'}"
     paragraphs = (
@@ -73,7 +70,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         "Prompts were tokenized without special tokens added, and every response ended with the EOS token."
         + (f" Form of a prompt: {form}." if form else ""),
         "## Evaluation",
-        about_metrics + _make_table("metric | value", metrics, "This checkpoint was saved without an evaluation."),
+        _show_evaluation(_as_mapping(saved.get("metrics"))),
         "## Training data",
         _make_table("dataset | source", sources, NO_CONFIG),
         *_count_data(origin.run_dir),
@@ -88,21 +85,27 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     (folder / "README.md").write_text(text + "\n", encoding="utf-8")
 
 
+def _show_evaluation(metrics: Mapping[str, Any]) -> str:
+    rows = {f"`{key}`": f"{value:.6g}" for key, value in metrics.items() if isinstance(value, int | float)}
+    intro = "Means over the evaluation examples, at this checkpoint.\n\n" if rows else ""
+    return intro + _make_table("metric | value", rows, "This checkpoint was saved without an evaluation.")
+
+
 def _make_table(header: str, rows: Mapping[str, str], otherwise: str) -> str:
     lines = (f"| {header} |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items()))
     return "\n".join(lines) if rows else otherwise
 
 
 def _describe(model: Any, adapter: StoredAdapter | None) -> str:
-    whole = ""
+    about_model = ""
     if model is not None:
-        whole = f"Class: `{type(model).__name__}`, weights in {str(model.dtype).removeprefix('torch.')}."
+        about_model = f"Class: `{type(model).__name__}`, weights in {str(model.dtype).removeprefix('torch.')}."
     if adapter is None:
-        return whole
+        return about_model
     layers = ", ".join(sorted({f"`{layer.rpartition('.')[2]}`" for layer in adapter.layers}))
     lora = f"LoRA adapter (r {adapter.r}, alpha {adapter.alpha:g}; {layers})"
-    if whole:
-        return f"The {lora} is merged into it. {whole}"
+    if about_model:
+        return f"The {lora} is merged into it. {about_model}"
     return f"This is the {lora}: peft loads it with its base; keep the dtype below, or the logits differ from training."
 
 
@@ -164,11 +167,11 @@ def _describe_licence(licence: Mapping[str, str]) -> str:
 def _find_licence(base: str, cache_dir: str | None) -> dict[str, str]:
     """The licence in the base model's card, if on this machine."""
     data = read_metadata(base, cache_dir)
-    found = {key: data.get(key) for key in ("license", "license_name", "license_link")}
-    found = {key: value for key, value in found.items() if isinstance(value, str) and value}
-    if not found.get("license_link", "https://").startswith(("https://", "http://")):  # a file beside that card
-        del found["license_link"]
-    return {"license": OTHER if found.keys() - {"license_link"} else UNKNOWN} | found
+    fields = {key: data.get(key) for key in ("license", "license_name", "license_link")}
+    licence = {key: value for key, value in fields.items() if isinstance(value, str) and value}
+    if not licence.get("license_link", "https://").startswith(("https://", "http://")):  # a file beside the base's card
+        del licence["license_link"]
+    return {"license": OTHER if licence.keys() - {"license_link"} else UNKNOWN} | licence
 
 
 def find_prompt_format(origin: Origin) -> str | None:

@@ -34,8 +34,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention with the signature of transformers' "sdpa".
 
-    (R, L, H, D) for (R, H, L, D). Ours for bfloat16 on a CPU with an additive mask; in all other cases transformers'
-    own.
+    Inputs are (R, H, L, D), the output is (R, L, H, D). Computed here for bfloat16 on a CPU with an additive mask, in
+    all other cases by transformers.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     masked = attention_mask is not None and attention_mask.is_floating_point() and not attention_mask.requires_grad
@@ -58,8 +58,8 @@ def masked_attention(
 ) -> torch.Tensor:
     """softmax(scale * query @ key.T + mask) @ value.
 
-    (R, H, L, D) for (R, H, L, D), (R, K, L, D), (R, K, L, D). The mask is (R or 1, 1, L, L); H / K consecutive query
-    heads share a key and a value head.
+    Query and output are (R, H, L, D), key and value (R, K, L, D), the mask is (R or 1, 1, L, L). A key and a value head
+    are shared by H / K consecutive query heads.
     """
     out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=value.dtype)
     with torch.autocast("cpu", enabled=False):
@@ -106,7 +106,7 @@ def masked_attention_backward(
 def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Group query heads by key head.
 
-    (R * K, H / K, L, D) for (R, H, L, D).
+    Returns (R * K, H / K, L, D) for (R, H, L, D).
     """
     return x.unflatten(1, (key.shape[1], -1)).flatten(0, 1)
 
@@ -114,7 +114,7 @@ def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention probabilities of a block, in float32.
 
-    (R * K, H / K * rows, columns).
+    Returns (R * K, H / K * rows, columns).
     """
     scores = (q @ k.mT).float().mul_(scale)
     scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)

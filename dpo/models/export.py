@@ -136,17 +136,18 @@ def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: 
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
-    """Load the weights to write into a model without weights.
+    """Give a model without weights those that the export writes.
 
-    Those that stay as they are in their file are mapped.
+    Weights that stay as they are in their file are mapped.
     """
     state = read_archive(origin.weights.archive, model, key="") if adapter is None else _merge(origin, adapter, dtype)
-    named = model.state_dict(keep_vars=True)
-    stored = {id(named[name]): name for name in reversed(named) if name in state}  # tied weights are one object
-    for name in stored.values():
+    weights = model.state_dict(keep_vars=True)
+    # tied weights are one object with several names, of which the state may have any: take the first there
+    stored_names = {id(weights[name]): name for name in reversed(weights) if name in state}
+    for name in stored_names.values():
         if state[name].is_floating_point():  # one by one, so that there is no second copy of the model
             state[name] = state[name].to(dtype or state[name].dtype)
-    model.load_state_dict({name: state[stored[id(weight)]] for name, weight in named.items()}, assign=True)
+    model.load_state_dict({name: state[stored_names[id(weight)]] for name, weight in weights.items()}, assign=True)
     model.tie_weights()
 
 
@@ -155,9 +156,9 @@ def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) ->
     plan, has_run = origin.plan, origin.run_dir is not None
     base_dtype = DTYPES[plan.model.policy_dtype] if has_run else None
     base = load_base(plan, base_dtype, origin.weights.archive, attn_implementation="eager")
-    for name in layers_to_quantize(base) if has_run and plan.quantized else ():
-        layer = base.get_submodule(name)
-        layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
+    if has_run and plan.quantized:
+        for layer in map(base.get_submodule, layers_to_quantize(base)):
+            layer.weight.data = round_to_4bit(layer.weight.detach(), layer)
     return merge_adapter(base, adapter, dtype)
 
 

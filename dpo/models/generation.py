@@ -85,10 +85,10 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: 
     texts = []
     for example in examples:
         text = prompts[example.id[0]].text
-        fed, whole = list(example.prompt), encode([text])[text]
-        if fed == whole:
+        fed, untruncated = list(example.prompt), encode([text])[text]
+        if fed == untruncated:
             texts.append(text)
-        elif whole[: len(fed)] == fed:
+        elif untruncated[: len(fed)] == fed:
             texts.append(f"{encode.tokenizer.decode(fed)} {CUT}")
         else:
             texts.append(f"{CUT} {encode.tokenizer.decode(fed)}")

@@ -102,8 +102,8 @@ class Padded:
     def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
         """Score each example's responses, (sides, B, T)."""
         rows = inputs.input_ids, inputs.attention_mask, inputs.labels
-        found = sequence_logps(model, *rows, with_squares=with_squares)
-        return found.map(lambda values: values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)))
+        by_row = sequence_logps(model, *rows, with_squares=with_squares)
+        return by_row.map(lambda values: values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)))
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
@@ -144,8 +144,8 @@ class SharedPrefix:
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
         """Score each example's responses, (sides, B, T)."""
-        found = run_as_forward(model, partial(packed_logps, with_squares=with_squares), inputs, self.windows)
-        return found.map(lambda values: values.to(inputs.response_index.device)[inputs.response_index])
+        by_response = run_as_forward(model, partial(packed_logps, with_squares=with_squares), inputs, self.windows)
+        return by_response.map(lambda values: values.to(inputs.response_index.device)[inputs.response_index])
 
 
 def row_tokens(max_length: int) -> int:
@@ -236,7 +236,7 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     for key in COUNTS_COLUMNS:
         if isinstance(size := getattr(config, key, None), int) and 0 < size < row:
             return f"attends locally ({key}={size})"
-    if any(n < row for n in (b.shape[-1] for b in model.buffers() if _is_mask(b))):
+    if any(_is_mask(buffer) and buffer.shape[-1] < row for buffer in model.buffers()):
         return "has masks of its own, which are smaller than the longest row"
     window = getattr(config, "sliding_window", None)
     if window is None or window >= max_length or kinds == {"full_attention"}:
@@ -282,21 +282,22 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
     The pairs are short, and then as long as the run's longest.
     """
     vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
-    beyond = max((window or 0 for window in layout.windows.values()), default=0)  # prompts that exceed every window
-    short = _two_pairs(vocabulary, (beyond + 5, 4, 6), (beyond + 2, 7, 3))
-    n = max(longest.example, 12)
+    window = max((size or 0 for size in layout.windows.values()), default=0)
+    short = _two_pairs(vocabulary, (window + 5, 4, 6), (window + 2, 7, 3))  # prompts longer than every window
+    n = max(longest.example, 12)  # at least the tokens of the second pair
     long = _two_pairs(vocabulary, (5, n - 5, n - 6), (2, 7, 3))
-    ways = ((short, _sum_padded, None), (long, _sum_scored, max(longest.row, 2 * n)))
+    # pairs, the function that sums their log-probabilities in the plain layout, the length of a packed row
+    cases = ((short, _sum_padded, None), (long, _sum_scored, max(longest.row, 2 * n)))
     training = model.training
     model.eval()
     try:
         with without_tf32():
-            for pairs, plain, row in ways:
+            for pairs, sum_plain, row_length in cases:
                 [padded] = Padded().split(pairs, 1)
-                packed = pack(pairs, row_tokens=2 * n, alignment=layout.alignment, length=row)
-                expected = plain(model, padded.to(device).inputs)
-                found = layout.forward(model, packed.map(lambda x: x.to(device))).logps.sum(-1)
-                difference = (found - expected).abs()
+                packed = pack(pairs, row_tokens=2 * n, alignment=layout.alignment, length=row_length)
+                expected = sum_plain(model, padded.to(device).inputs)
+                sums = layout.forward(model, packed.map(lambda x: x.to(device))).logps.sum(-1)
+                difference = (sums - expected).abs()
                 if not (difference <= tolerance * expected.abs()).all():  # true for NaN too
                     off = (difference / expected.abs()).max().item()
                     return f"gives log-probabilities with shared prefixes that are off by {off:.2g}"

@@ -146,16 +146,16 @@ def model_loaders(
     """
     archive = check_model(plan).archive
     # a model that will be sharded or quantized stays on the CPU until then
-    whole = not (plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized)
-    device_map = choose_device_map(plan.gpus) if whole else None
+    stays_on_cpu = plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized
+    device_map = None if stays_on_cpu else choose_device_map(plan.gpus)
 
     def load(dtype: str, archive: Path | None) -> Any:
         if rank != 0:
             return find_structure(plan, dtype)
         return load_base(plan, DTYPES[dtype], archive, device_map=device_map)
 
-    resumes = resume_from is not None and plan.lora is None  # an adapter continues on the same base
-    policy = partial(load, plan.model.policy_dtype, resume_from if resumes else archive)
+    policy_archive = resume_from if resume_from and plan.lora is None else archive  # an adapter keeps its base
+    policy = partial(load, plan.model.policy_dtype, policy_archive)
     reference = partial(load, plan.reference_dtype, find_following(plan, resume_from) or archive)
     return policy, reference if plan.reference == "model" else None
 
@@ -238,8 +238,8 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: 
     if plan.quantized:
         device = "cuda" if plan.gpus else None
         quantize(model, device=device)
-        if device and not plan.trainer.multi_process:  # move the rest too
-            model.to(device)
+        if device and not plan.trainer.multi_process:
+            model.to(device)  # the layers that are not quantized
     _add_adapters(model, plan, adapters if rank == 0 else dict.fromkeys(adapters))  # rank 0 sends the weights
     if plan.model.block_name or plan.training.compile:
         for block in find_blocks(model, plan.model.block_name):

@@ -41,13 +41,15 @@ def sequence_logps(
     logps = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     targets = labels[:, 1:].to(logits.device)
     scored = targets != IGNORE_INDEX
-    places = torch.arange(scored.shape[1], device=scored.device)
-    within = places < scored.sum(-1, keepdim=True)
-    columns = (scored.int().argmax(-1, keepdim=True) + places).where(within, 0)  # columns of the response's tokens
-    found = [logps.gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)]  # gather does not take -100
+    by_column = [logps.gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)]  # gather does not take -100
     if with_squares:
-        found.append((2 * logps.detach()).logsumexp(-1))
-    return TokenLogps(*(values.gather(1, columns) * within for values in found))
+        by_column.append((2 * logps.detach()).logsumexp(-1))
+    # move each response to column 0
+    first = scored.int().argmax(-1, keepdim=True)  # column of the response's first token
+    offsets = torch.arange(scored.shape[1], device=scored.device)
+    in_response = offsets < scored.sum(-1, keepdim=True)
+    columns = (first + offsets).where(in_response, 0)
+    return TokenLogps(*(values.gather(1, columns) * in_response for values in by_column))
 
 
 def packed_logps(
@@ -58,18 +60,16 @@ def packed_logps(
     Equal to `sequence_logps` of each response alone, up to rounding.
     """
     hidden, targets = _scored_rows(model, packed, windows)
-    found = token_logps(model, hidden, targets, with_squares=with_squares)
-    return found.map(lambda values: _by_response(values, packed))
+    by_token = token_logps(model, hidden, targets, with_squares=with_squares)
+    return by_token.map(lambda values: _by_response(values, packed))
 
 
 def _scored_rows(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states that predict the scored tokens, and these tokens.
-
-    (N, H) and (N,).
-    """
-    masks = _masks(model, packed, windows)
+    """Hidden states (N, H) that predict the scored tokens (N,), and these."""
+    masks = _find_masks(model, packed, windows)
     hidden = model.base_model(
         packed.input_ids,
+        # models whose layers are all of one kind take the mask alone
         attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
         position_ids=packed.position_ids,
         use_cache=False,
@@ -84,26 +84,31 @@ def _by_response(values: torch.Tensor, packed: Packed) -> torch.Tensor:
     return table.view(n_responses, longest)
 
 
-def _masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
-    """Make the mask of each kind of attention layer.
+def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
+    """Masks of each kind of attention layer, new or cached.
 
-    Block masks for FlexAttention, else additive ones.
+    FlexAttention takes block masks, the others additive ones.
     """
     attention, device = model.config._attn_implementation, packed.input_ids.device.type
     if attention == "flex_attention":
-        return packed.masks(attention, lambda: {k: tree_block_mask(packed, window=w) for k, w in windows.items()})
+        return packed.cache_masks(
+            "block", lambda: {kind: tree_block_mask(packed, window=size) for kind, size in windows.items()}
+        )
     if device == "cpu":
-        cpu_attention.register()
+        cpu_attention.register()  # faster with additive masks, which only packed rows have
     dtype = model.get_input_embeddings().weight.dtype
     if attention == "sdpa" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)  # the compute dtype; otherwise every layer casts the mask
-    return packed.masks(dtype, lambda: {k: _additive(tree_mask(packed, window=w), dtype) for k, w in windows.items()})
+    return packed.cache_masks(
+        f"additive {dtype}",
+        lambda: {kind: _additive(tree_mask(packed, window=size), dtype) for kind, size in windows.items()},
+    )
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Mask to add to attention scores: 0, or the dtype's minimum.
+    """Mask to add to attention scores: faster than bool on CPUs.
 
-    0 where a token is seen. On a CPU it is faster than a bool mask.
+    It is 0 where a token is seen, and the dtype's minimum elsewhere.
     """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
@@ -170,8 +175,9 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with
     chunks = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
     *earlier, last = chunks
     # the last chunk's logits are needed first in the backward pass, so recomputing them would save no memory
-    found = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in earlier]
-    return TokenLogps(*map(torch.cat, zip(*found, score(*last), strict=True)))
+    scores = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in earlier]
+    scores.append(score(*last))
+    return TokenLogps(*(torch.cat(values) for values in zip(*scores, strict=True)))
 
 
 def logit_scale(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -13,8 +13,8 @@ from dpo.settings.recorded import plan_model, read_plan
 
 CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
-# the keys of a run's config that are used; its other keys are at most shown
-MATTERS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets", "local_dirs", "seed", "trainer")
+# prefixes of the keys of a run's config that are used; its other keys are at most shown
+USED_KEYS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets", "local_dirs", "seed", "trainer")
 
 
 class Origin(NamedTuple):
@@ -45,11 +45,13 @@ def find_origin(
     """Find the model that a path names.
 
     The path is a `policy.pt`, its directory, a run (its LATEST), an adapter's directory in PEFT's format, or a model's
-    directory; with `hub` also a Hub id. `model` is the base model's directory or Hub id, for an adapter, and for a
-    `policy.pt` without a run or whose base model is not where its config says. For a path that is `alone` it replaces
-    the config's base; a whole model needs none, and ignores it beside others. Only the caller decides whether the
-    model's own code may be run: `model.trust_remote_code` is set to that, whatever the run's config says. Raises
-    InputError if the path names no model, or `model` is not needed.
+    directory; with `hub` also a Hub id.
+
+    `model` is the directory or Hub id of the base of an adapter or a `policy.pt`. It is needed if no run names the
+    base, or the base is not where the run's config says. If the path is `alone`, `model` also replaces a base that is
+    there; beside other paths it does not. Whether the model's own code may be run is `trust_remote_code`, whatever the
+    run's config says.
+    Raises InputError if the path names no model, or is `alone` and a whole model, which needs no `model`.
     """
     path = Path(path).expanduser()
     is_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
@@ -62,10 +64,11 @@ def find_origin(
     weights = locate_weights(path, key="")
     adapter, archive = (place and place.resolve() for place in (weights.adapter, weights.archive))
     weights = weights._replace(adapter=adapter, archive=archive)
-    file = adapter / POLICY_FILE if adapter else archive  # another program's adapter has none, whatever lies around it
+    # another program's adapter has no policy.pt, so a config.yaml beside it is not of its run
+    file = adapter / POLICY_FILE if adapter else archive
     places = [place for place in (file.parent, file.parent.parent) if file.is_file() and (place / CONFIG).is_file()]
     run_dir = places[0] if places else None
-    recorded = read_plan(run_dir / CONFIG, keys=MATTERS) if run_dir else None
+    recorded = read_plan(run_dir / CONFIG, prefixes=USED_KEYS) if run_dir else None
     base = weights.base or (recorded.model.name_or_path if recorded else None)
     problem = _find_problem(weights, base)
     if model is not None and (alone or problem):

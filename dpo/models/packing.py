@@ -20,16 +20,16 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dpo.data.examples import Example
 
-ATTENTION_LENGTH = 2048  # tokens in a row for which attention costs as much as the rest; measured on a small model
+ATTENTION_LENGTH = 2048  # row length at which attention costs as much as matrix products; measured on a small model
 NONE = -1  # tree index of padding, branch index of a prompt
 
 
 @dataclass
 class Packed:
-    """R packed rows of L tokens, and the places of scored tokens.
+    """R packed rows of L tokens, and the positions of scored tokens.
 
-    A row has several trees. All tensors are int64. N is the number of scored tokens, U the number of responses, T the
-    largest number of tokens in one response, B the number of examples.
+    A row has several trees. All tensors are int64. N is the number of scored tokens, U the number of distinct
+    responses, T the largest number of tokens in one response, B the number of examples.
     """
 
     input_ids: torch.Tensor  # (R, L)
@@ -41,21 +41,21 @@ class Packed:
     slots: torch.Tensor  # (N,): response * T + index in the response
     response_index: torch.Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
-    _masks: tuple[Any, Any] | None = None  # (purpose, masks)
+    _cached_masks: tuple[str, dict[str, Any]] | None = None  # the form of the last masks, and these
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """Apply `change` to every tensor, to move or pin it."""
         tensors = (getattr(self, field.name) for field in fields(self)[:-2])
         return Packed(*map(change, tensors), shape=self.shape)
 
-    def masks(self, purpose: Any, make: Callable[[], Any]) -> Any:
-        """Return `make()`, cached by purpose.
+    def cache_masks(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the last masks if they have this form, else `make()`.
 
-        Policy and reference often share masks. Only the last ones are kept.
+        Policy and reference often need the same masks, one after the other.
         """
-        if self._masks is None or self._masks[0] != purpose:
-            self._masks = (purpose, make())
-        return self._masks[1]
+        if self._cached_masks is None or self._cached_masks[0] != form:
+            self._cached_masks = (form, make())
+        return self._cached_masks[1]
 
 
 def count_tokens(example: Example) -> int:
@@ -105,22 +105,26 @@ def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, le
     The row length is `length` or, if None, the cheapest one up to twice `row_tokens`, rounded up to a multiple of
     `alignment`. A prompt is repeated if its responses do not all fit into `row_tokens` with it.
     """
-    indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> response -> index
-    count = 0
+    indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> distinct response -> index
+    n_responses = 0
     for prompt, responses, *_ in examples:
         for response in responses:
-            known = indices.setdefault(prompt, {})
-            if response not in known:
-                known[response] = count
-                count += 1
-    response_index = [[indices[p][response] for response in responses] for p, responses, *_ in examples]
-    trees = [tree for prompt, known in indices.items() for tree in _trees(prompt, known, row_tokens)]
-    trees.sort(key=lambda tree: -tree.length)  # first-fit-decreasing wastes little room
-    # longer rows waste less room but cost more attention, so try several lengths
-    lengths = _row_lengths(trees, alignment) if length is None else [-(-length // alignment) * alignment]
+            of_prompt = indices.setdefault(prompt, {})
+            if response not in of_prompt:
+                of_prompt[response] = n_responses
+                n_responses += 1
+    response_index = [[indices[prompt][response] for response in responses] for prompt, responses, *_ in examples]
+    trees = [tree for prompt, responses in indices.items() for tree in _trees(prompt, responses, row_tokens)]
+    trees.sort(key=lambda tree: tree.length, reverse=True)  # first-fit-decreasing wastes little space
+    # longer rows waste less space but cost more attention, so try several lengths
+    lengths = _row_lengths(trees, alignment) if length is None else [_round_up(length, alignment)]
     rows, length = min((_fill_rows(trees, length) for length in lengths), key=_cost)
-    longest = max(len(response) for known in indices.values() for response in known)
-    return _write(rows, length, np.asarray(response_index).T, (count, longest))
+    longest = max(len(response) for responses in indices.values() for response in responses)
+    return _write(rows, length, np.asarray(response_index).T, (n_responses, longest))
+
+
+def _round_up(length: int, alignment: int) -> int:
+    return -(-length // alignment) * alignment
 
 
 def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[_Tree]:
@@ -141,32 +145,32 @@ def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[
 def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
     """Row lengths to try, from the longest tree's to twice that.
 
-    At most the sum of all trees, rounded up to multiples of `alignment`.
+    None is longer than all trees in one row. Lengths are rounded up to multiples of `alignment`.
     """
     longest = max(1, trees[0].length)
     most = max(longest, min(2 * longest, sum(tree.length for tree in trees)))
     lengths = (longest + (most - longest) * i // 16 for i in range(17))  # trying every length would take long
-    return sorted({-(-length // alignment) * alignment for length in lengths})
+    return sorted({_round_up(length, alignment) for length in lengths})
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> tuple[list[list[_Tree]], int]:
-    """Put each tree, the longest first, into the first row with room."""
+    """Put each tree, the longest first, into the first row with space."""
     rows: list[list[_Tree]] = []
-    room: list[int] = []
+    free: list[int] = []  # tokens of each row
     for tree in trees:
-        row = next((i for i, free in enumerate(room) if free >= tree.length), len(rows))
+        row = next((i for i, n_free in enumerate(free) if n_free >= tree.length), len(rows))
         if row == len(rows):
             rows.append([])
-            room.append(length)
+            free.append(length)
         rows[row].append(tree)
-        room[row] -= tree.length
+        free[row] -= tree.length
     return rows, length
 
 
 def _cost(filling: tuple[list[list[_Tree]], int]) -> float:
-    """Relative cost of rows: matrix products per token, plus attention.
+    """Relative cost of rows, as of their number and length.
 
-    Attention costs as much as the rest in rows of ATTENTION_LENGTH.
+    A token costs 1 for the matrix products, and length / ATTENTION_LENGTH for attention.
     """
     rows, length = filling
     return len(rows) * length * (1 + length / ATTENTION_LENGTH)

@@ -90,14 +90,11 @@ def load_model(
     options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
     with explaining_load_errors("model", name):
         if random_init:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                # drawn in float32, so that models of one seed are equal up to rounding
-                drawn: Any = transformers.AutoModelForCausalLM.from_config(
-                    config, **{**options, "dtype": torch.float32}, trust_remote_code=trust_remote_code
-                )
-            model = drawn.to(dtype)
-            model.to(device_map[""] if isinstance(device_map, dict) else "cuda" if device_map else "cpu")
+            model = _draw(config, options, seed, trust_remote_code=trust_remote_code)
+            if isinstance(device_map, dict):
+                model.to(device_map[""])  # the whole model
+            elif device_map is not None:
+                model.to("cuda")  # "auto" spreads layers only while they are read from files
             if archive is not None:
                 load_archive(model, archive)
         elif archive is not None:
@@ -110,6 +107,17 @@ def load_model(
             refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
     disable_dropout(model)
     return model
+
+
+def _draw(config: Any, options: Mapping[str, Any], seed: int, *, trust_remote_code: bool) -> Any:
+    """A model with weights drawn from the seed, on the CPU."""
+    in_float32 = {**options, "dtype": torch.float32}  # so that models of one seed are equal up to rounding
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            config, **in_float32, trust_remote_code=trust_remote_code
+        )
+    return model.to(options["dtype"])
 
 
 def _load_from_archive(
@@ -126,7 +134,7 @@ def _load_from_archive(
     model, loading = kind.from_pretrained(
         None, config=load_config(name, **source), state_dict=weights, **options, output_loading_info=True
     )
-    del weights
+    del weights  # only `in_file` is needed below
     refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
     for tensor in (*model.parameters(), *model.buffers()):  # tensors that were neither cast nor moved are still mapped
         if tensor.untyped_storage().data_ptr() in in_file:
@@ -163,13 +171,13 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     """Notes on a model, for the requested attention and `max_length`."""
     name, used = type(model).__name__, model.config._attn_implementation
     limit = getattr(model.config, "max_position_embeddings", None)
-    found = [] if used == attention else [f"{name} does not support {attention}; using {used} attention"]
+    notes = [] if used == attention else [f"{name} does not support {attention}; using {used} attention"]
     if limit is not None and max_length > limit:
-        found.append(f"warning: max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for")
+        notes.append(f"warning: max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for")
     trained, n = count_parameters(model)
     if trained < n:
-        found.append(f"trainable parameters: {trained:,} of {n:,} ({trained / n:.2%}), those of the adapter")
-    return found
+        notes.append(f"trainable parameters: {trained:,} of {n:,} ({trained / n:.2%}), those of the adapter")
+    return notes
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -186,9 +194,10 @@ def disable_dropout(model: torch.nn.Module) -> None:
     """
     holders: list[Any] = list(model.modules())
     # many modules share a config, which may contain others (multimodal models): zero each once
-    configs = {id(c): c for m in holders for c in (getattr(m, "config", None),) if c is not None}
+    own = [module.config for module in holders if getattr(module, "config", None) is not None]
+    configs = {id(config): config for config in own}
     for config in list(configs.values()):
-        configs.update({id(c): c for c in vars(config).values() if hasattr(c, "to_dict")})
+        configs.update({id(inner): inner for inner in vars(config).values() if hasattr(inner, "to_dict")})
     for holder in [*holders, *configs.values()]:
         if isinstance(holder, torch.nn.modules.dropout._DropoutNd):
             holder.p = 0.0

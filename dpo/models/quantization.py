@@ -93,8 +93,8 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     """Replace a model's linear layers, except its head, by 4-bit ones.
 
-    One by one, on `device` if given. A model without weights gets layers without weights. Raises InputError as
-    `layers_to_quantize` does.
+    Layers are quantized one by one, on `device` if given. A model without weights gets layers without weights. Raises
+    InputError as `layers_to_quantize` does.
     """
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)
@@ -118,8 +118,8 @@ def _straight(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
 def layers_to_quantize(model: Any) -> list[str]:
     """The names of a model's linear layers that can be quantized.
 
-    These are those, except the head, whose weights are whole blocks. Raises InputError if there are none, or
-    bitsandbytes has no kernels for this machine.
+    The head is left out, and so is a layer whose weights do not fill whole blocks. Raises InputError if no layer is
+    left, or bitsandbytes has no kernels for this machine.
     """
     _check_bitsandbytes()
     if getattr(model.config, "quantization_config", None) is not None:

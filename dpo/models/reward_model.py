@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,12 @@ class RewardModel:
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         texts = [self.encode(prompt, answer.text) for prompt, answer in zip(prompts, answers, strict=True)]
-        longest_first = sorted(range(len(texts)), key=lambda place: -len(texts[place]))
+        longest_first = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
         scores = [0.0] * len(texts)
         for start in range(0, len(texts), self.rows):
-            places = longest_first[start : start + self.rows]
-            for place, score in zip(places, self.forward([texts[i] for i in places]).tolist(), strict=True):
-                scores[place] = score
+            indices = longest_first[start : start + self.rows]
+            for i, score in zip(indices, self.forward([texts[i] for i in indices]).tolist(), strict=True):
+                scores[i] = score
         return scores
 
     def check(self, prompt: Prompt) -> None:
@@ -74,8 +75,9 @@ class RewardModel:
     def forward(self, texts: Sequence[Ids]) -> torch.Tensor:
         """Score texts: (B,) in float32."""
         pad = self.pad
-        if pad is None:  # without padding the model scores the last token, else the last one that is not this
-            pad = min({*range(len(texts) + 1)} - {text[-1] for text in texts})
+        if pad is None:  # any token that ends no text: the model scores at the last token that is not padding
+            last_tokens = {text[-1] for text in texts}
+            pad = next(token for token in itertools.count() if token not in last_tokens)
         self.model.config.get_text_config().pad_token_id = pad
         width = max(map(len, texts))
         ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in texts], device=self.model.device)
@@ -117,23 +119,24 @@ def notes_on(reward: RewardModel, plan: Plan) -> tuple[str, ...]:
 
 
 def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
-    name, trusts = plan.online.reward_model, plan.model.trust_remote_code
-    key, found = f"online.reward_model={name}", {"cache_dir": plan.run.cache_dir}
+    name = plan.online.reward_model
+    key = f"online.reward_model={name}"
+    source = {"cache_dir": plan.run.cache_dir, "trust_remote_code": plan.model.trust_remote_code}
     wanted = "give a sequence classification model with one output"
     if (Path(name).expanduser() / CONFIG).is_file():
         raise InputError(f"{key} is an adapter: merge it into its base, and {wanted}")
     with explaining_load_errors("reward model", name), _silenced():
-        model_config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trusts, **found)
+        model_config = transformers.AutoConfig.from_pretrained(name, **source)
         if model_config.num_labels != 1:
             saved_as = ", ".join(model_config.architectures or ["model"])
             raise InputError(f"{key} is a {saved_as} with {model_config.num_labels} outputs (num_labels): {wanted}")
         loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-            name, trust_remote_code=trusts, **found, dtype="auto", device_map={"": device}, output_loading_info=True
+            name, **source, dtype="auto", device_map={"": device}, output_loading_info=True
         )
         model, loading = loaded
     refuse_gaps(loading, key, f"{wanted}, saved with its head")
     with explaining_load_errors("tokenizer of the reward model", name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trusts, **found)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     disable_dropout(model)
     reward = RewardModel(model, tokenizer, rows=rows)
     if reward.limit is not None and reward.limit <= plan.online.max_new_tokens:
@@ -166,7 +169,7 @@ def _count_positions(model: Any, tokenizer: Any) -> int | None:
     limits = [tokenizer.model_max_length] if tokenizer.model_max_length < 10**9 else []  # a huge number: not known
     if limit is not None and limit > 0:  # XLNet says -1
         tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.num_embeddings == limit]
-        paddings = [t.padding_idx for t in tables if t is not model.get_input_embeddings()]
-        before = [padding + 1 for padding in paddings if padding is not None]
-        limits.append(limit - max(before, default=0))  # RoBERTa's positions begin after the padding's
+        paddings = [table.padding_idx for table in tables if table is not model.get_input_embeddings()]
+        unused = [padding + 1 for padding in paddings if padding is not None]
+        limits.append(limit - max(unused, default=0))  # RoBERTa's positions begin after the padding's
     return min(limits, default=None)

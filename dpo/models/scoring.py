@@ -59,10 +59,10 @@ class Scorer(NamedTuple):
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
-            found = len(scores) if len(scores) < len(answers) else f"more than {len(answers)}"
-            raise ScorerFailed(f"{self.name} gave {found} scores for {len(answers)} answers")
+            n_scores = len(scores) if len(scores) < len(answers) else f"more than {len(answers)}"
+            raise ScorerFailed(f"{self.name} gave {n_scores} scores for {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
-            if not abs(score) <= LARGEST:  # nor is NaN
+            if not abs(score) <= LARGEST:  # true for NaN too
                 raise ScorerFailed(f"{self.name} gave the score {score} to the answer {answer.text[:200]!r}")
         return scores
 
@@ -120,12 +120,12 @@ def raising_exit() -> Iterator[None]:
 
 def _tell(error: BaseException, file: Path | None) -> str:
     try:
-        said = one_sentence(error)
-    except Exception:  # in the user's own class
-        said = "?"
+        message = one_sentence(error)
+    except Exception:  # of the `__str__` of the user's own class
+        message = "?"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     place = f" ({file}, line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {said}{place}"
+    return f"{type(error).__name__}: {message}{place}"
 
 
 def _parse_file(place: str) -> Path:
@@ -177,10 +177,12 @@ def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
         name = f"online.reward_model={online.reward_model}"
         return Scorer(name, model, digest, in_parallel=True, notes=notes, check=model.check)
     if online.scorer == "function":
-        digest, score, file = "", shorter, _parse_file(online.function)  # only rank 0 scores, and loads the function
+        file = _parse_file(online.function)
         if not dist.is_initialized() or dist.get_rank() == 0:
             score = load_function(online.function)
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        else:  # rank 0 scores all answers: the function is not loaded here, nor this one called
+            score, digest = shorter, ""
         return Scorer(f"online.function={online.function}", score, from_rank_0(digest), file=file)
     score = count_keyword(online.keyword) if online.scorer == "keyword" else shorter
     return Scorer(f"online.scorer={online.scorer}", score)

@@ -42,13 +42,13 @@ class Side(NamedTuple):
     autocast: torch.dtype | None  # dtype in which its run scored responses
     adapter: str | None = None  # the model's adapter that it computes with
 
-    def answer(self, tokenizer: Any, *asked: Any, **more: Any) -> list[Answer]:
+    def answer(self, *arguments: Any, **options: Any) -> list[Answer]:
         with switch(self.model, self.adapter)():
-            return answer(self.model, tokenizer, *asked, **more)
+            return answer(self.model, *arguments, **options)
 
-    def log_probabilities(self, *said: Any) -> list[float]:
+    def log_probabilities(self, *arguments: Any) -> list[float]:
         with switch(self.model, self.adapter)():
-            return log_probabilities(self.model, *said)
+            return log_probabilities(self.model, *arguments)
 
 
 class Panel:
@@ -70,10 +70,10 @@ class Panel:
             if max(ids) >= (n := side.model.get_input_embeddings().num_embeddings):
                 raise InputError(f"{where}: the {side.name} has {n} embeddings, and none for token id {max(ids)}")
             if len(ids) + sampling.max_new_tokens > (n := count_positions(side.model)):
-                way_on = f"give --max-new-tokens {int(n) - len(ids)}" if len(ids) < n else "shorten the prompt"
+                fix = f"give --max-new-tokens {int(n) - len(ids)}" if len(ids) < n else "shorten the prompt"
                 raise InputError(
                     f"{where}: {len(ids)} tokens of prompt and {sampling.max_new_tokens} of answer are more than the "
-                    f"{n} positions of the {side.name}: {way_on}"
+                    f"{n} positions of the {side.name}: {fix}"
                 )
         return ids
 
@@ -81,7 +81,7 @@ class Panel:
         """All sides' answers to prompts, whose numbers are mixed into the seed."""
         by_side = [side.answer(self.tokenizer, prompts, numbers, sampling) for side in self.sides]
         names = [side.name for side in self.sides]
-        return [dict(zip(names, of_prompt, strict=True)) for of_prompt in zip(*by_side, strict=True)]
+        return [dict(zip(names, answers, strict=True)) for answers in zip(*by_side, strict=True)]
 
     def stream(self, prompt: Tokens, number: int, sampling: Sampling, show: Callable[[str, str], None]) -> Answers:
         """All sides' answers to a prompt, generated at the same time.
@@ -90,7 +90,7 @@ class Panel:
         thread at a time. KeyboardInterrupt ends all.
         """
         stop, showing = Event(), Lock()
-        made: dict[str, Answer] = {}
+        answers: dict[str, Answer] = {}  # by the name of the side
 
         def watch(name: str, tokens: list[int]) -> bool:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -100,17 +100,17 @@ class Panel:
 
         def work(sides: list[Side]) -> None:
             for side in sides:
-                watching = partial(watch, side.name)
-                [made[side.name]] = side.answer(self.tokenizer, [prompt], [number], sampling, watch=watching)
+                watch_side = partial(watch, side.name)
+                [answers[side.name]] = side.answer(self.tokenizer, [prompt], [number], sampling, watch=watch_side)
 
         sharing = [[side for side in self.sides if side.model is model] for model in {s.model for s in self.sides}]
-        # Threads end in any order, and each restores the settings that it found: those of this thread.
+        # Threads end in any order, and each restores the settings that it found: set here, they are the same for all.
         with for_generation(), ThreadPoolExecutor(len(sharing), thread_name_prefix="answer") as threads:
             try:
                 list(threads.map(work, sharing))
             finally:
                 stop.set()
-        return {side.name: made[side.name] for side in self.sides}
+        return {side.name: answers[side.name] for side in self.sides}
 
     def rewards(self, prompts: Sequence[Tokens], answers: Sequence[Answers]) -> list[Rewards]:
         """The implicit rewards beta * (log pi - log ref) of answers.
@@ -118,18 +118,18 @@ class Panel:
         They are None without a reference or beta. Log-probabilities are summed over tokens, whatever the loss. pi is
         the policy that gave the answer; for the reference's answers, the first policy.
         """
-        found: list[Rewards] = [dict.fromkeys(of_prompt) for of_prompt in answers]
-        for side in self.sides if self.reference else ():
+        rewards: list[Rewards] = [dict.fromkeys(by_side) for by_side in answers]
+        if self.reference is None:
+            return rewards
+        for side in self.sides:
             policy = self.policies[0] if side is self.reference else side
             if policy.beta is None:
                 continue
-            said = [of_prompt[side.name] for of_prompt in answers]
-            ours, theirs = (
-                judge.log_probabilities(prompts, said, policy.autocast) for judge in (policy, self.reference)
-            )
-            for rewards, a, b in zip(found, ours, theirs, strict=True):
-                rewards[side.name] = policy.beta * (a - b)
-        return found
+            scored = prompts, [by_side[side.name] for by_side in answers], policy.autocast
+            policy_logps, reference_logps = policy.log_probabilities(*scored), self.reference.log_probabilities(*scored)
+            for reward, policy_logp, reference_logp in zip(rewards, policy_logps, reference_logps, strict=True):
+                reward[side.name] = policy.beta * (policy_logp - reference_logp)
+        return rewards
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -152,15 +152,15 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
     `log` gets notes and warnings. Raises InputError if one cannot be loaded, or if they have different tokenizers or
     references.
     """
-    known: dict[str, Any] = {"trust_remote_code": choices.trust_remote_code, "hub": True}
-    origins = [find_origin(path, model=choices.model, **known, alone=len(paths) == 1) for path in paths]
+    options: dict[str, Any] = {"trust_remote_code": choices.trust_remote_code, "hub": True}
+    origins = [find_origin(path, model=choices.model, **options, alone=len(paths) == 1) for path in paths]
     if choices.model and all(origin.plan.model.name_or_path != choices.model for origin in origins):
         raise InputError(f"--model {choices.model}: all of these have a base model of their own")
     tokenizer = _load_tokenizer(origins[0])
     form = choose_form(choices.form, find_prompt_format(origins[0]), tokenizer)
     reference = None
     if choices.with_reference:
-        reference = find_origin(choices.reference, **known) if choices.reference else _find_reference(origins)
+        reference = find_origin(choices.reference, **options) if choices.reference else _find_reference(origins)
     for other in (*origins[1:], *([reference] if reference and choices.reference else [])):
         _check_tokenizer(tokenizer, other)
     bases: dict[Hashable, Any] = {}
@@ -195,21 +195,21 @@ def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:
 
 def _find_reference(origins: Sequence[Origin]) -> Origin | None:
     """The model that all policies started from; None if not known."""
-    found = [_find_beginning(origin) for origin in origins if origin.run_dir is not None]
-    found = found or [_remove_adapter(origin) for origin in origins if origin.weights.adapter is not None]
-    if len(set(map(_identify, found))) > 1:
+    starts = [_find_start(origin) for origin in origins if origin.run_dir is not None]
+    starts = starts or [_remove_adapter(origin) for origin in origins if origin.weights.adapter is not None]
+    if len(set(map(_identify, starts))) > 1:
         raise InputError(f"the policies were trained with different references: {OTHERWISE}")
-    return found[0] if found else None
+    return starts[0] if starts else None
 
 
-def _find_beginning(origin: Origin) -> Origin:
+def _find_start(origin: Origin) -> Origin:
     """The model that a run started from, in its reference's dtype."""
     plan = origin.plan
     with explaining(InputError, lambda why: InputError(f"the reference: {why}; {OTHERWISE}")):
-        begun = locate_weights(plan.model.archive) if plan.model.archive else Weights()
-    # an adapter names its base, even if the archive has changed
-    archive = begun.archive if origin.weights.adapter is None else origin.weights.archive
-    adapter = None if plan.reference == "base" else begun.adapter
+        start = locate_weights(plan.model.archive) if plan.model.archive else Weights()
+    # an adapter names its base, which model.archive may no longer be: LATEST points elsewhere later
+    archive = start.archive if origin.weights.adapter is None else origin.weights.archive
+    adapter = None if plan.reference == "base" else start.adapter
     return origin._replace(
         plan=plan.change("model.policy_dtype", plan.reference_dtype) if plan.reference else plan,
         weights=Weights(*(place and place.resolve() for place in (archive, adapter))),
@@ -240,7 +240,8 @@ def _find_trained_otherwise(origins: Sequence[Origin], reference: Side) -> Path 
         record = origin.policy and origin.policy.with_name("trainer.pt")
         if origin.run_dir is None or record is None or not record.is_file():
             continue
-        adapter = reference.adapter if origin.plan.reference else None  # else the record is that of the base alone
+        # a run without a reference has recorded its base alone
+        adapter = reference.adapter if origin.plan.reference else None
         recorded = read_state(record).get("reference")  # its digest
         if recorded and recorded != digest_reference(reference.model, origin.plan, adapter):
             return record.parent
@@ -258,8 +259,8 @@ def _load(name: str, origin: Origin, beta: float | None, bases: dict[Hashable, A
             plan, _find_dtype(origin), weights.archive, attn_implementation=attention, device_map=device_map
         )
         bases[key] = (quantize(base) if plan.quantized else base).eval()
-    adapter, autocast = None, plan.model.autocast
-    if weights.adapter is not None:
-        add_stored_adapter(bases[key], read_adapter(weights.adapter), adapter := name)
-    beta = beta or plan.values.get("loss.beta")
-    return Side(name, bases[key], beta, DTYPES[autocast] if autocast else None, adapter)
+    adapter = None if weights.adapter is None else name
+    if adapter is not None:
+        add_stored_adapter(bases[key], read_adapter(weights.adapter), adapter)
+    autocast = DTYPES[plan.model.autocast] if plan.model.autocast else None
+    return Side(name, bases[key], beta or plan.values.get("loss.beta"), autocast, adapter)

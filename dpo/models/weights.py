@@ -76,15 +76,18 @@ def read_archive(
     if any(FACTOR_NAME.fullmatch(name) for name in state):
         raise InputError(f"{key}{path} holds an adapter, not the weights of a model: give the checkpoint that it is of")
     expected = model.state_dict(keep_vars=True)  # tied weights are one object
-    state = {RENAMED[k] if k in RENAMED and RENAMED[k] in expected else k: v for k, v in state.items()}
-    state = {k: v for k, v in state.items() if k in expected or not OBSOLETE_BUFFER.search(k)}
+    for old, new in RENAMED.items():
+        if old in state and new in expected:
+            state = {new if name == old else name: tensor for name, tensor in state.items()}
+    state = {k: tensor for k, tensor in state.items() if k in expected or not OBSOLETE_BUFFER.search(k)}
+    known = [name for name in state if name in expected]
     unknown = sorted(state.keys() - expected.keys())
-    shared = {id(expected[k]) for k in state if k in expected}  # tied weights may be stored under one name
-    missing = sorted(k for k in expected.keys() - state.keys() if id(expected[k]) not in shared)
+    stored = {id(expected[name]) for name in known}  # tied weights may be stored under one of their names
+    missing = sorted(name for name in expected.keys() - state.keys() if id(expected[name]) not in stored)
     reshaped = [
-        f"{k} is {tuple(state[k].shape)} in the file and {tuple(expected[k].shape)} in the model"
-        for k in state
-        if k in expected and state[k].shape != expected[k].shape
+        f"{name} is {tuple(state[name].shape)} in the file and {tuple(expected[name].shape)} in the model"
+        for name in known
+        if state[name].shape != expected[name].shape
     ]
     if unknown or missing or reshaped:
         details = [f"unexpected: {', '.join(unknown[:3])}"] * bool(unknown)
@@ -109,8 +112,8 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     These are weights, architecture and compute `dtype`. `adapter` names the adapter that the model computes with; None:
     the digest is that of the base alone.
     """
-    # without what differs between copies of one model
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    varies = ("_name_or_path", "transformers_version")  # between copies of one model
+    config = {key: value for key, value in model.config.to_dict().items() if key not in varies}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
     weights = base_weights(model)
     if adapter:

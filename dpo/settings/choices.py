@@ -20,15 +20,14 @@ def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
     """
     by_small_letters = {name.lower(): name for name in sorted(names)}
     lower = value.lower()
-    found = [lower] if lower in by_small_letters else difflib.get_close_matches(lower, by_small_letters, n=NEAR)
-    found = found or [name for name in RELATIVES.get(lower, ()) if name in by_small_letters]
-    near = [by_small_letters[name] for name in found]
-    *most, last = near or [""]
-    meant = f": did you mean {', '.join(most)}{' or ' * bool(most)}{last}?" if near else ""
+    near = [lower] if lower in by_small_letters else difflib.get_close_matches(lower, by_small_letters, n=NEAR)
+    near = near or [name for name in RELATIVES.get(lower, ()) if name in by_small_letters]
+    *others, last = [by_small_letters[name] for name in near] or [""]
+    question = f": did you mean {', '.join(others)}{' or ' * bool(others)}{last}?" if near else ""
     if len(names) <= FEW:
-        return f"{key}={value} is not one of {', '.join(sorted({*names}))}{meant}"
-    all_of_them = f"`ls config/{key.removesuffix('.name')}` shows all {len(names)}"
-    return f"{key}={value} is not there{meant} {all_of_them}" if near else f"{key}={value} is not there; {all_of_them}"
+        return f"{key}={value} is not one of {', '.join(sorted({*names}))}{question}"
+    command = f"`ls config/{key.removesuffix('.name')}` shows all {len(names)}"
+    return f"{key}={value} is not there{question or ';'} {command}"
 
 
 class TrainerSpec(NamedTuple):

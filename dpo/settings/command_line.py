@@ -1,7 +1,7 @@
 """Checks of the command line before Hydra sees it.
 
 Options must be on an allow-list, no secret may be written down, and no key may name code to run. Hydra stops at the
-first override it cannot apply; this finds all of them, and all other problems of the rest.
+first override that it cannot apply; these checks find all such overrides, and the problems of the other overrides.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def parse(arguments: list[str]) -> CommandLine:
     Raises ValueError for an option that is unknown, abbreviated or refused.
     """
     options, overrides, config_dir = [], [], None
-    left = iter(arguments)
-    for argument in left:
+    remaining = iter(arguments)
+    for argument in remaining:
         if not argument.startswith("-"):
             overrides.append(_find_sign(argument) + argument)
             continue
@@ -154,7 +154,7 @@ def parse(arguments: list[str]) -> CommandLine:
             raise ValueError(f"{name} is not an option here; there are {', '.join((*FLAGS, *WITH_VALUE))}")
         words = [argument]
         if name in WITH_VALUE and not has_value:
-            value = next(left, "")
+            value = next(remaining, "")
             words.append(value)
         if name in CONFIG_DIR_OPTIONS:
             if not value:
@@ -187,7 +187,7 @@ def find_line_problems(line: CommandLine) -> list[str]:
 
     The config's values are checked only if an override cannot be applied: else `main` checks those of every job.
     """
-    if torn := next((o for o in line.overrides if o.startswith("=")), None):
+    if torn := next((o for o in line.overrides if o.startswith("=")), None):  # `= 3` or `=3`, after `lr`
         before = next((a for a, b in itertools.pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
         return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
     problems = [problem for o in line.overrides if (problem := refuse_hydras_own(o))]
@@ -224,19 +224,19 @@ def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -
         _compose([*search, *overrides])
         return []
     except COMPOSING:
-        pass  # Hydra stops at the first: which ones are they?
-    taken, refused = list(search), {}  # overrides so far; the keys of the others, and why
+        pass  # Hydra names the first that it refuses: add them one by one to find all
+    accepted, refused = list(search), {}  # refused: why, by key
     for override in sorted(overrides, key=lambda o: not _names_group(o, places)):  # groups first: they bring the keys
         key = parse_key(override)
         if key.startswith(tuple(f"{group}." for group in refused)):
             continue  # it is not known whether the key exists
         try:
-            _compose([*taken, override])
-            taken.append(override)
+            _compose([*accepted, override])
+            accepted.append(override)
         except COMPOSING as error:
             refused[key] = _explain(override, error, places)
-    # what a refused override would have set is not known either
-    values = flatten(hydra.compose("config", taken)) | dict.fromkeys(refused, UNRESOLVED)
+    # the values that refused overrides would have set are not known
+    values = flatten(hydra.compose("config", accepted)) | dict.fromkeys(refused, UNRESOLVED)
     hidden = tuple(f"{group}." for group in refused)
     values |= {key: UNRESOLVED for key in values if key.startswith(hidden)}
     try:
@@ -272,9 +272,9 @@ def _find_unusable_files(line: CommandLine, directory: Path) -> Iterator[str]:
 class GuardedLoader(ConfigLoaderImpl):
     """Hydra's loader, under which a user's config files name no code.
 
-    The command line may, if anything does. It composes every config that Hydra uses, of each job of a sweep before the
-    first one starts. So neither the content of the user's files nor the way in which they are chosen matters, only what
-    they come to.
+    Only the command line may name code, and only that of NAMES_CODE. The loader composes every config that Hydra uses,
+    of each job of a sweep before the first one starts. So it compares what the user's files come to, whatever they
+    contain and however they are chosen.
     """
 
     def load_configuration(
@@ -285,22 +285,24 @@ class GuardedLoader(ConfigLoaderImpl):
             hydras = [o for o in overrides if parse_key(o).startswith("hydra") and parse_key(o) != SEARCH_PATH]
             try:
                 plain = super().load_configuration(config_name, hydras, *args, **kwargs)
-            except COMPOSING:  # they choose a file of the user
+            except COMPOSING:  # Hydra's own overrides choose a file of the user
                 plain = super().load_configuration(config_name, [], *args, **kwargs)
-            expected, given = _find_code(plain), {*HYDRAS_OWN, *map(parse_key, overrides)}
-            changed = [key for key, value in _find_code(config).items() if expected.get(key, ABSENT) != value]
+            allowed, without_files = {*HYDRAS_OWN, *map(parse_key, overrides)}, _find_code(plain)
+            changed = [key for key, value in _find_code(config).items() if without_files.get(key, ABSENT) != value]
             problem = "--config-dir: {} may be set on the command line alone, if at all"
-            exit_on([problem.format(key) for key in changed if key not in given])
+            exit_on([problem.format(key) for key in changed if key not in allowed])
         return config
 
 
 def _find_code(config: DictConfig) -> dict[str, Any]:
-    whole: Any = OmegaConf.to_container(config, resolve=False)
-    hydras = {key: value for key, value in dotted(whole["hydra"], "hydra.") if not key.startswith(HOW_COMPOSED)}
-    return hydras | {key: value for key, value in dotted(whole) if key in NAMES_CODE and value}
+    """The keys of a config that can name code, and their values."""
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    hydras = {key: value for key, value in dotted(values["hydra"], "hydra.") if not key.startswith(HOW_COMPOSED)}
+    return hydras | {key: value for key, value in dotted(values) if key in NAMES_CODE and value}
 
 
 def _explain(override: str, error: Exception, places: list[Path]) -> str:
+    """A sentence on why Hydra refuses an override."""
     key, equals, value = override.lstrip("+~").partition("=")
     if not equals and not override.startswith("~"):
         return f"{override} is not an override: write NAME=VALUE"
@@ -308,27 +310,41 @@ def _explain(override: str, error: Exception, places: list[Path]) -> str:
     if options and value not in options:
         other = f"; a model of the Hub is model.name_or_path={value}" if key == "model" else ""
         return _explain_place(key, value) or explain_unknown(key, value, options) + other
-    if "is not in struct" in (said := f"{error}{error.__cause__}"):
-        key = found[1] if (found := re.search(r"full_key: ([\w.]+)", said)) else key  # may be inside of the value
+    message = f"{error}{error.__cause__}"
+    if "is not in struct" in message:
+        inner = re.search(r"full_key: ([\w.]+)", message)  # the absent key, which may be inside of the value
+        key = inner[1] if inner else key
         if key.startswith(WEIGHTS):
             return find_value_problem(key, value, KEYS) or f"{override} is not a valid override"
-        group, _, name = key.partition(".")
-        files = sorted(places[0].glob(f"{group}/*.yaml"))
-        having, others = ([f.stem for f in files if (name in load_file(f)) == has] for has in (True, False))
-        if having and len(having) <= len(others):
-            return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={h}' for h in having)}"
-        if having:
-            return f"{key} does not exist here: it belongs to any {group} but {', '.join(others)}"
-        return explain_unknown_key(key, [*KEYS, "dataset_sources", *os.listdir(places[0])])
+        return _explain_absent_key(key, places[0])
     if value.lstrip("[").startswith("~"):
         return f"{override}: ~ is not expanded here; write the whole path"
-    text = value.removeprefix("[").removesuffix("]")
-    is_path = Path(text).exists() and '"' not in text
-    meant = MEANT.search(text.replace(",", "") if "/" in text and text == value else text)  # a path may have commas
-    if isinstance(error, OverrideParseException) and TO_QUOTE.search(text) and (is_path or not meant):
-        quoted = value.replace(text, f'"{text}"')
+    if isinstance(error, OverrideParseException) and (quoted := _quote(value)):
         return f"{override}: some of its characters mean something to Hydra: write '{key}={quoted}'"
     return f"{override} is not a valid override: {one_sentence(error)}"
+
+
+def _explain_absent_key(key: str, config_dir: Path) -> str:
+    """A sentence with the options of a group that have the key."""
+    group, _, name = key.partition(".")
+    options = {file.stem: name in load_file(file) for file in sorted(config_dir.glob(f"{group}/*.yaml"))}
+    having = [option for option, has_key in options.items() if has_key]
+    lacking = [option for option, has_key in options.items() if not has_key]
+    if not having:
+        return explain_unknown_key(key, [*KEYS, "dataset_sources", *os.listdir(config_dir)])
+    if len(having) <= len(lacking):
+        return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={option}' for option in having)}"
+    return f"{key} does not exist here: it belongs to any {group} but {', '.join(lacking)}"
+
+
+def _quote(value: str) -> str | None:
+    """The value with Hydra's quotes, if they are all that it lacks."""
+    text = value.removeprefix("[").removesuffix("]")
+    if not TO_QUOTE.search(text):
+        return None
+    is_path = Path(text).exists() and '"' not in text
+    checked = text.replace(",", "") if "/" in text and text == value else text  # a path may have commas
+    return value.replace(text, f'"{text}"') if is_path or not MEANT.search(checked) else None
 
 
 def _explain_place(group: str, value: str) -> str | None:

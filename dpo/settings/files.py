@@ -25,8 +25,8 @@ UNRESOLVED = object()  # depends on a key that is itself invalid
 def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> DictConfig:
     """A config with missing keys filled in from `config/`.
 
-    The reference's config lacks some. `run_dir`, if given, becomes its `local_run_dir` if it has none. No key that it
-    has is changed.
+    A config of the reference lacks some keys. `run_dir`, if given, becomes the `local_run_dir` of a config without one.
+    Keys that the config has keep their values.
     """
     config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     defaults = load_defaults(**options_in(config))
@@ -102,6 +102,7 @@ def flatten(config: DictConfig) -> dict[str, Any]:
             try:
                 flat[name] = OmegaConf.select(config, name)
             except OmegaConfBaseException:
+                # an interpolation of a key that is there fails because of that key's value, which has its own problem
                 if any(other in flat for other in re.findall(r"\$\{([\w.]+)\}", value)):
                     flat[name] = UNRESOLVED
     return flat

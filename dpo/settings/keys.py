@@ -105,14 +105,14 @@ class Rule(NamedTuple):
 
 @cache
 def read_rule(spec: str) -> Rule:
-    """Read a spec: a kind of KINDS, then what follows it.
+    """Read a spec: a kind, bounds, "or null" and a reason.
 
-    That is bounds, "or null" and a reason, where there are any. Examples: `int >= 1`, `number [0, 1)`, `path or null`,
+    All but the kind (of KINDS) are optional. Examples: `int >= 1`, `number [0, 1)`, `path or null`,
     `int >= 2 or null: the newest may be corrupt`.
     """
-    rest, colon, reason = spec.partition(":")
-    rest, may_be_null, _ = rest.partition(" or null")
-    kind, _, bounds = rest.partition(" ")
+    condition, colon, reason = spec.partition(":")
+    values, may_be_null, _ = condition.partition(" or null")
+    kind, _, bounds = values.partition(" ")
     is_kind, wanted = KINDS[kind]
     in_bounds, described = _read_bounds(bounds) if kind in ("int", "number") else (lambda v: True, "")
 
@@ -125,18 +125,19 @@ def read_rule(spec: str) -> Rule:
 def _read_bounds(bounds: str) -> tuple[Callable[[float], bool], str]:
     """Read bounds such as `> 0` or `[0, 1)`: test and description."""
     sign, _, number = bounds.partition(" ")
-    described = (
-        f" from {' to '.join(bounds[1:-1].split(', '))}" if bounds[:1] + bounds[-1:] == "[]" else f" in {bounds}"
-    )
     if not bounds:
-        described, bounds = "", f"[-{LARGEST}, {LARGEST}]"
+        interval, described = f"[-{LARGEST}, {LARGEST}]", ""
     elif sign == ">":
-        described, bounds = f" above {number}", f"({number}, {LARGEST}]"
+        interval, described = f"({number}, {LARGEST}]", f" above {number}"
     elif sign == ">=":
-        described, bounds = f" {bounds}", f"[{number}, {LARGEST}]"
-    low, high = map(float, bounds[1:-1].split(", "))
-    is_above = operator.ge if bounds[0] == "[" else operator.gt
-    is_below = operator.le if bounds[-1] == "]" else operator.lt
+        interval, described = f"[{number}, {LARGEST}]", f" {bounds}"
+    elif bounds.startswith("[") and bounds.endswith("]"):
+        interval, described = bounds, f" from {bounds[1:-1].replace(', ', ' to ')}"
+    else:
+        interval, described = bounds, f" in {bounds}"
+    low, high = map(float, interval[1:-1].split(", "))
+    is_above = operator.ge if interval.startswith("[") else operator.gt
+    is_below = operator.le if interval.endswith("]") else operator.lt
     return lambda v: is_above(v, low) and is_below(v, high), described
 
 

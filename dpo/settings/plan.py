@@ -282,22 +282,21 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
     """`resolve` for values by dotted key."""
     rank_env, gpus = find_rank_env(), count_gpus()
     trainer = trainer or _find_trainer(values)
-    size = world_size or 1
     if world_size is None and rank_env is not None:
-        size = rank_env.world_size
-    elif world_size is None and trainer.multi_process:
-        size = _count(values, "world_size") or max(1, gpus)
+        world_size = rank_env.world_size
+    elif world_size is None:
+        world_size = (_count(values, "world_size") or max(1, gpus)) if trainer.multi_process else 1
     tensor_size = 1
     if trainer.cuts_layers and trainer.multi_process:
-        every_process = values.get("tensor_parallel_size") is None
-        tensor_size = size if every_process else _count(values, "tensor_parallel_size") or 1
+        is_given = values.get("tensor_parallel_size") is not None
+        tensor_size = (_count(values, "tensor_parallel_size") or 1) if is_given else world_size
     gathered_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
     compute_dtype = gathered_dtype or values.get("model.policy_dtype")
     loss, is_adapted = _find_loss(_read_loss_options(values)), values.get("lora.name") in ADAPTED
     reference = _find_reference(values) if loss.reference else None
     return Plan(
         trainer=trainer,
-        dims=ParallelDims.of(size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size),
+        dims=ParallelDims.of(world_size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size),
         compute_dtype=compute_dtype,
         reference_dtype=(values.get("model.reference_dtype") if reference == "model" else None) or compute_dtype,
         loss=loss,
@@ -345,8 +344,8 @@ def _find_loss(options: Mapping[str, Any]) -> Loss:
     name, weights = options.get("name"), options.get("weights", {})
     if not isinstance(name, str) or name not in LOSSES:
         return LOSSES["dpo"]
-    known = {part: weight for part, weight in weights.items() if part in LOSSES and LOSSES[part].can_be_mixed}
-    return find_loss({**options, "weights": known} if weights else options)
+    valid = {part: weight for part, weight in weights.items() if part in LOSSES and LOSSES[part].can_be_mixed}
+    return find_loss({**options, "weights": valid} if weights else options)
 
 
 def _find_reference(values: Mapping[str, Any]) -> str:

@@ -21,16 +21,17 @@ from dpo.settings.validation import find_config_problems, find_value_problem
 from dpo.system.plain_files import read_yaml
 
 
-def read_plan(path: Path, *, keys: tuple[str, ...]) -> Plan:
+def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
     """Read a run's `config.yaml`, ours or the reference implementation's.
 
     Keys that it lacks get their defaults. Raises InputError if it is not a config, for an invalid value of a key that
-    begins with one of `keys`, and for an interpolation: it could put this machine's environment into an export.
+    begins with one of `prefixes`, and for an interpolation: it could put this machine's environment into an export.
     """
+    # read twice: `read_yaml` refuses what an untrusted file may hold, and OmegaConf reads numbers as Hydra wrote them
     values = read_yaml(path)
     try:
-        if found := re.search(r"\$\{[^}]*\}?", str(values)):
-            raise ValueError(f"{found[0]!r:.100} is an interpolation, not a value")
+        if interpolation := re.search(r"\$\{[^}]*\}?", str(values)):
+            raise ValueError(f"{interpolation[0]!r:.100} is an interpolation, not a value")
         config = OmegaConf.load(path)
         flat = flatten(config)
         plan = resolve(with_defaults(config))
@@ -38,21 +39,22 @@ def read_plan(path: Path, *, keys: tuple[str, ...]) -> Plan:
         raise InputError(f"{path} is not the config of a run: {one_sentence(error)}") from error
     if not isinstance(plan.model.name_or_path, str) or "model.name_or_path" not in flat:
         raise InputError(f"{path} is not the config of a run: it has no model.name_or_path")
-    wanted = {key: value for key, value in flat.items() if key in KEYS and key.startswith(keys) and value != "???"}
-    if problems := list(filter(None, (find_value_problem(key, value, KEYS) for key, value in wanted.items()))):
-        raise InputError(f"{path}: {problems[0]}")
+    for key, value in flat.items():
+        is_used = key in KEYS and key.startswith(prefixes) and value != "???"  # how a config marks a missing value
+        if is_used and (problem := find_value_problem(key, value, KEYS)):
+            raise InputError(f"{path}: {problem}")
     return plan
 
 
 def plan_recorded(config: Mapping[str, Any], *, where: str, keys: tuple[str, ...]) -> Plan:
     """The plan of a config read from the file `where`.
 
-    Keys that it lacks get their defaults. Raises InputError if it is not a config, and for problems of keys that begin
-    with one of `keys`.
+    Keys that it lacks get their defaults. Raises InputError if it is not a config, and for problems of `keys`; those of
+    other keys do not matter.
     """
     try:
         complete = with_defaults(config)
-        problems = [problem for problem in find_config_problems(complete) if problem.startswith(keys)]
+        problems = [sentence for sentence in find_config_problems(complete) if sentence.startswith(keys)]
     except OmegaConfBaseException as error:
         raise InputError(f"{where} is not the config of a run: {one_sentence(error)}") from error
     if problems:

@@ -55,8 +55,8 @@ class Job:
             if measured := [line for line in lines if line.get(metric) is not None]:
                 best = better(measured, key=lambda line: line[metric])
                 shown = {name: best[name] for name in (metric, *BESIDE) if best.get(name) is not None}
-                found = {"metric": metric, "best": best[metric], "metrics": shown, "examples": best["examples"]}
-                return summary | found
+                summary |= {"metric": metric, "best": best[metric], "metrics": shown, "examples": best["examples"]}
+                break
         return summary
 
 
@@ -85,8 +85,8 @@ class Sweep:
             self.jobs.append(job)
 
     def end_job(self) -> None:
-        for job in self.jobs[-1:]:  # a dry run has none
-            job.is_finished = True
+        if self.jobs:  # a dry run has none
+            self.jobs[-1].is_finished = True
 
     def report(self) -> None:
         """Print the table and write `sweep.json`, however the sweep ended.
@@ -110,19 +110,19 @@ class Sweep:
 def _read_evaluations(log: Path) -> list[dict[str, Any]]:
     if not log.is_file():
         return []
-    whole = (line for line in log.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n"))
-    lines = [json.loads(line) for line in whole]
-    return [line for line in lines if line["split"] == "eval" and line["examples"] > 0]
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]  # a killed job may leave part of a line
+    return [entry for entry in entries if entry["split"] == "eval" and entry["examples"] > 0]
 
 
 def as_table(summaries: Sequence[dict[str, Any]]) -> str:
     rows = [("job", "overrides", "best evaluation", "directory")]
-    for found in summaries:
+    for summary in summaries:
         best = "none"
-        if found["best"] is not None:
-            values = ", ".join(f"{name} {value:.4g}" for name, value in found["metrics"].items())
-            best = f"{values} after {count(found['examples'], 'example')}"
-        ending = "" if found["finished"] else " (not finished)"
-        rows.append((str(found["job"]), " ".join(found["overrides"]), best, found["directory"] + ending))
+        if summary["best"] is not None:
+            values = ", ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items())
+            best = f"{values} after {count(summary['examples'], 'example')}"
+        ending = "" if summary["finished"] else " (not finished)"
+        rows.append((str(summary["job"]), " ".join(summary["overrides"]), best, summary["directory"] + ending))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -241,7 +241,7 @@ def _explain_missing(key: str, v: Values) -> str:
 
 
 def _may_be_pairwise(key: str) -> bool:
-    """Return whether a key weighs a loss of pairs, or none known."""
+    """Return whether a key weighs pairs, or an unknown loss."""
     loss = LOSSES.get(key.removeprefix(WEIGHTS))
     return key.startswith(WEIGHTS) and (loss is None or loss.trains_on == "pairs")
 
@@ -265,16 +265,15 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
 def find_problems(values: Values, plan: Plan) -> list[str]:
     """`find_config_problems` for values by dotted key."""
     sources, keys = values.get("dataset_sources", {}), _list_keys(values)
-    known = {k: value for k, value in values.items() if value is not UNRESOLVED and k != "dataset_sources"}
-    in_order = sorted(known, key=lambda key: key.startswith("loss."))  # as --cfg job: model, then loss
-    wrong = {key: problem for key in in_order if (problem := find_value_problem(key, known[key], keys))}
-    # an invalid weight counts all the same: whether a mix has pairs is another question
-    valid = {k: value for k, value in values.items() if k.startswith(WEIGHTS) or (k in known and k not in wrong)}
-    broken = _find_broken(valid, plan, "error")
+    resolved = {k: value for k, value in values.items() if value is not UNRESOLVED and k != "dataset_sources"}
+    in_order = sorted(resolved, key=lambda key: key.startswith("loss."))  # as --cfg job: model, then loss
+    invalid = {key: problem for key in in_order if (problem := find_value_problem(key, resolved[key], keys))}
+    # weights stay even if invalid: a check asks which losses a mix names, whatever their weights
+    valid = {k: value for k, value in values.items() if k.startswith(WEIGHTS) or (k in resolved and k not in invalid)}
     return [
         *_find_absent(values),
-        *wrong.values(),
-        *broken,
+        *invalid.values(),
+        *_find_broken(valid, plan, "error"),
         *find_dataset_problems(valid.get("datasets", []), sources),
     ]
 
@@ -297,12 +296,12 @@ def _find_broken(values: Values, plan: Plan, level: Level) -> Iterator[str]:
     facts = {"processes": plan.dims.world_size, "gpus": plan.gpus}
     for broken, sentence, _, keys in (check for check in CHECKS if check.level == level):
         set_keys = [key for key in keys if values.get(key) not in (None, defaults.get(key))]
-        with suppress(KeyError):  # a key has no valid value, which is a problem of its own
+        with suppress(KeyError):  # the check reads a key without a valid value, which is a problem of its own
             if (keys and not set_keys) or not broken(values, plan):
                 continue
-            for key in set_keys or ("",):
-                found = {**facts, **values, "KEY": key, "VALUE": values.get(key)}
-                yield _fill(sentence, found) if isinstance(sentence, str) else sentence(values, plan)
+            for key in set_keys or ("",):  # a check without keys is reported once
+                fillers = {**facts, **values, "KEY": key, "VALUE": values.get(key)}
+                yield _fill(sentence, fillers) if isinstance(sentence, str) else sentence(values, plan)
 
 
 def _fill(sentence: str, values: Values) -> str:
@@ -329,11 +328,7 @@ def _list_keys(values: Values) -> dict[str, Key]:
 def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:
     """A sentence on a value that is wrong by itself, or None."""
     if key not in keys and key.startswith(WEIGHTS):
-        name, others = key.removeprefix(WEIGHTS), ", ".join(name for name, loss in LOSSES.items() if loss.can_be_mixed)
-        why = f"no loss is called {name}"
-        if name in LOSSES and LOSSES[name].batch_statistic is not None:
-            why = f"{name} compares the examples of a batch with each other, so it is trained alone, as loss={name}"
-        return f"{key}: {why}; a mix adds up {others}"
+        return _explain_weight(key)
     if key not in keys:
         return explain_unknown_key(key, keys)
     spec, _, choices, how_to_set = keys[key]
@@ -347,6 +342,14 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
     if choices and value is not None and value not in choices:
         return explain_unknown(key, value, choices)
     return None
+
+
+def _explain_weight(key: str) -> str:
+    name = key.removeprefix(WEIGHTS)
+    why = f"no loss is called {name}"
+    if name in LOSSES and LOSSES[name].batch_statistic is not None:
+        why = f"{name} compares the examples of a batch with each other, so it is trained alone, as loss={name}"
+    return f"{key}: {why}; a mix adds up {_list_losses(lambda loss: loss.can_be_mixed)}"
 
 
 def explain_unknown_key(key: str, known: Collection[str]) -> str:

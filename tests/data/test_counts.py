@@ -139,7 +139,7 @@ def test_texts_with_eos_stop_the_run_and_are_counted_also_beyond_the_sample(toke
             prompt_of("fine too", (" guilty<|endoftext|> response", " c")),
         )
     assert str(error.value).startswith("2 texts contain the EOS token '<|endoftext|>'")
-    assert "The first: 'guilty<|endoftext|> prompt'" in str(error.value)
+    assert "The first text has it in 'guilty<|endoftext|> prompt'" in str(error.value)
     # a chat template may write it
     assert inspect(tokenizer, prompt_of("a<|endoftext|>", (" b", " c"), rendered=True)).examples == 1
 

@@ -202,7 +202,7 @@ def test_a_killed_builder_leaves_no_table_and_its_files_go_a_day_later(tmp_path,
 
     build_slowly(tmp_path, started)
     assert {path.name for path in tmp_path.iterdir()} == {left.name, "key"}
-    monkeypatch.setattr(table, "LEFT_SECS", -1)
+    monkeypatch.setattr(table, "ABANDONED_SECS", -1)
     table.remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
