@@ -131,9 +131,9 @@ class ReferenceState(Protocol):
 
 
 class RunState:
-    """The part `trainer`: the counters of a run, and the states that need no file of their own.
+    """The counters of a run, and states without own files.
 
-    Such states are those of the callbacks, which include the lengths of their log files, of what BEST is, of the loss's
+    They are the part `trainer`. Such states are those of the callbacks, which include the lengths of their log files, of what BEST is, of the loss's
     running average, of the scorer, and the cached reference.
 
     A checkpoint holds digests in place of weights that are not saved: the reference's, or, without a reference, that of
