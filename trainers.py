@@ -313,7 +313,13 @@ class Trainer:
 
     @contextmanager
     def _ending_in_order(self) -> Iterator[None]:
-        """Handle stop signals inside; at any end, save and inform callbacks."""
+        """Handle stop signals inside, and end callbacks and checkpoints in order.
+
+        - success: all processes complete the last checkpoint, then "end" is emitted
+        - stopped, or a scorer failed: what is unsaved is saved, and "end" emitted
+        - NaN or infinite: "abort" and "end" are emitted; nothing is saved
+        - any other error: a checkpoint in progress is finished; other processes may go on, so nothing collective
+        """
         with on_stop_signals(self._note_signal):
             try:
                 yield
@@ -323,7 +329,7 @@ class Trainer:
                     self.callbacks.emit("abort", str(ending))
                 elif self._has_unsaved():
                     self.save()
-                # before `finish`, where the other processes wait for rank 0: its W&B may upload for a while
+                # first: rank 0 may upload to W&B for a while, and `finish` lets the others wait for it
                 self.callbacks.emit("end")
                 self.checkpoints.finish()
                 raise

@@ -160,9 +160,9 @@ def _format_start_margin(start: Means) -> str:
 def best_checkpoint(run: Run) -> Iterator[Finding]:
     if run.best is None or run.objective is None:
         return
-    name, sign = run.objective.best
+    name, sign = run.objective.best  # the metric by which checkpoints are ranked; +1: higher is better
     examples, values = run.eval.points(name)
-    at_best = values[examples == run.best]
+    at_best = values[examples == run.best]  # `run.best` is the checkpoint that BEST names
     if len(at_best) and sign * (at_best[-1] - values[-1]) > 0:
         yield note(
             "BEST is better than the last evaluation",
@@ -477,23 +477,26 @@ def empty_samples(run: Run) -> Iterator[Finding]:
 
 
 def sample_lengths(run: Run) -> Iterator[Finding]:
-    """Samples much longer or shorter than the reference's, empty ones aside."""
+    """Samples much longer or shorter than the reference's, empty ones aside.
+
+    One very long sample alone moves the means, so lengths must also differ prompt by prompt, by more than chance.
+    """
     pairs, source = _pair_samples(run)
     words = np.array([(len(policy.split()), len(other.split())) for policy, other in pairs], dtype=float).reshape(-1, 2)
     words = words[(words > 0).all(1)]
-    if not run.has_pairs or len(words) < 8:
+    if not run.has_pairs or len(words) < 8:  # too few for an interval
         return
-    policy, other = words.mean(0)
-    ratio = policy / other
-    difference, by_chance = mean_and_bound(np.log(words[:, 0]) - np.log(words[:, 1]))  # prompt by prompt
-    is_large = max(ratio, 1 / ratio) >= 1.5 and abs(policy - other) >= 5
-    is_certain = abs(difference) > by_chance and difference * (ratio - 1) > 0  # both comparisons have the same sign
+    policy_mean, other_mean = words.mean(0)
+    ratio = policy_mean / other_mean
+    log_ratio, by_chance = mean_and_bound(np.log(words[:, 0] / words[:, 1]))  # prompt by prompt
+    is_large = max(ratio, 1 / ratio) >= 1.5 and abs(policy_mean - other_mean) >= 5  # words
+    is_certain = abs(log_ratio) > by_chance and (log_ratio > 0) == (ratio > 1)
     if not (is_large and is_certain):
         return
-    low, high = (figure(math.exp(difference + sign * by_chance), 2) for sign in (-1, +1))
+    low, typical, high = (figure(math.exp(log_ratio + change), 2) for change in (-by_chance, 0, by_chance))
     value = (
-        f"{figure(policy)} word{'' if policy == 1 else 's'} on average, {source} {figure(other)} "
-        f"({count(len(words), 'sample')}); after the same prompt {figure(math.exp(difference), 2)} times as many, "
+        f"{figure(policy_mean)} word{'' if policy_mean == 1 else 's'} on average, {source} {figure(other_mean)} "
+        f"({count(len(words), 'sample')}); after the same prompt {typical} times as many words, "
         f"98 % interval {low} to {high}"
     )
     if ratio > 1:
@@ -548,26 +551,47 @@ def slowing(run: Run) -> Iterator[Finding]:
         )
 
 
+class DataCount(NamedTuple):
+    """A count of the preflight, and how it is told."""
+
+    key: str
+    whole: str  # the count that it is a share of
+    least_share: float  # from which it is told
+    singular: str
+    plural: str
+
+
+DATA_COUNTS = (
+    DataCount(
+        "joined_words", "examples", 0.0,
+        "response follows its prompt without a space", "responses follow their prompt without a space",
+    ),
+    DataCount(
+        "contradictory_pairs", "examples", 0.01,
+        "pair contradicts an earlier one of the same prompt", "pairs contradict an earlier one of the same prompt",
+    ),
+    DataCount(
+        "identical_pairs", "tokenized", 0.01,
+        "pair is identical after truncation, without a gradient",
+        "pairs are identical after truncation, without a gradient",
+    ),
+    DataCount(
+        "empty_responses", "examples", 0.01,
+        "example has an empty response", "examples have an empty response",
+    ),
+    DataCount(
+        "truncated_responses", "tokenized", 0.1,
+        "example has a response that lost its end", "examples have a response that lost its end",
+    ),
+)  # fmt: skip
+
+
 def data_counts(run: Run) -> Iterator[Finding]:
-    n, n_tokenized = run.count("train.examples"), run.count("train.tokenized")
-    for key, total, least_share, singular, plural, text in (
-        ("joined_words", n, 0.0, "response follows its", "responses follow their", "prompt without a space"),
-        ("contradictory_pairs", n, 0.01, "pair contradicts", "pairs contradict", "an earlier one of the same prompt"),
-        (
-            "identical_pairs",
-            n_tokenized,
-            0.01,
-            "pair is",
-            "pairs are",
-            "identical after truncation, without a gradient",
-        ),
-        ("empty_responses", n, 0.01, "example has", "examples have", "an empty response"),
-        ("truncated_responses", n_tokenized, 0.1, "example has", "examples have", "a response that lost its end"),
-    ):
-        n_found = run.count(f"train.{key}")
-        if n_found > 0 and total > 0 and n_found / total >= least_share:
-            value = f"{key} {n_found:,.0f} of {total:,.0f} ({percent(n_found / total)})"
-            text = f"In the training split, {count(n_found, singular, plural)} {text}."
+    for counted in DATA_COUNTS:
+        n_found, total = run.count(f"train.{counted.key}"), run.count(f"train.{counted.whole}")
+        if n_found > 0 and total > 0 and n_found / total >= counted.least_share:
+            value = f"{counted.key} {n_found:,.0f} of {total:,.0f} ({percent(n_found / total)})"
+            text = f"In the training split, {count(n_found, counted.singular, counted.plural)}."
             yield note("Worth a look in the data", value, text)
 
 

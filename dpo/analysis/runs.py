@@ -142,8 +142,9 @@ class Run:
         config = self.setting("loss")
         if not isinstance(config, Mapping) or str(config.get("name")) not in LOSSES:
             return None
-        parts = config.get("weights", {})  # of a mix
-        return find_loss(config) if isinstance(parts, Mapping) and parts.keys() <= LOSSES.keys() else None
+        weights = config.get("weights", {})  # only loss=mix has them: by the names of its parts
+        is_known = isinstance(weights, Mapping) and weights.keys() <= LOSSES.keys()
+        return find_loss(config) if is_known else None
 
     @property
     def is_per_token(self) -> bool:

@@ -201,10 +201,11 @@ def read_state(path: Path) -> Any:
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """Read a checkpoint's file, `state` and more, as data.
+    """Read a checkpoint's file: a mapping with `state`.
 
     Tensors are memory-mapped: the system reads pages on demand and drops them when memory is short. The caller must
-    copy tensors that it keeps, as the file may be deleted. Raises DamagedCheckpoint if it holds anything else.
+    copy tensors that it keeps, as the file may be deleted. Raises DamagedCheckpoint for any other file, such as one
+    with pickled objects.
     """
     try:
         check_readable(path)

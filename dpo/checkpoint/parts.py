@@ -133,8 +133,8 @@ class ReferenceState(Protocol):
 class RunState:
     """The counters of a run, and states without own files.
 
-    They are the part `trainer`. Such states are those of the callbacks, which include the lengths of their log files, of what BEST is, of the loss's
-    running average, of the scorer, and the cached reference.
+    They are the part `trainer`. Such states are those of the callbacks, with the lengths of their log files, of the
+    saver (what BEST is), of the loss (a running average), of the scorer, and the cached reference log-probabilities.
 
     A checkpoint holds digests in place of weights that are not saved: the reference's, or, without a reference, that of
     the base under an adapter. The latter is `frozen`; rank 0 has it.

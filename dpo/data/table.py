@@ -142,9 +142,9 @@ def find_or_build(
 ) -> tuple[Path, bool]:
     """Find the table `key` in `folder`, or build it.
 
-    Returns its place, and whether it was built. It is built in `scratch` if given, else in `folder`. `build` writes both splits into a directory; it returns the
-    facts, and whether `key` still identifies the data that it read. A table without a key is always built, and named
-    after its content. Raises RunError if nothing can be written.
+    Returns its place, and whether it was built. It is built in `scratch` if given, else in `folder`. `build` writes
+    both splits into a directory; it returns the facts, and whether `key` still identifies the data that it read. A
+    table without a key is always built, and named after its content. Raises RunError if nothing can be written.
     """
     if key is not None and is_whole(folder / key):
         return folder / key, False

@@ -45,7 +45,10 @@ def _shows_bars() -> bool:
 
 
 class Task:
-    """Progress of a long task: updates, an evaluation, sampling."""
+    """Progress of a long task: updates, an evaluation, sampling.
+
+    `done` of its `total` items were finished before; each has `each` examples, if known.
+    """
 
     def __init__(self, what: str, *, total: int, done: int, each: int | None, examples: int | None, bar: Any) -> None:
         self.what, self.total, self.done, self.each, self.bar = what, total, done, each, bar

@@ -348,6 +348,7 @@ def _quote(value: str) -> str | None:
 
 
 def _explain_place(group: str, value: str) -> str | None:
+    """A message on a group's value that belongs to another key."""
     if "/" not in value and not Path(value).is_dir():
         return None
     if group == "lora":

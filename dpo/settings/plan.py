@@ -340,7 +340,10 @@ def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
 
 
 def _find_loss(options: Mapping[str, Any]) -> Loss:
-    """The loss that the options name; DPO if they name none."""
+    """The loss that the options name.
+
+    DPO stands for an unknown name, and parts that cannot be mixed are left out: validation reports both.
+    """
     name, weights = options.get("name"), options.get("weights", {})
     if not isinstance(name, str) or name not in LOSSES:
         return LOSSES["dpo"]

@@ -311,9 +311,14 @@ def _while_sampling(
         choose = choosing(sampling, range(rows), n_prompt=n_prompt)
 
         def forward(n_tokens: int, n_before: int, cache: Any) -> Any:
+            """Run the policy on `n_tokens`, draw a token, and return the cache.
+
+            The cache has `n_before` tokens. Only the memory that this takes matters: ids are zeros, and the token is
+            dropped.
+            """
             ids = torch.zeros(rows, n_tokens, dtype=torch.long, device=device)
-            last = {"logits_to_keep": 1} if policy._supports_logits_to_keep() else {}
-            out = policy(input_ids=ids, past_key_values=cache, use_cache=True, **last)
+            only_last_logits = {"logits_to_keep": 1} if policy._supports_logits_to_keep() else {}
+            out = policy(input_ids=ids, past_key_values=cache, use_cache=True, **only_last_logits)
             ids_so_far = torch.zeros(rows, n_before + n_tokens, dtype=torch.long, device=device)
             choose(ids_so_far, out.logits[:, -1].to(copy=True, dtype=torch.float32)).argmax(-1)
             return out.past_key_values

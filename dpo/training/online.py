@@ -135,9 +135,10 @@ class OnlineBatches(Batches):
         return {place: pairs[rng.integers(len(pairs))] for place, pairs in pairs_by_place.items()}
 
     def _answer(self, asked: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
-        """Sample `n_samples` answers per prompt; returned on every process by place.
+        """Sample `n_samples` answers per prompt.
 
-        Prompts are dealt out by length, so that every process samples for about as many, of about the same lengths.
+        Returns all of them on every process, by the prompt's place. Prompts are sorted by length and dealt out in turn,
+        so each process has about as many, and about as long ones.
         """
         by_length = sorted(asked, key=lambda place: len(asked[place].prompt))
         own = by_length[self.rank :: self.size]

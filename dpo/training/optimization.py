@@ -93,23 +93,28 @@ class Schedule(LambdaLR):
         return {name: value for name, value in super().state_dict().items() if name not in ("kind", "notes")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state, on this run's own curve."""
-        own_base_lrs = self.base_lrs
-        known = self.state_dict()  # torch would set any other key as an attribute
-        state = {key: value for key, value in state.items() if key in known}
-        super().load_state_dict({**state, "updates": self.updates})
+        """Continue from a saved state, on the curve of this run's length.
+
+        The base rates stay the saved ones. `notes` tell where this run's settings would give others.
+        """
+        own_base_lrs, own_keys = self.base_lrs, self.state_dict().keys()
+        saved = {key: value for key, value in state.items() if key in own_keys}  # torch sets any key as an attribute
+        super().load_state_dict({**saved, "updates": self.updates})  # all but the length
         if self.base_lrs != own_base_lrs:
             began, new = (f"{lrs[0]:.6g}" for lrs in (self.base_lrs, own_base_lrs))
             self.notes = [f"learning rate {began}, as the run began; a new one would have {new}"]
-        saved_updates, saved_lrs = state["updates"], self._last_lr
-        # the saved rate is of the curve of the run's former length; the next update already follows this run's
-        self._last_lr = [lr * curve(self.last_epoch) for lr, curve in zip(self.base_lrs, self.lr_lambdas, strict=True)]
-        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+
+        # the saved rate of the next update lies on the curve of the former length
+        former_lrs = self._last_lr
+        lrs = [base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        self._last_lr = lrs
+        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
-        if self.kind != "constant" and saved_updates != self.updates:
-            lr, saved_lr = f"{self._last_lr[0]:.4g}", f"{saved_lrs[0]:.4g}"
-            change = f", not {saved_lr}" if lr != saved_lr else ", as before"
+
+        if self.kind != "constant" and saved["updates"] != self.updates:
+            new, former = f"{lrs[0]:.4g}", f"{former_lrs[0]:.4g}"
+            change = f", not {former}" if new != former else ", as before"
             self.notes.append(
-                f"schedule={self.kind} now ends after {count(self.updates, 'update')}, not {saved_updates:,}: the "
-                f"next has learning rate {lr}{change}"
+                f"schedule={self.kind} now ends after {count(self.updates, 'update')}, not {saved['updates']:,}: the "
+                f"next update has learning rate {new}{change}"
             )

@@ -110,7 +110,7 @@ def test_a_run_that_is_made_longer_has_from_there_on_the_rates_of_the_longer_run
     assert ours[:4] == pytest.approx([5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 * 1 / 3])
     assert whole[:4] == pytest.approx([5e-4, 1e-3, 1e-3 * 8 / 9, 1e-3 * 7 / 9])
     assert ours[4:] == whole[4:]
-    said = "schedule=linear now ends after 10 updates, not 4: the next has learning rate 0.0006667, not 0"
+    said = "schedule=linear now ends after 10 updates, not 4: the next update has learning rate 0.0006667, not 0"
     assert said in capsys.readouterr().out
 
 
