@@ -75,7 +75,7 @@ def flat_weights(trainer: BasicTrainer) -> torch.Tensor:
 
 
 def update(trainer: BasicTrainer) -> tuple[torch.Tensor, dict[str, float]]:
-    """What one update adds to the weights, and its metrics."""
+    """Make an update; return the change of the weights, and its metrics."""
     before = flat_weights(trainer)
     made = trainer.train_step(next(trainer.train_iterator))
     return flat_weights(trainer) - before, made.metrics

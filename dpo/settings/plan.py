@@ -115,7 +115,7 @@ class AdapterPlan:
 
 @dataclass(frozen=True)
 class OnlinePlan:
-    """How pairs are drawn from the policy and scored."""
+    """Settings of drawing pairs from the policy and scoring them."""
 
     n_samples: int
     scorer: str

@@ -31,17 +31,17 @@ class Reduced(NamedTuple):
         Without `weights`, or if all are 0, every example counts alike. Given `examples`, a metric whose name ends in a
         role is a mean over the examples with a response of that role; it is missing if there are none.
         """
+        n_examples = len(next(iter(self.examples.values())))
+        # a batch of ties has no weights, but metrics all the same
+        weight = torch.tensor(weights if any(weights) else [1.0] * n_examples)  # (B,)
+        by_role = {role: weight * torch.tensor([role in e.roles for e in examples]) for role in ROLES if examples}
         means = {}
         for name, values in self.examples.items():
             if name.startswith(REFERENCE):
                 continue
-            # a batch of ties has no weights, but metrics all the same
-            weight = torch.tensor(weights if any(weights) else [1.0] * len(values))  # (B,)
-            role = name.rpartition("/")[2]
-            if role in ROLES and examples:
-                weight = weight * torch.tensor([role in example.roles for example in examples])
-            if weight.any():
-                means[name] = ((values.double() * weight).sum() / weight.sum()).item()
+            counted = by_role.get(name.rpartition("/")[2], weight)
+            if counted.any():
+                means[name] = ((values.double() * counted).sum() / counted.sum()).item()
         return means
 
     def find_kl(self, places: Sequence[int]) -> dict[str, float]:

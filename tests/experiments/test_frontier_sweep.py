@@ -187,7 +187,7 @@ def test_what_cannot_be_run_is_refused_in_a_sentence(arguments, said, tmp_path):
 
 
 def test_the_measured_frontier_is_one():
-    """That of docs/RESULTS.md."""
+    """The file is that of docs/RESULTS.md."""
     rows = json.loads((ROOT / "docs" / "frontier.json").read_text())
     assert_is_a_frontier(rows)
     seeds = {name: {row["seed"] for row in rows if row["method"] == name} for name in METHODS}

@@ -27,7 +27,7 @@ def build(family: str, seed: int = 0) -> torch.nn.Module:
 
 
 def as_in_2023(family: str, state: dict) -> dict:
-    """What transformers 4.29 had in the state dict of the same model."""
+    """The state dict that transformers 4.29 had of the same model."""
     causal, inv_freq = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril(), torch.rand(4)
     state = dict(state)
     for n in range(2):
@@ -86,7 +86,7 @@ def test_another_architecture_is_refused_and_the_model_is_left_as_it_was(tmp_pat
 
 
 class RunsWhenLoaded:
-    """What a hostile archive would hold."""
+    """An object that runs code when it is unpickled, as in a hostile archive."""
 
     def __init__(self, path: str) -> None:
         self.path = path

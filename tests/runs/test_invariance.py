@@ -162,7 +162,7 @@ FEW_WAYS = ("padded, in parts", "sharded, padded, in parts", "resumed")
 
 
 def is_trained(feature: str, settings: str, name: str) -> bool:
-    """Whether a feature is trained in a way.
+    """Return whether a feature is trained in a way.
 
     Not if it is refused, has no effect, or another of its kind stands for it.
     """

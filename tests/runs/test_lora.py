@@ -78,7 +78,7 @@ def merged(adapter: Path | None = None) -> Any:
 
 
 def metrics_of_models(policy: Any, reference: Any, overrides: list[str], run_dir: Path) -> dict[str, float]:
-    """What the evaluation gives for two whole models, without adapters."""
+    """Evaluate two whole models, without adapters."""
     return BasicTrainer(policy, compose(*overrides), 0, run_dir, reference).evaluator.metrics().means()
 
 

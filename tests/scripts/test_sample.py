@@ -59,7 +59,7 @@ def panel(run_dir):
 
 
 def answered(run_dir: Path, out: Path, *more: str) -> list[dict]:
-    """What a file of prompts gives."""
+    """Answer a file of prompts; return the answers."""
     file = write_rows(out.with_suffix(".prompts.jsonl"), [{"prompt": text} for text in ASKED])
     arguments = [str(run_dir), "--file", str(file), "--out", str(out), "--max_new_tokens", "12", *more]
     assert main(arguments) == 0

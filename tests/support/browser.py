@@ -80,7 +80,7 @@ class Browser:
         return [json.dumps(event["params"]) for event in self.events if event["method"] in kinds]
 
     def requests(self) -> list[str]:
-        """What the page asked for, except data that it holds."""
+        """URLs that the page asked for, except data that it holds."""
         sent = [
             event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"
         ]

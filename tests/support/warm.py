@@ -74,7 +74,7 @@ class Python:
 
     @property
     def text(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return self._out.read_text(errors="replace")
 
     def wait(self, timeout: float = 120) -> int:
@@ -94,7 +94,7 @@ class Python:
 
 
 def run(*arguments: str, cwd: Path, environment: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
-    """What `python ARGUMENTS` prints and exits with."""
+    """Run `python ARGUMENTS`; return its output and exit status."""
     process = Python(*arguments, cwd=cwd, environment=environment)
     out, err = process.communicate(timeout)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -74,7 +74,7 @@ def assert_same(ours: dict, theirs: dict) -> None:
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """What is expected of a loss and n rows: one row at a time, padded, in one process."""
+    """The evaluation of n rows under a loss: one row at a time, padded, in one process."""
     known = {}
 
     def find(loss: str, n: int) -> dict:

@@ -316,7 +316,7 @@ def test_the_peak_of_sampling_is_that_of_real_tensors(settings, compose, tokeniz
 
 @pytest.mark.parametrize(("family", "positions"), [*((family, 64) for family in REWARD_MODELS), ("gpt2", 512)])
 def test_the_peak_of_scoring_is_that_of_real_tensors(family, positions, compose, tokenizer, tmp_path):
-    """Of whole prompts, up to the reward model's positions."""
+    """Whole prompts are scored, up to the reward model's positions."""
     folder = save_reward_model(tmp_path / "reward", family, tokenizer, template=None, max_position_embeddings=positions)
     config = compose(*ONLINE, "online.scorer=reward_model", f"online.reward_model={folder}")
     real = load_scorer(resolve(config), torch.device("cpu"), rows=4).score
