@@ -117,7 +117,10 @@ def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
     packed = isinstance(inputs, Packed)
     rows, length = inputs.input_ids.shape
     scored = len(inputs.scored) if packed else rows * length
-    body = rows * length * (2 * shape.matrices + 4 * length * shape.attention)
+    columns = rows * length * length  # seen by all tokens together; the masked ones count
+    if packed and inputs.segments is not None:
+        columns = int((inputs.segments.queries.diff().long() * inputs.segments.keys.diff()).sum())
+    body = rows * length * 2 * shape.matrices + 4 * columns * shape.attention
     head = scored * 2 * shape.head
     return (body + head) * (3 + with_reference)
 

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from dpo.data.examples import Example
-from dpo.errors import one_sentence
+from dpo.errors import InputError, one_sentence
 from dpo.losses import IGNORE_INDEX, ROLES
 from dpo.models.logprobs import TokenLogps, packed_logps, sequence_logps, token_logps
 from dpo.models.packing import Packed, pack, split_evenly
+from dpo.models.varlen_attention import VARLEN
 from dpo.parallel.sharding import run_as_forward
 from dpo.system.arithmetic import without_tf32
 
@@ -127,11 +128,14 @@ class SharedPrefix:
     """Each prompt and each of its distinct responses once, packed into rows.
 
     Microbatches have about equally many tokens. `windows` maps the kinds of the model's attention layers to the number
-    of tokens they look back, None for all; a row's length is a multiple of `alignment`.
+    of tokens they look back, None for all; a row's length is a multiple of `alignment`. `by_segments`: one row, for
+    attention by segments.
     """
 
-    def __init__(self, windows: Mapping[str, int | None], *, max_length: int, alignment: int = 1) -> None:
-        self.windows, self.row_tokens = windows, row_tokens(max_length)
+    def __init__(
+        self, windows: Mapping[str, int | None], *, max_length: int, alignment: int = 1, by_segments: bool = False
+    ) -> None:
+        self.windows, self.row_tokens = windows, None if by_segments else row_tokens(max_length)
         self.alignment = alignment
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
@@ -194,7 +198,7 @@ def choose_layout(
         longest = longest or Longest(max_length, 2 * row_tokens(max_length))
         reason = _find_difference(model, layout, longest, TOLERANCES.get(compute_dtype, HALF_PRECISION))
         if vetoed(reason is not None):  # processes that share the model must agree: their collectives follow the layout
-            layout, reason = Padded(), reason or "differs on another process"
+            layout, reason = _fall_back(model, reason or "differs on another process")
     return layout, reason and f"layout=padded: {type(model).__name__} {reason}"
 
 
@@ -207,9 +211,18 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
         return Padded(), None
     windows = find_windows(model, max_length)
     if isinstance(windows, str):
-        return Padded(), windows
+        return _fall_back(model, windows)
     on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
-    return SharedPrefix(windows, max_length=max_length, alignment=GPU_ALIGNMENT if on_gpu else 1), None
+    by_segments = model.config._attn_implementation == VARLEN
+    alignment = GPU_ALIGNMENT if on_gpu else 1
+    return SharedPrefix(windows, max_length=max_length, alignment=alignment, by_segments=by_segments), None
+
+
+def _fall_back(model: Any, reason: str) -> tuple[Layout, str]:
+    """Choose `Padded`, or raise InputError for attention that it would not use."""
+    if model.config._attn_implementation == VARLEN:
+        raise InputError(f"model.attn_implementation={VARLEN}: {type(model).__name__} {reason}: use sdpa")
+    return Padded(), reason
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
@@ -220,7 +233,7 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"
     config = model.config.get_text_config()
-    if config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
+    if config._attn_implementation not in ("eager", "sdpa", "flex_attention", VARLEN):
         return f"takes no mask of its own with {config._attn_implementation}"
     if getattr(config, "alibi", False):
         return "counts columns for positions (ALiBi)"
@@ -294,14 +307,16 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
         with without_tf32():
             for pairs, sum_plain, row_length in cases:
                 [padded] = Padded().split(pairs, 1)
-                packed = pack(pairs, row_tokens=2 * n, alignment=layout.alignment, length=row_length)
+                packed = pack(
+                    pairs, row_tokens=layout.row_tokens and 2 * n, alignment=layout.alignment, length=row_length
+                )
                 expected = sum_plain(model, padded.to(device).inputs)
                 sums = layout.forward(model, packed.map(lambda x: x.to(device))).logps.sum(-1)
                 difference = (sums - expected).abs()
                 if not (difference <= tolerance * expected.abs()).all():  # true for NaN too
                     off = (difference / expected.abs()).max().item()
                     return f"gives log-probabilities with shared prefixes that are off by {off:.2g}"
-    except torch.OutOfMemoryError:  # a RuntimeError, but no fault of the layout
+    except (torch.OutOfMemoryError, InputError):  # no fault of the layout
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # from unsuitable models
         return f"refuses shared prefixes: {one_sentence(error)}"

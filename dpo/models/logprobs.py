@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dpo.losses import IGNORE_INDEX
-from dpo.models import cpu_attention
+from dpo.models import cpu_attention, varlen_attention
 from dpo.models.packing import Packed, tree_block_mask, tree_mask
 
 
@@ -73,6 +73,7 @@ def _scored_rows(model: Any, packed: Packed, windows: Mapping[str, int | None]) 
         attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
         position_ids=packed.position_ids,
         use_cache=False,
+        **({} if packed.segments is None else {"segments": packed.segments}),  # for `varlen_attention`
     ).last_hidden_state
     return hidden.flatten(0, 1)[packed.scored.to(hidden.device)], packed.targets.to(hidden.device)
 
@@ -87,9 +88,11 @@ def _by_response(values: torch.Tensor, packed: Packed) -> torch.Tensor:
 def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
     """Masks of each kind of attention layer, new or cached.
 
-    FlexAttention takes block masks, the others additive ones.
+    FlexAttention takes block masks, attention by segments none, the others additive ones.
     """
     attention, device = model.config._attn_implementation, packed.input_ids.device.type
+    if packed.segments is not None:
+        return dict.fromkeys(windows, varlen_attention.make_placeholder(packed.input_ids.device))
     if attention == "flex_attention":
         return packed.cache_masks(
             "block", lambda: {kind: tree_block_mask(packed, window=size) for kind, size in windows.items()}

@@ -8,6 +8,7 @@ arithmetic, without models or processes.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -22,6 +23,22 @@ from dpo.data.examples import Example
 
 ATTENTION_LENGTH = 2048  # row length at which attention costs as much as matrix products; measured on a small model
 NONE = -1  # tree index of padding, branch index of a prompt
+
+
+class Segments(NamedTuple):
+    """A row's prompts and responses, with the columns that each sees.
+
+    A prompt sees itself, a response its prompt and itself, padding padding; each token no later one. There are S
+    segments, with K keys in all.
+    """
+
+    queries: torch.Tensor  # (S + 1,) int32: the column where each begins, and the row's length
+    keys: torch.Tensor  # (S + 1,) int32: where its keys begin in `columns`, and K
+    columns: torch.Tensor  # (K,) int64: the columns of the keys
+    longest: tuple[int, int]  # the largest numbers of queries and of keys
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Segments:
+        return Segments(change(self.queries), change(self.keys), change(self.columns), self.longest)
 
 
 @dataclass
@@ -41,12 +58,14 @@ class Packed:
     slots: torch.Tensor  # (N,): response * T + index in the response
     response_index: torch.Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
+    segments: Segments | None = None  # of the only row, for attention that takes no mask
     _cached_masks: tuple[str, dict[str, Any]] | None = None  # the form of the last masks, and these
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """Apply `change` to every tensor, to move or pin it."""
-        tensors = (getattr(self, field.name) for field in fields(self)[:-2])
-        return Packed(*map(change, tensors), shape=self.shape)
+        tensors = (getattr(self, field.name) for field in fields(self)[:-3])
+        segments = self.segments and self.segments.map(change)
+        return Packed(*map(change, tensors), shape=self.shape, segments=segments)
 
     def cache_masks(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the last masks if they have this form, else `make()`.
@@ -99,11 +118,14 @@ class _Tree(NamedTuple):
     length: int  # tokens fed
 
 
-def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, length: int | None = None) -> Packed:
+def pack(
+    examples: Sequence[Example], *, row_tokens: int | None, alignment: int = 1, length: int | None = None
+) -> Packed:
     """Pack the trees of the examples into rows.
 
     The row length is `length` or, if None, the cheapest one up to twice `row_tokens`, rounded up to a multiple of
-    `alignment`. A prompt is repeated if its responses do not all fit into `row_tokens` with it.
+    `alignment`. A prompt is repeated if its responses do not all fit into `row_tokens` with it. With `row_tokens` None
+    all trees are in one row, which has `segments`.
     """
     indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> distinct response -> index
     n_responses = 0
@@ -114,20 +136,27 @@ def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, le
                 of_prompt[response] = n_responses
                 n_responses += 1
     response_index = [[indices[prompt][response] for response in responses] for prompt, responses, *_ in examples]
-    trees = [tree for prompt, responses in indices.items() for tree in _trees(prompt, responses, row_tokens)]
+    most = math.inf if row_tokens is None else row_tokens
+    trees = [tree for prompt, responses in indices.items() for tree in _trees(prompt, responses, most)]
     trees.sort(key=lambda tree: tree.length, reverse=True)  # first-fit-decreasing wastes little space
-    # longer rows waste less space but cost more attention, so try several lengths
-    lengths = _row_lengths(trees, alignment) if length is None else [_round_up(length, alignment)]
+    if row_tokens is None:
+        lengths = [_round_up(max(length or 1, sum(tree.length for tree in trees)), alignment)]
+    else:
+        # longer rows waste less space but cost more attention, so try several lengths
+        lengths = _row_lengths(trees, alignment) if length is None else [_round_up(length, alignment)]
     rows, length = min((_fill_rows(trees, length) for length in lengths), key=_cost)
     longest = max(len(response) for responses in indices.values() for response in responses)
-    return _write(rows, length, np.asarray(response_index).T, (n_responses, longest))
+    packed = _write(rows, length, np.asarray(response_index).T, (n_responses, longest))
+    if row_tokens is None:
+        packed.segments = _find_segments(trees, length)
+    return packed
 
 
 def _round_up(length: int, alignment: int) -> int:
     return -(-length // alignment) * alignment
 
 
-def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[_Tree]:
+def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: float) -> list[_Tree]:
     """Make the trees of a prompt, each of at most `row_tokens`.
 
     A tree with a single response may be longer.
@@ -207,6 +236,25 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
     return Packed(*(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors), shape=shape)
 
 
+def _find_segments(trees: list[_Tree], length: int) -> Segments:
+    """The segments of the row that `_write` makes of trees."""
+    spans: list[tuple[range, range]] = []  # columns that a segment sees before its own, and its own
+    at = 0
+    for tree in trees:
+        prompt = range(at, at + len(tree.prompt))
+        spans.append((range(0), prompt))
+        at = prompt.stop
+        for _, ids in tree.branches:
+            spans.append((prompt, range(at, at + len(ids) - 1)))
+            at += len(ids) - 1
+    spans.append((range(0), range(at, length)))  # padding
+    spans = [(before, own) for before, own in spans if own]  # kernels need not take segments without queries
+    n_queries, n_keys = ([len(own) for _, own in spans], [len(before) + len(own) for before, own in spans])
+    queries, keys = (torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) for sizes in (n_queries, n_keys))
+    columns = np.concatenate([np.arange(part.start, part.stop) for span in spans for part in span])
+    return Segments(queries, keys, torch.from_numpy(columns), (max(n_queries), max(n_keys)))
+
+
 def _int64(values: list[int]) -> np.ndarray:
     return np.asarray(values, dtype=np.int64)
 
@@ -233,8 +281,8 @@ def tree_block_mask(packed: Packed, *, window: int | None = None) -> BlockMask:
 
     def sees(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         on_path = (branch[row, k] == NONE) | (branch[row, q] == branch[row, k])
-        near = position[row, q] - position[row, k] < (window or tree.shape[1])
-        return (tree[row, q] == tree[row, k]) & on_path & near & (q >= k)
+        seen = (tree[row, q] == tree[row, k]) & on_path & (q >= k)
+        return seen if window is None else seen & (position[row, q] - position[row, k] < window)
 
     rows, length = tree.shape
     return create_block_mask(sees, rows, None, length, length, device=tree.device)

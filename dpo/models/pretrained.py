@@ -13,6 +13,7 @@ import transformers
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
+from dpo.models import varlen_attention
 from dpo.models.adapters import CONFIG, count_parameters
 from dpo.models.weights import load_archive, read_archive
 from dpo.settings import choices
@@ -36,7 +37,8 @@ def load_config(
 def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
     """The wanted attention implementation, or eager for a model without SDPA.
 
-    Such models are GPT-J and Gemma 2. Raises InputError if FlashAttention is wanted and not available.
+    Such models are GPT-J and Gemma 2. Raises InputError if FlashAttention is wanted and not available, or if the model
+    has attention of its own and cannot take that by segments.
     """
     if wanted == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
         raise InputError(
@@ -44,6 +46,13 @@ def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
             "available here: use sdpa"
         )
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: the model has its own code
+    if wanted == varlen_attention.VARLEN:
+        varlen_attention.register()
+        if model_class is not None and not model_class._supports_attention_backend:
+            raise InputError(
+                f"model.attn_implementation={wanted} does not support {model_class.__name__}, whose attention is code "
+                f"of its own: use sdpa"
+            )
     lacks_sdpa = model_class is not None and not model_class._supports_sdpa
     return "eager" if wanted == "sdpa" and lacks_sdpa else wanted
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from support.gpu import GPU, Process, build, describe, limit, pick, write_model
 
+from dpo.models.varlen_attention import VARLEN
+
 SHAPES = {  # of published models
     "pythia-2.8b": {
         "model_type": "gpt_neox", "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -30,6 +32,7 @@ WORDS_SHORTER = 2.5 / 4.3  # `write_pairs` assumes 2.5 tokens per word; with the
 SHARE_OF_PEAK = 0.25  # a guess: set without a GPU
 LOSS_TOLERANCE = 0.02  # relative, between the layouts
 TIMES_FASTER = 1.2
+WORTH_SETTING = 1.02  # times as fast as the default
 MEASURE = """
 import json, sys
 from benchmarks.harness import COMMON, measure_on_ranks
@@ -47,7 +50,7 @@ print(json.dumps(measure_on_ranks("compare:measure", [*COMMON, *overrides], int(
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@limit(120)
+@limit(160)
 @pytest.mark.parametrize("name", pick((*SHAPES,), ("pythia-2.8b",), ("tiny",)))
 def test_speed_of_shared_prefixes_and_of_padded_rows(name, tmp_path, record):
     """In processes of their own, by `benchmarks.compare`."""
@@ -66,20 +69,29 @@ def test_speed_of_shared_prefixes_and_of_padded_rows(name, tmp_path, record):
     peak = measure_peak(torch.bfloat16 if GPU else torch.float32)
     record(f"{settings['num_hidden_layers']} layers; peak {peak / 1e12:,.3g} TFLOP/s", peak=peak)
     found = {}
-    for layout in ("padded", "shared_prefix"):
-        asked = ("-c", MEASURE, json.dumps(settings), str(updates), *common, f"layout={layout}")
-        done = Process(tmp_path, layout, *asked, PYTHONPATH="tests").done()
-        found[layout] = summarize(json.loads(done.text.splitlines()[-1]), peak)
+    for way in ("padded", "shared_prefix", *pick((VARLEN,), (VARLEN,), ())):
+        own = [f"layout={way}"] if way != VARLEN else ["layout=shared_prefix", f"model.attn_implementation={VARLEN}"]
+        asked = ("-c", MEASURE, json.dumps(settings), str(updates), *common, *own)
+        done = Process(tmp_path, way, *asked, PYTHONPATH="tests").done()
+        found[way] = summarize(json.loads(done.text.splitlines()[-1]), peak)
         record(
-            "{layout:13} {pairs_per_second:8.1f} pairs/s, {share:4.0%} of the peak, {memory_gb:6.2f} GB, "
-            "{tokens_per_pair:.0f} tokens per pair".format(layout=layout, **found[layout]),
-            **{f"{layout} {key}": value for key, value in found[layout].items()},
+            "{way:13} {pairs_per_second:8.1f} pairs/s, {share:4.0%} of the peak, {memory_gb:6.2f} GB, "
+            "{tokens_per_pair:.0f} tokens per pair".format(way=way, **found[way]),
+            **{f"{way} {key}": value for key, value in found[way].items()},
         )
     padded, ours = found["padded"], found["shared_prefix"]
     assert ours["losses"] == pytest.approx(padded["losses"], rel=LOSS_TOLERANCE)
     if GPU:
+        times = found[VARLEN]["pairs_per_second"] / ours["pairs_per_second"]
+        record(f"varlen is {times:.2f} times as fast as sdpa: {advise(times)}", times=times)
+        assert found[VARLEN]["losses"] == pytest.approx(padded["losses"], rel=LOSS_TOLERANCE)
         assert ours["share"] >= SHARE_OF_PEAK
         assert ours["pairs_per_second"] >= TIMES_FASTER * padded["pairs_per_second"]
+
+
+def advise(times: float) -> str:
+    """The attention to set, if varlen is `times` as fast as sdpa."""
+    return f"set model.attn_implementation={VARLEN if times > WORTH_SETTING else 'sdpa'}"
 
 
 def cut_to_memory(shape: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from support import runs
 from support.faults import run_out_of_memory_at, start_run
 from support.models import REWARD_MODELS, save_reward_model
 from support.runs import GOLDEN, small_run, train
+from support.varlen import run_varlen_on_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.errors import InputError
@@ -121,6 +122,7 @@ def measure_updates(config) -> int:
     [
         "optimizer=AdamW loss.wpo=true",
         "lora=lora lora.r=4",
+        "model.attn_implementation=varlen model.autocast=bfloat16",
         *(
             pytest.param(settings, marks=pytest.mark.slow)
             for settings in (
@@ -138,6 +140,7 @@ def measure_updates(config) -> int:
 def test_the_prediction_is_what_updates_take(settings, compose):
     if "qlora" in settings:
         pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
+    run_varlen_on_cpu()
     config = compose("n_examples=8", "gradient_accumulation_steps=2", *settings.split())
     predicted, measured = phases_of(config)[0]["training"], measure_updates(config)
     assert 0.98 < (predicted.total() - predicted["kept"]) / measured < 1.1
