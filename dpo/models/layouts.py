@@ -20,8 +20,8 @@ from dpo.errors import InputError, one_sentence
 from dpo.losses import IGNORE_INDEX, ROLES
 from dpo.models.logprobs import TokenLogps, packed_logps, sequence_logps, token_logps
 from dpo.models.packing import Packed, pack, split_evenly
-from dpo.models.varlen_attention import VARLEN
 from dpo.parallel.sharding import run_as_forward
+from dpo.settings.choices import VARLEN
 from dpo.system.arithmetic import without_tf32
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dpo.losses import IGNORE_INDEX
-from dpo.models import cpu_attention, varlen_attention
+from dpo.models import cpu_attention
 from dpo.models.packing import Packed, tree_block_mask, tree_mask
 
 
@@ -91,8 +91,8 @@ def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -
     FlexAttention takes block masks, attention by segments none, the others additive ones.
     """
     attention, device = model.config._attn_implementation, packed.input_ids.device.type
-    if packed.segments is not None:
-        return dict.fromkeys(windows, varlen_attention.make_placeholder(packed.input_ids.device))
+    if packed.segments is not None:  # given any tensor of four dims, transformers makes no mask
+        return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=packed.input_ids.device))
     if attention == "flex_attention":
         return packed.cache_masks(
             "block", lambda: {kind: tree_block_mask(packed, window=size) for kind, size in windows.items()}

@@ -13,7 +13,6 @@ import transformers
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
-from dpo.models import varlen_attention
 from dpo.models.adapters import CONFIG, count_parameters
 from dpo.models.weights import load_archive, read_archive
 from dpo.settings import choices
@@ -46,7 +45,9 @@ def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
             "available here: use sdpa"
         )
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: the model has its own code
-    if wanted == varlen_attention.VARLEN:
+    if wanted == choices.VARLEN:
+        from dpo.models import varlen_attention  # its import takes 0.1 s
+
         varlen_attention.register()
         if model_class is not None and not model_class._supports_attention_backend:
             raise InputError(

@@ -17,8 +17,8 @@ from transformers.masking_utils import sdpa_mask
 
 from dpo.errors import InputError
 from dpo.models.packing import Segments
+from dpo.settings.choices import VARLEN
 
-VARLEN = "varlen"
 # torch 2.11 has no such option, and groups heads without it
 GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # what some models' layers ask of their attention, s_aux for sinks
@@ -28,11 +28,6 @@ def register() -> None:
     """Let transformers build models with `attn_implementation="varlen"`."""
     AttentionInterface.register(VARLEN, attention_forward)
     AttentionMaskInterface.register(VARLEN, sdpa_mask)
-
-
-def make_placeholder(device: torch.device) -> torch.Tensor:
-    """Make what transformers takes for a mask, so that it makes none."""
-    return torch.zeros(1, 1, 1, 1, device=device)
 
 
 def attention_forward(
@@ -52,7 +47,7 @@ def attention_forward(
     Raises InputError for layers that compute more.
     """
     extras = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
-    if segments is not None and (attention_mask is None or attention_mask.numel() != 1):
+    if segments is not None and attention_mask.numel() != 1:
         extras.append("a mask of its own")
     if extras:
         raise InputError(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.gpu import GPU, Process, build, describe, limit, pick, write_model
 
-from dpo.models.varlen_attention import VARLEN
+from dpo.settings.choices import VARLEN
 
 SHAPES = {  # of published models
     "pythia-2.8b": {
