@@ -59,7 +59,7 @@ def attention_forward(
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # (L, H, D), (L, K, D)
-    out = varlen_attn(
+    out: Any = varlen_attn(
         query,
         key.index_select(0, segments.columns),
         value.index_select(0, segments.columns),
