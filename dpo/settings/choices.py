@@ -67,7 +67,10 @@ SCHEDULES = ("constant", "linear", "cosine")
 LR_SCALINGS = ("none", "linear", "sqrt")
 NAN_POLICIES = ("raise", "skip")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
-# our names for the columns of own data: what a loss trains on, and the forms in which records may have it
-PAIRS, TARGETS, CHATS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
-FORMS: dict[str, tuple[tuple[str, ...], ...]] = {"pairs": (PAIRS,), "targets": (PAIRS, TARGETS, CHATS)}
-COLUMNS = tuple(dict.fromkeys(column for forms in FORMS.values() for form in forms for column in form))
+# fields of custom data. A form is the fields of one record; FORMS has those from which each kind of examples is made
+PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
+FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss
+    "pairs": (PAIR_FIELDS,),
+    "targets": (PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS),
+}
+FIELDS = tuple(dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dpo.errors import InputError
-from dpo.settings.choices import COLUMNS
+from dpo.settings.choices import FIELDS
 from dpo.settings.files import load_defaults
 from dpo.settings.keys import is_text
 
@@ -55,8 +55,8 @@ class Source:
             raise InputError(
                 f"{key}.columns={columns}: {name} has columns of its own; choose another name for your data"
             )
-        if not isinstance(columns, Mapping) or set(columns) - set(COLUMNS) or not all(map(is_text, columns.values())):
-            what = f"map some of {', '.join(COLUMNS)} to your names: {{prompt: question, chosen: best}}"
+        if not isinstance(columns, Mapping) or set(columns) - set(FIELDS) or not all(map(is_text, columns.values())):
+            what = f"map some of {', '.join(FIELDS)} to your names: {{prompt: question, chosen: best}}"
             raise InputError(f"{key}.columns={columns} must {what}")
         return cls(str(value["path"]), value.get("revision"), columns)
 

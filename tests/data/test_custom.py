@@ -109,7 +109,7 @@ def test_columns_may_have_other_names(tokenizer, chat):
         get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, RENAMED)
     shared = get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, {"chosen": "best", "rejected": "worst"})
     assert list(shared) == ["a"]
-    with pytest.raises(InputError, match=r"mine\.columns names promt: give those of pairs"):
+    with pytest.raises(InputError, match=r"mine\.columns has the fields promt: give some of those of pairs"):
         get_own(rows, "mine", tokenizer, {"promt": "question"})
     sources = {"hh": {"path": "x", "columns": RENAMED}}
     with pytest.raises(InputError, match=r"dataset_sources\.hh\.columns=.*: hh has columns of its own"):
@@ -240,7 +240,7 @@ def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
     # a loss of pairs is told what is missing, and how columns are given beside a path
     refused = train(*command("pairs", f"datasets=[{file}]"))
     assert refused.returncode == 2
-    assert f"{file} has no chosen and rejected, which a loss of pairs needs" in refused.stderr
+    assert f"training on pairs needs the columns chosen and rejected; {file} has " in refused.stderr
     assert "'dataset_sources.my_rows.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}'" in refused.stderr
 
 

@@ -40,7 +40,8 @@ def run_dir(tmp_path) -> Path:
         right = 0.0 if (split, update) == ("train", 1) else 1.0
         rows = [
             dict.fromkeys(SCHEMA.names)
-            | {"example": text_digest(pair["prompt"], (pair["chosen"], pair["rejected"])), "dataset": "mine"}
+            | {"example": text_digest(pair["prompt"], {role: pair[role] for role in ("chosen", "rejected")})}
+            | {"dataset": "mine"}
             | {"update": update, "epoch": update - 1, "split": split, "truncated": False, "loss": 0.5}
             | {"chosen_tokens": len(pair["chosen"]), "rejected_tokens": 5, "policy_chosen": -1.0}
             | {"margin": -2 * right if pair is WRONG else right}
