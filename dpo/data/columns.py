@@ -153,7 +153,9 @@ def _check_configured(present: Iterable[str], configured: Mapping[str, str], nam
     for field, column in configured.items():
         fields = [other for other, other_column in configured.items() if other_column == column]
         if len(fields) > 1:
-            raise InputError(f"{key} gives the column {column} for {' and '.join(fields)}: give each a column of its own")
+            raise InputError(
+                f"{key} gives the column {column} for {' and '.join(fields)}: give each a column of its own"
+            )
         if column not in present:
             raise ColumnsError(f"{key}.{field}={column}: {origin} has no such column; there are {', '.join(present)}")
 
@@ -204,7 +206,9 @@ def _explain_missing(
     """
     required = [" and ".join(_list_required(form)) for form in FORMS[trains_on]]
     forms = [form for form in FORMS[trains_on] if len(_list_required(form)) <= len(present)]
-    fixes = [f"name them with {' or '.join(_write_override(name, form, candidates) for form in forms)}"] if forms else []
+    fixes = (
+        [f"name them with {' or '.join(_write_override(name, form, candidates) for form in forms)}"] if forms else []
+    )
     is_labelled = any(column.strip().lower() == "label" for column in present)
     if trains_on == "pairs" and kinds and is_labelled:  # KTO's data: SFT would learn the bad completions too
         fixes.append("make each pair of a good and a bad completion of one prompt, by their label")

@@ -120,9 +120,7 @@ def iterate_examples(
         epoch += 1
 
 
-def iterate_once(
-    counts: Sequence[int], *, batch_size: int, n_examples: int, seed: int
-) -> Iterator[list[ExampleId]]:
+def iterate_once(counts: Sequence[int], *, batch_size: int, n_examples: int, seed: int) -> Iterator[list[ExampleId]]:
     """Yield the example ids of the first epoch in batches.
 
     The order is that of `iterate_examples`. There are at most `n_examples` ids, and the last batch may be partial.

@@ -97,8 +97,8 @@ def test_the_note_names_the_prompt_and_unused_columns(row, given, told, trains_o
         (
             {"context": "Where is A?", **TEXTS, **LABELS},
             "rows.csv has chosen and rejected, but it is not known which column is their prompt: it may be context. "
-            "Give 'dataset_sources.mine.columns={prompt: context, chosen: chosen, rejected: rejected}', or, if the prompt "
-            "is what chosen and rejected begin with, "
+            "Give 'dataset_sources.mine.columns={prompt: context, chosen: chosen, rejected: rejected}', or, if the "
+            "prompt is what chosen and rejected begin with, "
             "'dataset_sources.mine.columns={chosen: chosen, rejected: rejected}'",
         ),
         ({"dialog": TALK["conversations"], **TEXTS}, "it may be dialog. Give"),
@@ -136,8 +136,8 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "prompt chosen score",
             "pairs",
             {},
-            "training on pairs needs the columns chosen and rejected; rows.csv has prompt, chosen, score: name them with "
-            "'dataset_sources.mine.columns={prompt: prompt, chosen: chosen, rejected: COLUMN}', "
+            "training on pairs needs the columns chosen and rejected; rows.csv has prompt, chosen, score: name them "
+            "with 'dataset_sources.mine.columns={prompt: prompt, chosen: chosen, rejected: COLUMN}', "
             "or add them to the records",
         ),
         (
@@ -152,8 +152,8 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "a b(c)",
             "targets",
             {"completion": "b(c)"},
-            "training on targets needs the columns chosen and rejected, or prompt and completion, or messages; rows.csv "
-            "has a, b(c): name them with "
+            "training on targets needs the columns chosen and rejected, or prompt and completion, or messages; "
+            "rows.csv has a, b(c): name them with "
             "'dataset_sources.mine.columns={prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}' or "
             "'dataset_sources.mine.columns={prompt: COLUMN, completion: \"b(c)\"}' or "
             "'dataset_sources.mine.columns={messages: COLUMN}', or add them to the records",
@@ -170,22 +170,24 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "text",
             "targets",
             {},
-            "training on targets needs the columns chosen and rejected, or prompt and completion, or messages; rows.csv "
-            "has text: name them with 'dataset_sources.mine.columns={messages: COLUMN}', or add them to the records",
+            "training on targets needs the columns chosen and rejected, or prompt and completion, or messages; "
+            "rows.csv has text: name them with 'dataset_sources.mine.columns={messages: COLUMN}', "
+            "or add them to the records",
         ),
         (
             "prompt completion label",
             "pairs",
             {},
-            "training on pairs needs the columns chosen and rejected; rows.csv has prompt, completion, label: name them "
-            "with 'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or make each pair "
-            "of a good and a bad completion of one prompt, by their label, or add them to the records",
+            "training on pairs needs the columns chosen and rejected; rows.csv has prompt, completion, label: name "
+            "them with 'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or make each "
+            "pair of a good and a bad completion of one prompt, by their label, or add them to the records",
         ),
         (
             "prompt chosen",
             "pairs",
             {"chosen": "chosen", "rejected": "chosen"},
-            "dataset_sources.mine.columns gives the column chosen for chosen and rejected: give each a column of its own",
+            "dataset_sources.mine.columns gives the column chosen for chosen and rejected: give each a column of "
+            "its own",
         ),
         (
             "question instruction input output",
@@ -211,8 +213,8 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "prompt messages",
             "targets",
             {"prompt": "prompt", "messages": "messages"},
-            "dataset_sources.mine.columns has the fields prompt, messages: give some of those of pairs (prompt, chosen, "
-            "rejected), or of those of targets (prompt, completion), or messages alone",
+            "dataset_sources.mine.columns has the fields prompt, messages: give some of those of pairs (prompt, "
+            "chosen, rejected), or of those of targets (prompt, completion), or messages alone",
         ),
     ],
 )

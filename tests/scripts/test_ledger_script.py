@@ -104,7 +104,7 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (
         found["note"]
-        == f"Texts are not shown: dataset source {mine} does not exist; give a directory, a file or a Hub id"
+        == f"Texts are not shown: dataset source {mine} does not exist: give a directory, a file or a Hub id"
     )
     assert found["never_flipped"][0]["texts"] is None
     assert main([str(run_dir), "--no-texts"]) == 0
