@@ -275,7 +275,7 @@ def _load_custom(
 
 
 def _hold_out(data: PreferenceData, name: str, split: str, source: Source) -> PreferenceData:
-    """Select the train or test split from the data of a source without splits."""
+    """Select a split from the data of a source without splits."""
     part = data.select_split(split)
     if len(data) == 1 and not part:
         raise InputError(

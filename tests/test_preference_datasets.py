@@ -239,7 +239,7 @@ def test_hub_rows_of_stack_exchange_are_checked_like_local_ones(monkeypatch):
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_choices():
-    with pytest.raises(InputError, match=r"'hhh' is not one of hh, shp, se, demo; .*dataset_sources\.hhh=PATH_OR_ID"):
+    with pytest.raises(InputError, match=r"'hhh' is not one of hh, shp, se, demo; .*dataset_sources\.hhh=DIR_FILE"):
         get_dataset("hhh", "train")
 
 

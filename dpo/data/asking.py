@@ -1,4 +1,4 @@
-"""Prompts that a user gives, in the format that the model was trained on."""
+"""A user's prompts, in the format that the model was trained on."""
 
 from __future__ import annotations
 

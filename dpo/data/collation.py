@@ -149,7 +149,7 @@ def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
 
 
 def find_pad_token(tokenizer: Any) -> int:
-    """Find the id of the pad token, or of EOS if there is none.
+    """Find the id of the pad token, or of EOS.
 
     Raises InputError for a tokenizer with neither.
     """

@@ -1,4 +1,6 @@
-"""Recognition of the columns of custom data, by the config or by their names.
+"""Recognition of the columns of custom data.
+
+The config names them, or they are recognized by their names.
 
 A field is what a loss needs, such as `chosen`; a column is what the records have, such as `preferred`. A column is
 recognized by its name only if no other column fits the same field. This module sees the names of columns and what kind
@@ -37,7 +39,7 @@ class ColumnsError(InputError):
 
 
 class RecognizedColumns(NamedTuple):
-    """The columns that are used, and unused ones that could be a prompt."""
+    """Used columns, and unused ones that could be a prompt."""
 
     used: dict[str, str]  # field to column
     unused: list[str]  # only columns of prose or dialogues: nobody misses ids, numbers and labels
@@ -200,7 +202,7 @@ def _explain_missing(
     origin: str,
     trains_on: str,
 ) -> str:
-    """A sentence on columns from which the examples of a loss cannot be made.
+    """Explain that the columns lack what a loss trains on.
 
     `kinds` are the kinds of examples (keys of FORMS) that can be made of them.
     """

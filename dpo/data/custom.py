@@ -1,4 +1,4 @@
-"""Custom data: from records of text or chat messages to pairs and SFT targets."""
+"""Custom data: pairs and SFT targets from records of the user."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _read_fields(row: Mapping[str, Any], used: Mapping[str, str], where: str) ->
 
 
 def _as_messages(value: Any, where: str) -> str | list[Any]:
-    """Return a text as it is, and messages as a list of `{role, content}`."""
+    """Return a text unchanged, and messages as `{role, content}`."""
     if isinstance(value, str):
         return value
     messages = value if isinstance(value, list) else [value]

@@ -127,7 +127,7 @@ def build_table(
 def make_key(
     options: DatasetOptions, tokenizer: Any, get_dataset: GetDataset, identify: Identify, cache_dir: str | None
 ) -> str | None:
-    """Make the name of a table, a digest of everything it is made from.
+    """Make the name of a table, a digest of its inputs.
 
     None if a dataset, the tokenizer or the loader cannot be identified.
     """
@@ -156,7 +156,7 @@ def prepare_data(
     scratch: Path | None = None,
     silent: bool,
 ) -> tuple[Path, dict[str, Any]]:
-    """Find or build the table of the data; return its directory and facts.
+    """Find or build the table; return its directory and facts.
 
     The table is in `folder/examples`, but a new one is built in `scratch/examples` if `scratch` is given. Prints the
     loaders' notes unless `silent`. Raises InputError for data that is unusable or too small; the batch size that the
@@ -241,7 +241,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
 
 
 def find_chat_warnings(tokenizer: Any, formats: Mapping[str, str]) -> list[str]:
-    """Return a warning if text is given to a tokenizer with a chat template.
+    """Return a warning about text for a tokenizer with a chat template.
 
     `formats` has the prompt format of each dataset.
     """

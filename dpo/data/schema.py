@@ -1,4 +1,4 @@
-"""The common form of all datasets, and the check of a record's fields."""
+"""The common form of all datasets, and checks of fields."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class PreferenceData(dict[str, Entry]):
         self.notes: list[str] = []
 
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
-        """Add a pair of responses; `better` is 0 or 1, the index of the preferred one.
+        """Add a pair of responses.
 
-        The preferred response becomes the prompt's SFT target.
+        `better` is the index of the preferred one, 0 or 1. The preferred response becomes the prompt's SFT target.
         """
         entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
         n_before = len(entry["responses"])

@@ -38,7 +38,7 @@ SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
-    """Load the records of a split, or all records of a source without splits.
+    """Load the records of a split, or all without splits.
 
     Raises InputError if there are none.
     """
@@ -78,7 +78,7 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """Find the files of a split, in the folder or in its `data/`.
+    """Find the files of a split, in `folder` or `folder/data`.
 
     They are one file `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`. Raises
     InputError if there are none, or several of these.
@@ -103,7 +103,9 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 
 def _find_named(name: str, entries: Iterable[Path]) -> list[list[Path]]:
-    """Find the entries with a split's name; shards of one directory and suffix belong together."""
+    """Find the entries with a split's name, as lists of files.
+
+    The shards of one directory and suffix are one list; every other entry is a list of its own."""
     alone: list[list[Path]] = []
     shards: dict[tuple[Path, str], list[Path]] = {}  # by directory and suffix
     for entry in entries:
@@ -117,7 +119,7 @@ def _find_named(name: str, entries: Iterable[Path]) -> list[list[Path]]:
 
 
 def _suggest_file(entries: Sequence[Path]) -> str:
-    """Suggest a file that both splits may be taken from, never a test split."""
+    """Suggest a file to take both splits from, never a test split."""
     files = [entry for entry in entries if find_suffix(entry.name) and entry.is_file() and entry.name not in METADATA]
     saved = [entry for entry in entries if (entry / SAVED).is_file()]
     stems = {entry: entry.name.split(".")[0] for entry in (*files, *saved)}
@@ -152,7 +154,7 @@ def _read(file: Path) -> list[Mapping[str, Any]]:
 
 
 def _read_records(file: Path) -> list[Any]:
-    """Read the values that a file holds, which may not be records yet."""
+    """Read the values in a file, which may not be records."""
     if file.is_dir():
         import datasets
 
@@ -184,7 +186,7 @@ def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
 
 
 def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
-    """Parse a JSON file: a list of records, an object with one, or JSON lines."""
+    """Parse a list of records, an object with one, or JSON lines."""
     text = lines.read()
     if not text.strip():
         return
@@ -205,8 +207,8 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
 
 
 def _find_records(content: Mapping[str, Any], file: Path) -> list[Any]:
-    """Find the records of a JSON object: its list of records, or the object itself."""
-    keys = [key for key, value in content.items() if _is_list_of_records(value)]
+    """Find the records of an object: its list, or itself."""
+    keys = [key for key, value in content.items() if _is_record_list(value)]
     if len(keys) > 1:
         raise InputError(f"{file} holds {len(keys)} lists of records ({', '.join(keys)}): give each a file of its own")
     if keys:
@@ -219,8 +221,8 @@ def _find_records(content: Mapping[str, Any], file: Path) -> list[Any]:
     return [content] if any(content.values()) else []  # an object with an empty list has no records
 
 
-def _is_list_of_records(value: Any) -> bool:
-    """Return whether a value is a list of objects other than chat messages."""
+def _is_record_list(value: Any) -> bool:
+    """Return whether a value is a list of objects, not of messages."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -282,7 +284,7 @@ PARSERS: dict[str, Callable[..., Iterator[Any]]] = {
 
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
-    """Load a split from the Hub, under the first of its names that exists."""
+    """Load a split from the Hub, under its first existing name."""
     import datasets
 
     *first_names, last_name = SPLIT_NAMES.get(split, (split,))

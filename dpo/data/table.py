@@ -209,7 +209,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_facts(table: Path) -> dict[str, Any]:
-    """Read the facts of a table: what was counted when it was built.
+    """Read the facts of a table: counts from when it was built.
 
     Raises InputError or OSError if the file cannot be read or was changed.
     """

@@ -33,7 +33,7 @@ def explaining_load_errors(what: str, name: str):
 
 
 def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer, and make EOS its pad token if it has none.
+    """Load a tokenizer; without a pad token it pads with EOS.
 
     Raises InputError if it has no EOS token.
     """
@@ -49,7 +49,7 @@ def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code
 
 
 def identify_tokenizer(tokenizer: Any) -> str | None:
-    """Make a digest that changes with what a tokenizer and its chat template do.
+    """Make a digest of what a tokenizer and its chat template do.
 
     None if that is not known: a tokenizer in Python may do anything, and a template may write today's date.
     """
@@ -61,7 +61,7 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
 
 
 def find_bos_warnings(tokenizer: Any, prompt: str) -> list[str]:
-    """Return a warning if prompts lack the BOS that the tokenizer would add.
+    """Return a warning if prompts lack the BOS of the tokenizer.
 
     `prompt` is one of the prompts.
     """

@@ -345,7 +345,7 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
-    """For each value, take the entry of `others` that has the same rank.
+    """Take the entry of `others` with the rank of each value.
 
     Both are (B,); so is the result, which is detached.
     """
@@ -354,7 +354,7 @@ def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
 
 
 def aot_partners(scores: Scores, **_: Any) -> Tensor:
-    """For each margin of the policy, the reference's margin of that rank, (B, 1)."""
+    """The reference's margins with the ranks of the policy's, (B, 1)."""
     policy_margins = scores.chosen - scores.rejected
     reference_margins = scores.reference_chosen - scores.reference_rejected
     return _take_at_same_rank(policy_margins, reference_margins)[:, None]
@@ -371,7 +371,7 @@ def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
 
 
 def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
-    """For each log-ratio, the other role's log-ratio of that rank, (B, 2).
+    """The other role's log-ratios of the same ranks, (B, 2).
 
     Column 0 has the partners of chosen responses, and column 1 those of rejected responses.
     """
