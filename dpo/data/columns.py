@@ -135,12 +135,7 @@ def recognize_columns(
         used |= input_column
     unused = [column for column, kind in present.items() if kind != OTHER and column not in used.values()]
     if form == PAIR_FIELDS and "prompt" not in used and unused and not responses_hold_prompt:
-        with_prompt = {**candidates, "prompt": unused if len(unused) == 1 else []}
-        raise ColumnsError(
-            f"{origin} has chosen and rejected, but it is not known which column is their prompt: it may be "
-            f"{' or '.join(unused)}. Give {_write_override(name, PAIR_FIELDS, with_prompt)}, or, if the prompt is what "
-            f"chosen and rejected begin with, {_write_override(name, RESPONSES, candidates)}"
-        )
+        raise ColumnsError(_explain_unknown_prompt(unused, candidates, name=name, origin=origin))
     return RecognizedColumns(used, unused)
 
 
@@ -219,6 +214,18 @@ def _explain_missing(
     return (
         f"training on {trains_on} needs the columns {', or '.join(required)}; {origin} has {', '.join(present)}: "
         f"{', or '.join([*fixes, 'add them to the records'])}"
+    )
+
+
+def _explain_unknown_prompt(
+    unused: Sequence[str], candidates: Mapping[str, Sequence[str]], *, name: str, origin: str
+) -> str:
+    """Explain that an `unused` column may be the prompt of pairs."""
+    with_prompt = {**candidates, "prompt": unused if len(unused) == 1 else []}
+    return (
+        f"{origin} has chosen and rejected, but it is not known which column is their prompt: it may be "
+        f"{' or '.join(unused)}. Give {_write_override(name, PAIR_FIELDS, with_prompt)}, or, if the prompt is what "
+        f"chosen and rejected begin with, {_write_override(name, RESPONSES, candidates)}"
     )
 
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 
 from dpo.data.asking import RAW, find_format
-from dpo.data.examples import ExampleId, read_examples
+from dpo.data.examples import ExampleId, TextExample, read_examples
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder, append_eos, truncate
 from dpo.errors import InputError
@@ -224,7 +224,7 @@ class SplitCounter:
 
         At most `SAMPLE_SIZE` examples are tokenized here; training tokenizes its examples in the background.
         """
-        tokenizer, counts = self.encode.tokenizer, self.counts
+        tokenizer = self.encode.tokenizer
         # with the vocabulary, as tokenizers may number the same tokens differently
         vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
         digest = hashlib.sha256(repr(vocabulary).encode())
@@ -234,21 +234,17 @@ class SplitCounter:
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             examples = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
             ids = self.encode(text for example in examples for text in (example.prompt.text, *example.texts.values()))
-            for prompt, _, texts in examples:
-                digest.update(repr([ids[text] for text in (prompt.text, *texts.values())]).encode())
-                untruncated = append_eos(prompt.text, list(texts.values()), ids, tokenizer, rendered=prompt.rendered)
-                prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
-                counts["truncated_prompts"] += prompt_ids != untruncated[0]
-                counts["truncated_responses"] += responses != untruncated[1]
-                if tuple(texts) == TRAINS_ON["pairs"]:
-                    counts["identical_pairs"] += responses[0] == responses[1]
+            for example in examples:
+                texts = (example.prompt.text, *example.texts.values())
+                digest.update(repr([ids[text] for text in texts]).encode())
+                prompt_ids, responses = self._truncate(example, ids, max_length, max_prompt_length)
                 prompt_lengths.append(len(prompt_ids))
-                response_lengths.append(dict(zip(texts, map(len, responses), strict=True)))
+                response_lengths.append(dict(zip(example.texts, map(len, responses), strict=True)))
         chosen, rejected = ([n[role] for n in response_lengths if role in n] for role in TRAINS_ON["pairs"])
         pairs = [n for n in response_lengths if tuple(n) == TRAINS_ON["pairs"]]
         longest_responses = (max(n.values()) for n in response_lengths)
         return SplitReport(
-            **counts,
+            **self.counts,
             joined_example=self._joined_example,
             tokenized=len(prompt_lengths),
             longest=max(map(operator.add, prompt_lengths, longest_responses), default=0),
@@ -259,6 +255,24 @@ class SplitCounter:
             prompt_formats=self._formats,
             token_digest=digest.hexdigest(),
         )
+
+    def _truncate(
+        self, example: TextExample, ids: Mapping[str, list[int]], max_length: int, max_prompt_length: int
+    ) -> tuple[list[int], list[list[int]]]:
+        """Truncate an example, and count what that changes.
+
+        `ids` has the token ids of each text. Returns the prompt's token ids, and those of each response.
+        """
+        prompt, _, texts = example
+        tokenizer = self.encode.tokenizer
+        untruncated = append_eos(prompt.text, list(texts.values()), ids, tokenizer, rendered=prompt.rendered)
+        prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
+        untruncated_prompt, untruncated_responses = untruncated
+        self.counts["truncated_prompts"] += prompt_ids != untruncated_prompt
+        self.counts["truncated_responses"] += responses != untruncated_responses
+        if tuple(texts) == TRAINS_ON["pairs"]:
+            self.counts["identical_pairs"] += responses[0] == responses[1]
+        return prompt_ids, responses
 
 
 def _are_joined(prompt: str, response: str) -> bool:

@@ -12,7 +12,7 @@ from dpo.data.columns import find_columns, recognize_columns
 from dpo.data.schema import ASSISTANT, Messages, PreferenceData, get_field, is_sharegpt
 from dpo.errors import InputError
 
-# speakers of ShareGPT's messages, and their roles in ours
+# the role of each speaker in ShareGPT's messages
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -59,12 +59,7 @@ def get_custom(
         elif "messages" in used:
             raise InputError(f"{where}: {used['messages']} must be a list of chat messages, and is text")
         elif prompt is None:
-            prompt, *responses = split_shared_prompt(*responses)
-            if not prompt:
-                raise InputError(
-                    f"{where}: {used['chosen']} and {used['rejected']} begin with no word in common, which would be "
-                    f"the prompt: give a column with the prompt, as dataset_sources.{name}.columns.prompt=COLUMN"
-                )
+            prompt, responses = _find_shared_prompt(responses, used, where, name=name)
         if not prompt:
             raise InputError(f"{where}: the prompt is empty, and the first token of a response needs one before it")
         if len(responses) == 2:
@@ -75,6 +70,19 @@ def get_custom(
     if note := recognized.describe(columns):
         data.notes.append(f"{origin}: {note}")
     return data
+
+
+def _find_shared_prompt(
+    responses: Sequence[str], used: Mapping[str, str], where: str, *, name: str
+) -> tuple[str, list[str]]:
+    """Split chosen and rejected texts into their prompt and the responses."""
+    prompt, *split_responses = split_shared_prompt(*responses)
+    if not prompt:
+        raise InputError(
+            f"{where}: {used['chosen']} and {used['rejected']} begin with no word in common, which would be the "
+            f"prompt: give a column with the prompt, as dataset_sources.{name}.columns.prompt=COLUMN"
+        )
+    return prompt, split_responses
 
 
 def _name_kind(is_chat: bool) -> str:

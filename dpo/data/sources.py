@@ -105,7 +105,8 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 def _find_named(name: str, entries: Iterable[Path]) -> list[list[Path]]:
     """Find the entries with a split's name, as lists of files.
 
-    The shards of one directory and suffix are one list; every other entry is a list of its own."""
+    The shards of one directory and suffix are one list; every other entry is a list of its own.
+    """
     alone: list[list[Path]] = []
     shards: dict[tuple[Path, str], list[Path]] = {}  # by directory and suffix
     for entry in entries:

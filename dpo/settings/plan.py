@@ -290,14 +290,6 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
     trainer = trainer or _find_trainer(values)
     if world_size is None and rank_env is not None:
         world_size = rank_env.world_size
-    elif world_size is None:
-        world_size = (_count(values, "world_size") or max(1, gpus)) if trainer.multi_process else 1
-    tensor_size = 1
-    if trainer.cuts_layers and trainer.multi_process:
-        if values.get("tensor_parallel_size") is None:
-            tensor_size = world_size
-        else:
-            tensor_size = _count(values, "tensor_parallel_size") or 1  # 1 stands for an invalid value
     fsdp_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
     compute_dtype = fsdp_dtype or values.get("model.policy_dtype")
     loss = _find_loss(_nest_loss_options(values))
@@ -306,7 +298,7 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
     reference_dtype = values.get("model.reference_dtype") if reference == "model" else None
     return Plan(
         trainer=trainer,
-        dims=ParallelDims.of(world_size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size),
+        dims=_find_dims(values, trainer, world_size=world_size, gpus=gpus),
         compute_dtype=compute_dtype,
         reference_dtype=reference_dtype or compute_dtype,
         loss=loss,
@@ -349,6 +341,19 @@ def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
     if trainer is TENSOR_PARALLEL:
         return _look_up(TENSOR_PARALLEL_BACKENDS, values.get("tensor_parallel.backend"), trainer)
     return trainer
+
+
+def _find_dims(values: Mapping[str, Any], trainer: TrainerSpec, *, world_size: int | None, gpus: int) -> ParallelDims:
+    """Find the numbers of processes; `world_size` is None unless it is decided."""
+    if world_size is None:
+        world_size = (_count(values, "world_size") or max(1, gpus)) if trainer.multi_process else 1
+    tensor_size = 1
+    if trainer.cuts_layers and trainer.multi_process:
+        if values.get("tensor_parallel_size") is None:
+            tensor_size = world_size
+        else:
+            tensor_size = _count(values, "tensor_parallel_size") or 1  # 1 stands for an invalid value
+    return ParallelDims.of(world_size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size)
 
 
 def _find_loss(options: Mapping[str, Any]) -> Loss:
