@@ -200,7 +200,7 @@ def find_line_problems(line: CommandLine) -> list[str]:
     The values of the config are checked only if an override cannot be applied: otherwise `train.main` checks the values
     of every job.
     """
-    problem = _find_torn_override(line.overrides)
+    problem = _find_spaced_override(line.overrides)
     if problem is not None:
         return [problem]
     problems = [problem for override in line.overrides if (problem := refuse_hydra_key(override)) is not None]
@@ -221,7 +221,7 @@ def find_line_problems(line: CommandLine) -> list[str]:
         return _find_refused(overrides, line.search_path, directories)
 
 
-def _find_torn_override(overrides: list[str]) -> str | None:
+def _find_spaced_override(overrides: list[str]) -> str | None:
     """Explain an override written with spaces, as `lr = 3`."""
     for previous, override in itertools.pairwise(["", *overrides]):
         if override.startswith("="):
@@ -231,7 +231,10 @@ def _find_torn_override(overrides: list[str]) -> str | None:
 
 
 def refuse_hydra_key(override: str) -> str | None:
-    """Explain why an override of Hydra's own keys is refused."""
+    """Explain why an override of Hydra's own keys is refused.
+
+    Returns None for an override that is not refused, or that does not set Hydra's own keys.
+    """
     key = parse_key(override)
     is_hydras = re.split("[@./]", key)[0] == "hydra" or "@hydra" in key
     is_allowed = key in ALLOWED_HYDRA_KEYS or key.startswith(("hydra.launcher.", "hydra.sweeper."))
@@ -253,8 +256,25 @@ def _find_refused(overrides: list[str], search_path: list[str], directories: lis
         return []
     except COMPOSITION_ERRORS:
         pass  # Hydra names only the first override that it refuses: to find all, they are added one by one
-    accepted: list[str] = list(search_path)
-    refused: dict[str, str] = {}  # key to explanation
+    accepted, refused = _add_one_by_one(overrides, search_path, directories)
+    # it is not known which values the refused overrides would have set
+    values = flatten(hydra.compose("config", accepted)) | dict.fromkeys(refused, UNRESOLVED)
+    unknown_groups = tuple(f"{group}." for group in refused)
+    values |= {key: UNRESOLVED for key in values if key.startswith(unknown_groups)}
+    try:
+        return [*refused.values(), *(problem.sentence for problem in find_problems(values, make_plan(values)))]
+    except InputError as error:  # the environment variables of torchrun or Slurm are wrong
+        return [*refused.values(), str(error)]
+
+
+def _add_one_by_one(
+    overrides: list[str], search_path: list[str], directories: list[Path]
+) -> tuple[list[str], dict[str, str]]:
+    """Add overrides to a config one by one, without those that Hydra refuses.
+
+    Returns the accepted overrides, and an explanation for the key of each refused override.
+    """
+    accepted, refused = list(search_path), {}
     for override in sorted(overrides, key=lambda o: not _names_group(o, directories)):  # groups first: they add keys
         key = parse_key(override)
         if key.startswith(tuple(f"{group}." for group in refused)):
@@ -264,14 +284,7 @@ def _find_refused(overrides: list[str], search_path: list[str], directories: lis
             accepted.append(override)
         except COMPOSITION_ERRORS as error:
             refused[key] = _explain(override, error, directories)
-    # it is not known which values the refused overrides would have set
-    values = flatten(hydra.compose("config", accepted)) | dict.fromkeys(refused, UNRESOLVED)
-    unknown_groups = tuple(f"{group}." for group in refused)
-    values |= {key: UNRESOLVED for key in values if key.startswith(unknown_groups)}
-    try:
-        return [*refused.values(), *(problem.sentence for problem in find_problems(values, make_plan(values)))]
-    except InputError as error:  # the environment variables of torchrun or Slurm are wrong
-        return [*refused.values(), str(error)]
+    return accepted, refused
 
 
 def _compose(overrides: list[str]) -> DictConfig:
@@ -302,9 +315,10 @@ def _find_unusable_files(line: CommandLine, directory: Path) -> Iterator[str]:
 class GuardedLoader(ConfigLoaderImpl):
     """Hydra's loader, with which a user's config files cannot run code.
 
-    Only the command line may set the keys of OUR_CODE_KEYS, and no one Hydra's own keys that name code. Hydra composes
-    every config with this loader, for each job of a sweep before the first job starts. Each config is compared with the
-    one composed without the user's files, so it does not matter what the files contain and how they are chosen.
+    Only the command line may set the keys of OUR_CODE_KEYS. Hydra's own keys that name code may not be set at all.
+    Hydra composes every config with this loader, for each job of a sweep before the first job starts. Each config is
+    compared with the one composed without the user's files, so it does not matter what the files contain and how they
+    are chosen.
     """
 
     def load_configuration(
