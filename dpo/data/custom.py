@@ -53,7 +53,7 @@ def get_custom(
             messages, answers = _split_messages(prompt, responses, tokenizer, where)
             last_role = answers[0][-1]["role"]
             if "messages" in used and last_role != "assistant":
-                raise InputError(f"{where}: the last message is of {last_role}, and must be of assistant")
+                raise InputError(f"{where}: the last message is from {last_role}, and must be from assistant")
             prompt, responses = _render(messages, answers, tokenizer, where)
             data.messages[prompt] = [{key: message[key] for key in ("role", "content")} for message in messages]
         elif "messages" in used:
@@ -61,7 +61,10 @@ def get_custom(
         elif prompt is None:
             prompt, responses = _find_shared_prompt(responses, used, where, name=name)
         if not prompt:
-            raise InputError(f"{where}: the prompt is empty, and the first token of a response needs one before it")
+            raise InputError(
+                f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
+                f"prompt, or remove it"
+            )
         if len(responses) == 2:
             data.add_pair(prompt, *responses)
         else:
@@ -161,13 +164,18 @@ def _split_messages(
         for message in messages:
             get_field(message, "role", where)
             if tokenizer.eos_token and tokenizer.eos_token in get_field(message, "content", where):
-                raise InputError(f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: {message!r}")
+                raise InputError(
+                    f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: remove it from {message!r}"
+                )
     if isinstance(prompt, list):
         prompt_messages, answers = prompt, list(responses)
     else:
         prompt_messages = _shared_messages(responses)
         if prompt is not None and all(message["content"] != prompt for message in prompt_messages):
-            raise InputError(f"{where}: the prompt is not the content of any message before the response")
+            raise InputError(
+                f"{where}: the prompt is not the content of any message with which the responses begin: make it one, "
+                f"or give no column for the prompt"
+            )
         answers = [dialogue[len(prompt_messages) :] for dialogue in responses]
     if not (prompt_messages and all(answers)):
         raise InputError(f"{where}: a prompt and its responses need at least one message each")

@@ -212,7 +212,7 @@ def test_a_response_may_be_one_message(chat):
         ([{"from": "human", "value": "Hi"}, assistant("La")], "record 1 of mine: from is missing, and must be text"),
         (
             [user("Hi"), assistant("Hm?"), user("Sing")],
-            "record 1 of mine: the last message is of user, and must be of a",
+            "record 1 of mine: the last message is from user, and must be from a",
         ),
         ([assistant("La")], "record 1 of mine: a prompt and its responses need at least one message each"),
         ([user("Hi"), {"role": "assistant", "content": None}], "record 1 of mine: content is null"),
