@@ -33,14 +33,14 @@ SPLIT_NAMES = {  # names that a split may have; the first one present is used
     "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
 }
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # begins the message of `datasets` if no split has that name
-LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes
+LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
-    """Load the records of a split, or all without splits.
+    """Load the records of a split.
 
-    Raises InputError if there are none.
+    They are all records of a source without splits. Raises InputError if there are none.
     """
     path = source.local
     if path is None:

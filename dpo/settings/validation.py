@@ -63,7 +63,7 @@ def _list_losses(is_listed: Callable[[Loss], bool], separator: str = ", ") -> st
     return separator.join(name for name, loss in LOSSES.items() if is_listed(loss))
 
 
-# needs of several keys, for `needs`
+# what several keys need
 SEVERAL_PROCESSES = "a trainer of several processes: trainer=FSDPTrainer"
 LOSS_WITH_REFERENCE = f"a loss with a reference: any but {_list_losses(lambda loss: not loss.reference)}"
 LOSS_OF_PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: loss.trains_on != 'pairs')}"
@@ -84,7 +84,7 @@ CHECKS = (
     needs("tensor_parallel_size", "trainer=TensorParallelTrainer",
           lambda v, p: p.trainer.cuts_layers or v["tensor_parallel_size"] == 1, "error"),
     needs("tensor_parallel.backend", "trainer=TensorParallelTrainer", lambda v, p: p.trainer.cuts_layers, "error"),
-    needs("lr_scaling", "several processes that see different rows: trainer=FSDPTrainer",
+    needs("lr_scaling", "several processes that see different examples: trainer=FSDPTrainer",
           lambda v, p: p.dims.data_size > 1),
     needs("min_lr_ratio", "schedule=linear or schedule=cosine", lambda v, p: v["schedule"] != "constant", "error"),
     needs("tensorboard.enabled save_every keep_checkpoints export", "debug=false", lambda v, p: not v["debug"]),

@@ -217,7 +217,7 @@ NO_EFFECT = [
     ("n_eval_model_samples=5 sample_during_eval=false", "it needs sample_during_eval=true, or online=online"),
     ("n_eval_tokens=5 sample_during_eval=false", "it needs sample_during_eval=true"),
     ("do_first_sampling=true do_first_eval=false", "it needs do_first_eval=true and sample_during_eval=true"),
-    ("lr_scaling=linear", "it needs several processes that see different rows"),
+    ("lr_scaling=linear", "it needs several processes that see different examples"),
     ("cache_reference_logps=all loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo"),
     (f"lora.reference=model loss=sft {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo"),
     ("model.reference_dtype=float32 loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo, and a "),
