@@ -270,7 +270,7 @@ def _find_refused(overrides: list[str], search_path: list[str], directories: lis
 def _add_one_by_one(
     overrides: list[str], search_path: list[str], directories: list[Path]
 ) -> tuple[list[str], dict[str, str]]:
-    """Add overrides to a config one by one, without those that Hydra refuses.
+    """Add overrides one by one, without those that Hydra refuses.
 
     Returns the accepted overrides, and an explanation for the key of each refused override.
     """
