@@ -21,7 +21,7 @@ from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, RunError, explaining
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
 from dpo.models.card import write_card
-from dpo.models.loading import find_source, load_base, resolve_place
+from dpo.models.loading import find_source, load_base, resolve_name
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
@@ -103,7 +103,7 @@ def _find_base_for_peft(origin: Origin) -> str:
         )
     if origin.plan.model.random_init:
         raise InputError(f"the base of {adapter} was drawn from a seed, which PEFT cannot load: give --merge")
-    return resolve_place(origin.plan.model.name_or_path)
+    return resolve_name(origin.plan.model.name_or_path)
 
 
 def _fill_with_adapter(folder: Path, origin: Origin) -> None:

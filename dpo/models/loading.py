@@ -43,7 +43,7 @@ def find_source(plan: Plan) -> dict[str, Any]:
     return {"name": model.name_or_path, "cache_dir": plan.run.cache_dir, "trust_remote_code": model.trust_remote_code}
 
 
-def resolve_place(name: str) -> str:
+def resolve_name(name: str) -> str:
     """A Hub id unchanged, or an absolute path."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() else name  # without links: LATEST will point elsewhere later
@@ -101,7 +101,7 @@ def notes_on_base(plan: Plan) -> list[str]:
     """A warning if the adapter of `model.archive` names another base."""
     adapter, name = find_adapter(plan.model.archive), plan.model.name_or_path
     base = adapter and locate_weights(adapter).base
-    if base is None or resolve_place(base) == resolve_place(name):
+    if base is None or resolve_name(base) == resolve_name(name):
         return []
     return [f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure that it is the same"]
 
@@ -268,5 +268,5 @@ def _add_adapters(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> N
 def _name_base(plan: Plan, weights: Weights) -> str | None:
     """A lasting name for an adapter's base, unless drawn from a seed."""
     if weights.archive is not None:
-        return resolve_place(str(weights.archive))
-    return None if plan.model.random_init else resolve_place(plan.model.name_or_path)
+        return resolve_name(str(weights.archive))
+    return None if plan.model.random_init else resolve_name(plan.model.name_or_path)
