@@ -230,8 +230,8 @@ def test_a_reference_that_has_changed_since_is_worth_a_line(run, tmp_path):
     run("sft", "loss=sft", "n_examples=16", "lr=1e-2", "export=false", "resume=auto")  # LATEST moves on
     load_panel([tmp_path / "run"], Choices(), log=lines.append)
     assert lines == [
-        f"warning: {tmp_path}/run/step-8 was trained with a reference of other weights or config than this: "
-        "give --reference DIR, or --no-reference"
+        f"warning: {tmp_path}/run/step-8 was trained with a reference of other weights or config than the one loaded "
+        "now: give --reference DIR, or --no-reference"
     ]
 
 
