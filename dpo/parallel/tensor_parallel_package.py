@@ -137,7 +137,7 @@ class SplitModel(torch.nn.Module):
                     key: (rule(value, rank=rank) if rule and value.ndim else value).clone()
                     for key, value in state.items()
                 }
-        # the package joins tensors without a rule, such as norms, in one flat parameter, of which each device has a share
+        # the package puts tensors without a rule, such as norms, in one flat parameter, cut among the devices
         manager = self.sliced.sharding_manager
         n_devices = len(manager.flat_shards)
         flat_states = [states[name] for name in manager.sharded_param_names]

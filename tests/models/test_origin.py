@@ -29,7 +29,9 @@ def base_of(path: str | Path, **options) -> str:
 @pytest.mark.parametrize("path", [LLAMA, "some/model"])
 def test_a_model_is_not_replaced_by_another(path):
     assert base_of(path, hub=True) == path
-    with pytest.raises(InputError, match=rf"{path} is a model of its own: --model {OTHER} is for a policy.pt"):
+    with pytest.raises(
+        InputError, match=rf"{path} is a whole model, which needs no --model {OTHER}: --model names the base"
+    ):
         find_origin(path, model=OTHER, hub=True)
     assert base_of(path, model=OTHER, hub=True, alone=False) == path
 
