@@ -138,7 +138,9 @@ def test_a_policy_may_be_the_base_of_an_adapter_and_has_to_stay(adapter, check, 
     _, plan = check(*TO_ADAPTER, f"model.archive={run}")
     assert find_weights(plan) == Weights(sft, run / "LATEST")
     sft.unlink()
-    with pytest.raises(InputError, match=rf"^{sft}, the base of {run}/LATEST, does not exist: name it in .*{CONFIG}$"):
+    with pytest.raises(
+        InputError, match=rf"^{sft}, the base of {run}/LATEST, does not exist: put its new path into .*{CONFIG}, as"
+    ):
         check(*TO_ADAPTER, f"model.archive={run}")
 
 
