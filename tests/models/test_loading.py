@@ -115,7 +115,9 @@ def test_an_adapter_goes_with_the_settings_that_the_refusals_name(adapter, check
 )
 def test_the_layers_to_give_for_an_adapter_are_accepted(settings, names, adapter, check):
     archive = f"model.archive={adapter(**settings)}"
-    with pytest.raises(InputError, match=rf"give lora.target_modules=\[{names}\], or the model that it was trained on"):
+    with pytest.raises(
+        InputError, match=rf"give lora.target_modules=\[{names}\], or the model that the adapter was trained on"
+    ):
         check(*TO_ADAPTER, "lora.target_modules=auto", archive)
     check(*TO_ADAPTER, f"lora.target_modules=[{names}]", archive)
 
