@@ -105,7 +105,7 @@ def test_an_archive_of_the_published_reference_is_exported_given_its_base_model(
     (tmp_path / "LATEST").mkdir()
     policy = archive(tmp_path / "LATEST" / "policy.pt", state)
 
-    with pytest.raises(InputError, match=r"has no config.yaml of its run beside it: give --model"):
+    with pytest.raises(InputError, match=r"there is no config.yaml of its run beside it: give --model"):
         export(policy, tmp_path / "out")
     assert torch.equal(load(export(policy, tmp_path / "a", model=str(base(config))))(IDS).logits, model(IDS).logits)
 
