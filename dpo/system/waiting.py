@@ -145,7 +145,7 @@ def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
 def identify_machine() -> str:
     """An id shared by processes that see the same files."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # host names may not be unique
-    return f"{boot_id} {os.readlink('/proc/self/ns/mnt')}"  # containers of a machine have several mount namespaces
+    return f"{boot_id} {os.readlink('/proc/self/ns/mnt')}"  # a container has a mount namespace of its own
 
 
 def leave_together() -> None:
