@@ -61,7 +61,7 @@ class AdapterDropout:
 
     @contextmanager
     def on(self, inputs: PaddedRows | Packed, *, update: int | None) -> Iterator[None]:
-        """Turn on the dropout of `update` for these inputs; None: leave it off."""
+        """Turn on the dropout of `update`, unless None, for these inputs."""
         if update is None or not self.modules:
             yield
             return
@@ -81,10 +81,10 @@ class AdapterDropout:
 
 
 def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
-    """A hash of each token with all tokens before it in its text, (R, L) int64.
+    """Hashes of each token with all earlier ones, (R, L) int64.
 
-    The text is a prompt with one response, so a hash does not depend on where the layout puts the token. Hashes of
-    padding mean nothing.
+    Earlier tokens are those of the prompt and of the same response, so a hash does not depend on where the layout puts
+    the token. Hashes of padding mean nothing.
     """
     columns = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
     is_packed = isinstance(inputs, Packed)
@@ -105,7 +105,7 @@ def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Mix the bits of int64s by the finalizer of SplitMix64 (Steele et al. 2014)."""
+    """Mix int64s by the finalizer of SplitMix64 (Steele et al. 2014)."""
     x = (x ^ _shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ _shift_right(x, 27)) * (0x94D049BB133111EB - 2**64)
     return x ^ _shift_right(x, 31)

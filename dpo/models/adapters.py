@@ -138,7 +138,7 @@ def _find_unsupported(config: Mapping[str, Any], weights: Iterable[str]) -> list
 
 
 def read_base(directory: Path) -> str | None:
-    """The base that an adapter names, a Hub id or a path; None without."""
+    """The base that an adapter names, a Hub id or path."""
     with _explaining_errors(directory):
         base = _read_config(directory).get("base_model_name_or_path")
     if not isinstance(base, str | None):
@@ -225,7 +225,7 @@ def _replace_parts(layer: Any, name: str, dropout: float, targets: str) -> None:
 
 
 class Factor(torch.nn.Linear):
-    """A float32 matrix of an adapter, cast to the dtype of its input."""
+    """A float32 matrix of an adapter, cast to its input's dtype."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -298,7 +298,7 @@ def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The state dict of a model's base, with the names it has without adapters."""
+    """The state dict of a model's base, as without adapters."""
     return {
         key.replace(".base_layer.", "."): tensor
         for key, tensor in model.state_dict().items()
@@ -308,7 +308,7 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Merge a stored adapter into a model, and return all weights by name.
+    """Merge a stored adapter into a model; return all weights by name.
 
     Each sum is in float32 and rounded once, to `dtype` or the dtype of the base's weight. Raises InputError if the
     adapter does not fit.

@@ -135,7 +135,7 @@ def _plain_generation(model: Any) -> Iterator[None]:
 
 
 class _DrawToken(transformers.LogitsProcessor):
-    """Draw each row's next token with a uniform number from the row's own seed."""
+    """Draw each row's next token, from the row's own seed."""
 
     def __init__(self, seeds: Sequence[Sequence[int]], *, n_prompt: int, n_new: int) -> None:
         self.n_prompt = n_prompt

@@ -34,7 +34,7 @@ IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bn
 
 
 def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: StoredAdapter | None = None) -> None:
-    """Write `README.md` for a `model` in a folder, or for an `adapter` alone."""
+    """Write `README.md` for a `model` or for an `adapter` alone."""
     plan, run_dir = origin.plan, origin.run_dir
     saved = read_file(origin.policy) if origin.policy else {}
     # values of the run's config; whether its model ran its own code was decided there, not by who exports it
@@ -110,7 +110,7 @@ def _make_table(header: str, rows: Mapping[str, str], *, if_empty: str = "") -> 
 
 
 def _describe_weights(model: Any, adapter: StoredAdapter | None) -> str:
-    """A sentence on the class and dtype of a model, and on an adapter."""
+    """A sentence on a model's class and dtype, and an adapter."""
     about_model = ""
     if model is not None:
         about_model = f"Class: `{type(model).__name__}`, weights in {str(model.dtype).removeprefix('torch.')}."
@@ -149,7 +149,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{code})
 
 
 def _find_dataset_source(plan: Plan, name: str) -> str:
-    """A dataset's Hub id, or the name of its file without the directory."""
+    """A dataset's Hub id, or its file's name without directory."""
     value = plan.data.dataset_sources.get(name)
     if value is None:
         return HUB_IDS.get(name, "made by the training code")
@@ -158,7 +158,7 @@ def _find_dataset_source(plan: Plan, name: str) -> str:
 
 
 def _format_cell(value: Any) -> str:
-    """A value as text for a cell; of a path, only the last part."""
+    """A value as text for a cell, or the last part of a path."""
     text = value if isinstance(value, str) else json.dumps(value)
     text = Path(text).name if text.startswith(("/", "~", "./", "../")) else text
     return " ".join(text.replace("|", "\\|").replace("`", "'").split())
@@ -190,7 +190,7 @@ def _describe_licence(licence: Mapping[str, str]) -> str:
 
 
 def _find_licence(base: str, cache_dir: str | None) -> dict[str, str]:
-    """The licence in the base model's card, if the card is on this machine.
+    """The licence in the base model's card, if on this machine.
 
     Returns metadata for the Hub; `license` is `unknown` without a licence, and `other` for one that has only a name.
     """
@@ -221,7 +221,7 @@ def find_prompt_format(origin: Origin) -> str | None:
 
 
 def _check_form(form: Any) -> str | None:
-    """The form of prompts that a file names; None if there is no such form."""
+    """The form of prompts that a file names, if it exists."""
     return form if isinstance(form, str) and form in MEANINGS else None
 
 
@@ -230,7 +230,7 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _read_record(run_dir: Path | None, name: str) -> Mapping[str, Any]:
-    """The mapping in a run's JSON file; empty if there is no file."""
+    """The mapping in a run's JSON file; empty without a file."""
     if run_dir is None or not (run_dir / name).exists():
         return {}
     try:

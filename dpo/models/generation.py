@@ -84,7 +84,7 @@ CUT = "[...]"  # replaces the truncated part of a prompt
 
 
 def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: TextEncoder) -> list[str]:
-    """The texts of prompts as fed to the model, with CUT for truncated text."""
+    """The texts of prompts as fed, with CUT for truncated text."""
     texts = []
     for example in examples:
         prompt_index, _ = example.id

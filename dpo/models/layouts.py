@@ -1,4 +1,4 @@
-"""Layouts of examples as rows of a forward pass, and which of them a model supports.
+"""Layouts of examples as rows of a forward pass; models' support of them.
 
 `padded` is the layout of the reference implementation. `shared_prefix` gives the same log-probabilities from fewer
 tokens (see `dpo/models/packing.py`).
@@ -164,7 +164,7 @@ class SharedPrefix:
 
 
 def max_tree_tokens(max_length: int) -> int:
-    """The largest number of tokens in the tree of a prompt and its responses.
+    """The largest number of tokens in a prompt's tree.
 
     A prompt with two responses always fits. Rows are at most twice as long (`pack`).
     """
@@ -234,9 +234,9 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
-    """The window of each kind of attention layer, in tokens; None for all.
+    """The window of each kind of attention layer, in tokens.
 
-    Returns the reason, as a str, if the model does not support the shared-prefix layout.
+    None stands for all tokens. Returns the reason, as a str, if the model does not support the shared-prefix layout.
     """
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"
@@ -346,7 +346,7 @@ def _sum_logps(model: Any, rows: PaddedRows) -> torch.Tensor:
 
 
 def _sum_logps_in_chunks(model: Any, rows: PaddedRows) -> torch.Tensor:
-    """The same sums as `_sum_logps`, without the logits of all tokens at once.
+    """The sums of `_sum_logps`, from the logits of few tokens at once.
 
     The logits of rows as long as the longest of the run might not fit into memory.
     """

@@ -203,7 +203,7 @@ def load_base(
 
 
 def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None) -> tuple[Any, str | None]:
-    """The policy, ready to be distributed, and the digest of its frozen weights.
+    """The policy before it is distributed, and its frozen weights' digest.
 
     `policy` is a model or a function that loads it. The frozen weights are the reference or, if the loss has none, the
     base. The digest is None without an adapter, if the reference is a separate model, and on ranks other than 0.
@@ -236,7 +236,10 @@ def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | Non
 
 
 def digest_reference(model: Any, plan: Plan, adapter: str | None) -> str:
-    """The digest of a run's reference; `adapter` names its adapter in the model."""
+    """The digest of a run's reference.
+
+    `adapter` names the adapter with which the model is the reference, if any.
+    """
     return model_digest(model, plan.model.autocast or plan.reference_dtype, adapter)
 
 

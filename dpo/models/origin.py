@@ -18,7 +18,7 @@ USED_KEYS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datase
 
 
 class Origin(NamedTuple):
-    """A model that a path names: the base and the weights that replace its own."""
+    """A base model, and weights that replace its own."""
 
     plan: Plan  # of the run; without a run, `plan.model.name_or_path` and defaults. It names the base.
     weights: Weights = Weights()
@@ -91,7 +91,7 @@ def find_origin(
 
 
 def _find_run_dir(weights: Weights) -> Path | None:
-    """The directory of the run that wrote the weights; None if not known."""
+    """The directory of the run that wrote the weights, if known."""
     # another program's adapter has no policy.pt, and a config.yaml beside it is not that of a run
     policy_file = weights.adapter / POLICY_FILE if weights.adapter else weights.archive
     if not policy_file.is_file():

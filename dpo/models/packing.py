@@ -50,7 +50,7 @@ class Packed:
         return Packed(*map(change, tensors), shape=self.shape)
 
     def cache_masks(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the last masks if they have this `form`, else those of `make()`.
+        """Return the last masks if they have this `form`, else `make()`.
 
         Policy and reference often need the same masks, one after the other.
         """
@@ -171,7 +171,7 @@ def _grow_trees(prompt: tuple, response_indices: dict[tuple, int], max_tree_toke
 
 
 def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
-    """Row lengths to try, from that of the longest tree to twice as much.
+    """Row lengths to try, from the longest tree's to twice as much.
 
     No length exceeds the sum of all trees, rounded up to a multiple of `alignment`. `trees` begins with the longest.
     """
@@ -183,7 +183,10 @@ def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
-    """Put each tree into the first row of `length` tokens with enough space."""
+    """Put each tree into the first row with enough space.
+
+    Rows have `length` tokens. The longest trees come first.
+    """
     rows: list[list[_Tree]] = []
     n_free: list[int] = []  # tokens left in each row
     for tree in trees:
@@ -246,7 +249,7 @@ def _int64(values: list[int]) -> np.ndarray:
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
-    """Whether a query token attends to a key token, (R, 1, L, L) bool.
+    """Return whether a query attends to a key, (R, 1, L, L) bool.
 
     Queries are along the second to last dim, keys along the last. A token attends to those tokens of its prompt and of
     its own response that are not later and, with a sliding window, are fewer than `window` positions back. Padding

@@ -1,4 +1,4 @@
-"""Loading of pretrained models, independent of a run's plan and of process groups."""
+"""Loading of pretrained models, independent of plans and process groups."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _draw_weights(config: Any, options: Mapping[str, Any], seed: int, *, trust_r
 def _load_from_archive(
     name: str, archive: str | Path, source: Mapping[str, Any], options: Mapping[str, Any]
 ) -> transformers.PreTrainedModel:
-    """Load a model with the weights of an archive, in place of its own.
+    """Load a model with an archive's weights in place of its own.
 
     transformers casts and places the weights one by one, so that there is no second copy.
     """

@@ -23,7 +23,10 @@ SCALES = 256  # scales that share a scale of scales
 
 
 class Linear4bit(torch.nn.Linear):
-    """A frozen linear layer with a 4-bit weight; the bias stays a parameter."""
+    """A frozen linear layer with a 4-bit weight.
+
+    The bias stays a parameter.
+    """
 
     weight: torch.Tensor  # two weights per byte, (weights / 2, 1)
     scales: torch.Tensor  # one byte per block

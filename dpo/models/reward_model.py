@@ -180,7 +180,7 @@ def _silenced():
 
 
 def _count_positions(model: Any, tokenizer: Any) -> int | None:
-    """The number of tokens that a model was made for; None if not known."""
+    """The number of tokens that a model was made for, if known."""
     limits = []
     if tokenizer.model_max_length < 10**9:  # a tokenizer that does not know has a huge number
         limits.append(tokenizer.model_max_length)

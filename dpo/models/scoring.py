@@ -107,7 +107,10 @@ def _run_users_code(code: Callable[[], T], error_class: type[Exception], problem
 
 @contextmanager
 def raising_exit() -> Iterator[None]:
-    """Make `os._exit` raise inside, so that no unfinished run ends with status 0."""
+    """Make `os._exit` raise inside.
+
+    Otherwise a user's code could end an unfinished run, with any exit status.
+    """
     modules = os, sys.modules[os.name]  # `os` has taken `_exit` from `posix` or `nt`
     original_exit, process_id = os._exit, os.getpid()
 
@@ -126,7 +129,7 @@ def raising_exit() -> Iterator[None]:
 
 
 def _describe_error(error: BaseException, file: Path | None) -> str:
-    """An error's class and message, and the last line of `file` in its traceback."""
+    """An error's class, message, and last line in `file`."""
     try:
         message = one_sentence(error)
     except Exception:  # raised by the `__str__` of a user's own class of errors

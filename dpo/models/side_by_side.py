@@ -101,7 +101,7 @@ class Panel:
         return [{name: answers[i] for name, answers in by_side.items()} for i in range(len(prompts))]
 
     def stream(self, prompt: Tokens, number: int, sampling: Sampling, show: Callable[[str, str], None]) -> Answers:
-        """The answers of all sides to a prompt, generated at the same time.
+        """All sides' answers to a prompt, generated at the same time.
 
         Sides that share a model answer one after the other. `show` gets (name of a side, its text so far), from one
         thread at a time. KeyboardInterrupt ends all answers.
@@ -198,7 +198,7 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
         reference_side = _load(REFERENCE, reference, None, bases)
     except InputError as error:
         raise InputError(f"the reference: {error}; {CHOOSE_REFERENCE}") from error
-    checkpoint = None if choices.reference else _find_checkpoint_of_other_reference(policies, reference_side)
+    checkpoint = None if choices.reference else _find_checkpoint_with_other_reference(policies, reference_side)
     if checkpoint:
         log(
             f"warning: {checkpoint} was trained with a reference of other weights or config than the one loaded now: "
@@ -256,20 +256,20 @@ def _remove_adapter(origin: Origin) -> Origin:
 
 
 def _find_dtype(origin: Origin) -> torch.dtype | None:
-    """The dtype to load a model in; None for the dtype of its own config."""
+    """The dtype to load a model in; None: its own config's."""
     has_plan_dtype = origin.run_dir is not None or origin.weights.archive is not None
     return DTYPES[origin.plan.model.policy_dtype] if has_plan_dtype else None
 
 
 def _identify(origin: Origin) -> Hashable:
-    """A key that is equal for models with the same weights and dtype."""
+    """A key, equal for models with the same weights and dtype."""
     plan, weights = origin.plan, origin.weights
     init_seed = plan.run.seed if plan.model.random_init else None
     name = resolve_name(plan.model.name_or_path)
     return name, weights.archive, weights.adapter, init_seed, plan.quantized, _find_dtype(origin)
 
 
-def _find_checkpoint_of_other_reference(policies: Sequence[Origin], reference: Side) -> Path | None:
+def _find_checkpoint_with_other_reference(policies: Sequence[Origin], reference: Side) -> Path | None:
     """The first policy's checkpoint that recorded another reference, if any."""
     for policy in policies:
         trainer_file = policy.policy and policy.policy.with_name("trainer.pt")

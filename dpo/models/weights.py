@@ -48,7 +48,7 @@ def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
 
 
 def find_archive(archive: str | Path, *, key: str = "model.archive=") -> Path:
-    """The `policy.pt` that a path names: the file, its directory, or a run."""
+    """The `policy.pt` that a path names: file, directory, or run."""
     path = Path(os.path.expanduser(archive))  # Path.expanduser would raise for "~name" of an unknown user
     for candidate in (path, path / "policy.pt", path / "LATEST" / "policy.pt"):
         if candidate.is_file():

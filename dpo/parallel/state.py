@@ -73,7 +73,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | Non
     whole_states = {} if state is None else state["state"]  # by the index of the parameter; empty on other ranks
 
     def remove_values(i: int, value: Any) -> Any:
-        """Move a tensor that is sharded like parameter `i` to the meta device."""
+        """Remove the values of a tensor that is sharded like parameter `i`."""
         is_sharded = isinstance(parameters[i], DTensor) and torch.is_tensor(value)
         return value.to("meta") if is_sharded and value.shape == parameters[i].shape else value
 

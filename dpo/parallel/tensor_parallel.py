@@ -72,7 +72,7 @@ class _SharedInput:
         self._n_waiting = 0  # modules that have not received the converted input yet
 
     def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """Convert `x` for one module, or return what an earlier module got for it."""
+        """Convert `x` for the first module; return the same to others."""
         if self._original is not x:
             self._original, self._converted = x, _convert(x, mesh, COPIED)
             self._n_waiting = self.n_modules
@@ -276,7 +276,7 @@ def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
 
 
 def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
-    """This process's slice of a parameter along `dim`, or a replica if None."""
+    """This process's slice along `dim`, or a replica if None."""
     placement = WHOLE if dim is None else Shard(dim)
     local = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None).to_local()
     if dim is not None:

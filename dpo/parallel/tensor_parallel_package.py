@@ -112,7 +112,7 @@ class SplitModel(torch.nn.Module):
         optimizer.register_load_state_dict_pre_hook(self._slice_optimizer_state)
 
     def _join_optimizer_state(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """The state dict of the whole model, for the one `saved` of its slices."""
+        """The whole model's state dict, from the one `saved` of slices."""
         joined: dict[int, dict] = {i: {} for i, _ in enumerate(self.parameter_names) if optimizer.state}
         first_state = next(iter(optimizer.state.values()), {})
         for key, first_value in first_state.items():

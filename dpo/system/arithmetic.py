@@ -35,7 +35,7 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Turn TF32 off inside: CUDA does not round the inputs of float32 products."""
+    """Turn TF32 off inside, which rounds inputs of float32 products."""
     was_allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

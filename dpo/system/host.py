@@ -25,7 +25,10 @@ DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of NVIDIA's driver, of the
 
 
 def is_rank_0() -> bool:
-    """Return whether a launcher gave this process rank 0, or there is no launcher."""
+    """Return whether this process has rank 0, by its environment.
+
+    Without a launcher it has.
+    """
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
@@ -60,9 +63,9 @@ class _Log(io.FileIO):
 
 
 def print_whatever_happens() -> None:
-    """Replace the standard streams, so that an error of printing ends no run.
+    """Replace the standard streams by ones that never fail.
 
-    Printing then works on a full disk, in a pipe that nobody reads, and for characters that cannot be encoded.
+    So no run ends by an error of printing. Printing works on a full disk, in a pipe that nobody reads, and for characters that cannot be encoded.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -123,7 +126,7 @@ def raise_open_file_limit() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed memory, for speed in one process on a CPU.
+    """Make glibc reuse freed memory, for speed on a CPU.
 
     By default glibc returns the memory of large tensors to the system. When it is needed again, each page costs a page
     fault, which take a tenth of the time of an update.

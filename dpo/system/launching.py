@@ -370,7 +370,7 @@ class _Workers:
         self._outcomes: dict[int, Outcome] = {}
 
     def start(self, rank_env: RankEnv, worker: Callable[..., None], args: tuple) -> None:
-        """Start a worker; workers must be started in the order of their ranks."""
+        """Start a worker; the caller starts them in rank order."""
         context = multiprocessing.get_context(START_METHOD)
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
@@ -416,7 +416,7 @@ class _Workers:
         raise self._explain(stuck=sorted(running))
 
     def _wait_for_exits(self) -> dict[int, Any]:
-        """Wait until all workers have exited, or until it has taken too long.
+        """Wait until all workers have exited, or time is up.
 
         Once a worker has exited, the others get a limited time. Returns the processes that are still running, by rank.
         """
@@ -485,7 +485,7 @@ class _Workers:
 
 
 def _receive(pipe: Any) -> str | None:
-    """The message of a worker that has exited; None if it sent none."""
+    """The message of a worker that has exited, if any."""
     try:
         return pipe.recv() if pipe.poll() else None
     except EOFError:

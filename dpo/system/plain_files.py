@@ -33,7 +33,7 @@ FILE_TYPES = {
 
 
 def check_readable(path: Path) -> None:
-    """Raise InputError for anything but a regular file or a link to one."""
+    """Raise InputError unless the path is or links to a regular file."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         raise InputError(f"{path} is {FILE_TYPES[stat.S_IFMT(mode)]}; a regular file is expected")
@@ -72,7 +72,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _check_depth(value: Any) -> None:
-    """Raise ValueError if a value has more than DEEPEST levels of lists and dicts."""
+    """Raise ValueError for more than DEEPEST levels of lists and dicts."""
     containers: list[Any] = [[value]]  # lists and dicts on the current level
     for _ in range(DEEPEST + 1):
         children = (child for c in containers for child in (c.values() if isinstance(c, dict) else c))
@@ -125,10 +125,10 @@ def move_aside(path: Path, name: str | None = None) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a file or directory by what the body writes to the yielded path.
+    """Replace a path by what the body writes to another.
 
-    The yielded path is in the same directory and has the name of this host and process, as other processes may be
-    replacing `path` too. Removes the temporary files of killed processes of this host.
+    The body writes a file or a directory to the yielded path. This is beside `path` and has the name of this host and
+    process, as other processes may be replacing `path` too. Removes the temporary files of killed processes of this host.
     """
     prefix = f".{path.name}.{socket.gethostname()}."
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):

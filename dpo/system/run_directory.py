@@ -58,7 +58,7 @@ def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
 
 
 def check_free(path: str | Path) -> None:
-    """Raise InputError if a directory holds a run, or could not be written."""
+    """Raise InputError if a directory holds a run, or is not writable."""
     run_dir = Path(path)
     run_files = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
     if run_files:
@@ -76,7 +76,7 @@ def check_free(path: str | Path) -> None:
 
 
 def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = False) -> Path:
-    """Create a run's directory, and check the files that the run will write.
+    """Create a run's directory; check the files that it will have.
 
     `logs` are the files to which the run will append. Raises InputError if the directory already holds a run, unless
     that run is `continued`, or if a path that the run will write is not a regular file.

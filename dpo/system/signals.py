@@ -89,7 +89,7 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
-    """Call `act` on stop signals inside, and print the message that it returns.
+    """Call `act` on stop signals inside, and print its message.
 
     `act` gets the signal's number. A second Ctrl-C raises PressedAgain. If Ctrl-C was ignored before, it stays ignored.
     """

@@ -149,6 +149,6 @@ def identify_machine() -> str:
 
 
 def leave_together() -> None:
-    """Wait for all ranks before exiting, as rank 0 may serve the store."""
+    """Wait for all ranks, as rank 0 may serve the store."""
     if is_shared():
         dist.barrier()
