@@ -158,7 +158,7 @@ def _find_dataset_source(plan: Plan, name: str) -> str:
 
 
 def _format_cell(value: Any) -> str:
-    """A value as text for a cell, or the last part of a path."""
+    """A value as text for a cell; of a path, the end."""
     text = value if isinstance(value, str) else json.dumps(value)
     text = Path(text).name if text.startswith(("/", "~", "./", "../")) else text
     return " ".join(text.replace("|", "\\|").replace("`", "'").split())

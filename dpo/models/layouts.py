@@ -1,4 +1,4 @@
-"""Layouts of examples as rows of a forward pass; models' support of them.
+"""Layouts of examples as rows of a forward pass; models' support.
 
 `padded` is the layout of the reference implementation. `shared_prefix` gives the same log-probabilities from fewer
 tokens (see `dpo/models/packing.py`).

@@ -249,7 +249,7 @@ def _int64(values: list[int]) -> np.ndarray:
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
-    """Return whether a query attends to a key, (R, 1, L, L) bool.
+    """Return whether queries attend to keys, (R, 1, L, L) bool.
 
     Queries are along the second to last dim, keys along the last. A token attends to those tokens of its prompt and of
     its own response that are not later and, with a sliding window, are fewer than `window` positions back. Padding

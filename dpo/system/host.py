@@ -65,7 +65,8 @@ class _Log(io.FileIO):
 def print_whatever_happens() -> None:
     """Replace the standard streams by ones that never fail.
 
-    So no run ends by an error of printing. Printing works on a full disk, in a pipe that nobody reads, and for characters that cannot be encoded.
+    Printing then ends no run, even on a full disk, in a pipe that nobody reads, and for characters that cannot be
+    encoded.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -127,8 +127,9 @@ def move_aside(path: Path, name: str | None = None) -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """Replace a path by what the body writes to another.
 
-    The body writes a file or a directory to the yielded path. This is beside `path` and has the name of this host and
-    process, as other processes may be replacing `path` too. Removes the temporary files of killed processes of this host.
+    The body writes a file or a directory to the yielded path. This path is beside `path` and has the name of this host
+    and process, as other processes may be replacing `path` too. Removes the temporary files of killed processes of this
+    host.
     """
     prefix = f".{path.name}.{socket.gethostname()}."
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
