@@ -36,8 +36,9 @@ IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bn
 def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: StoredAdapter | None = None) -> None:
     """Write `README.md` for a `model` or for an `adapter` alone."""
     plan, run_dir = origin.plan, origin.run_dir
-    saved = read_file(origin.policy) if origin.policy else {}
-    # values of the run's config; whether its model ran its own code was decided there, not by who exports it
+    checkpoint = read_file(origin.policy) if origin.policy else {}
+    # The values of the run's config. The plan says whether who exports trusts the model's own code; show what the run
+    # did.
     values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if run_dir else {}
     base, name, loss = plan.model.name_or_path, values.get("exp_name"), plan.values.get("loss.name")
     base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
@@ -58,17 +59,8 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         **licence,
     )
 
-    default_name = f"{Path(base).name}, {loss or 'trained'}"
-    training = f"[{base}](https://huggingface.co/{base})" if base_on_hub else f"`{Path(base).name}`"
-    training += f" trained with {str(loss).upper() if loss in ('sft', 'dpo', 'ipo') else loss or 'preferences'}"
-    if sources:
-        training += f" on {', '.join(sources)}"
-    if isinstance(saved.get("step_idx"), int):
-        training += f", {saved['step_idx']:,} examples"
-    prompts = "Prompts were tokenized without special tokens added, and every response ended with the EOS token."
-    if prompt_format:
-        meaning = MEANINGS[prompt_format]
-        prompts += f" Form of a prompt: `{meaning}`." if prompt_format == HH else f" Form of a prompt: {meaning}."
+    base_name = Path(base).name
+    base_text = f"[{base}](https://huggingface.co/{base})" if base_on_hub else f"`{base_name}`"
     settings = {
         f"`{key}`": f"`{_format_cell(values[key])}`" for key in SETTINGS if key in values and key not in SHOWN_ELSEWHERE
     }
@@ -76,12 +68,12 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     runs_code = origin.had_own_code if is_adapter else bool(list(folder.glob("*.py")))
     paragraphs = (
         f"---\n{metadata.to_yaml()}\n---",
-        f"# {name or default_name}",
-        f"{training}. {_describe_weights(model, adapter)}",
+        f"# {name}" if name else f"# {base_name}, {loss or 'trained'}",
+        f"{base_text} {_describe_training(loss, sources, checkpoint)}. {_describe_weights(model, adapter)}",
         _show_loading(plan if is_adapter else None, runs_code=runs_code),
-        prompts,
+        _describe_prompts(prompt_format),
         "## Evaluation",
-        _show_evaluation(_as_mapping(saved.get("metrics"))),
+        _show_evaluation(_as_mapping(checkpoint.get("metrics"))),
         "## Training data",
         _make_table("dataset | source", sources, if_empty=NO_CONFIG),
         *_count_data(run_dir),
@@ -93,6 +85,23 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         _describe_licence(licence),
     )
     (folder / "README.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+
+
+def _describe_training(loss: str | None, sources: Iterable[str], checkpoint: Mapping[str, Any]) -> str:
+    text = f"trained with {str(loss).upper() if loss in ('sft', 'dpo', 'ipo') else loss or 'preferences'}"
+    if datasets := ", ".join(sources):
+        text += f" on {datasets}"
+    if isinstance(checkpoint.get("step_idx"), int):
+        text += f", {checkpoint['step_idx']:,} examples"
+    return text
+
+
+def _describe_prompts(prompt_format: str | None) -> str:
+    text = "Prompts were tokenized without special tokens added, and every response ended with the EOS token."
+    if prompt_format is None:
+        return text
+    form = MEANINGS[prompt_format]
+    return f"{text} Form of a prompt: {f'`{form}`' if prompt_format == HH else form}."
 
 
 def _show_evaluation(metrics: Mapping[str, Any]) -> str:
