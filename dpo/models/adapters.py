@@ -352,7 +352,7 @@ def _activate(layers: Iterable[Any], name: str | None) -> None:
 
 
 def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[None]]:
-    """A context manager that makes the adapter `name` active inside.
+    """Make a context manager that activates the adapter `name` inside.
 
     If `name` is None, the model computes without an adapter inside. Afterwards the policy's adapter is active.
     """

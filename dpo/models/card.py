@@ -37,8 +37,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     """Write `README.md` for a `model` or for an `adapter` alone."""
     plan, run_dir = origin.plan, origin.run_dir
     checkpoint = read_file(origin.policy) if origin.policy else {}
-    # The values of the run's config. The plan says whether who exports trusts the model's own code; show what the run
-    # did.
+    # The values of the run's config. Only model.trust_remote_code is that of the export in `plan.values`.
     values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if run_dir else {}
     base, name, loss = plan.model.name_or_path, values.get("exp_name"), plan.values.get("loss.name")
     base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None

@@ -281,8 +281,8 @@ def _is_mask(buffer: torch.Tensor) -> bool:
 def _find_length_dependent_rope(config: Any, max_length: int) -> str | None:
     """The model's `rope_type` if its rotary frequencies depend on length.
 
-    They change once a row is longer than the rows of pretraining. None if no row of the run is that long, or for other
-    types.
+    Such frequencies change once a row is longer than in pretraining. Returns None if no row of the run is that long, or
+    for another `rope_type`.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]

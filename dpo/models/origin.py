@@ -48,9 +48,9 @@ def find_origin(
     directory; with `hub` also a Hub id.
 
     `model` names the base of an adapter or a `policy.pt`, as a directory or a Hub id. It is needed if no run names the
-    base, or if the base has moved. If the path is `alone`, `model` replaces a known base; with several paths, it is
-    only the base of those whose own is not known. `trust_remote_code` says whether the model's own code may be run,
-    whatever the run's config says.
+    base, or if the base has moved. If the path is `alone`, `model` also replaces a base that is known. If the user
+    gives several paths (not `alone`), a base that is known stays. `trust_remote_code` says whether the model's own code
+    may be run, whatever the run's config says.
     Raises InputError if the path names no model, or if `model` is given for a path that is `alone` and a whole model.
     """
     path = Path(path).expanduser()

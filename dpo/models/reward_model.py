@@ -32,7 +32,8 @@ Ids = list[int]
 class RewardModel:
     """A model that scores answers, `rows` at a time.
 
-    `limit` is the number of tokens that it sees of a prompt with its answer, or None if not known.
+    `limit` is the largest number of tokens in a prompt with its answer, or None if not known. Longer texts are
+    truncated.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, rows: int) -> None:
@@ -128,8 +129,8 @@ def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
     if reward_model.limit is None or reward_model.limit >= plan.data.max_length:
         return ()
     return (
-        f"the reward model sees the last {reward_model.limit:,} tokens of a prompt with its answer, which may have "
-        f"max_length={plan.data.max_length} tokens of the policy",
+        f"the reward model sees the last {reward_model.limit:,} tokens of a prompt with its answer, which may have up "
+        f"to max_length={plan.data.max_length} tokens: scores do not depend on the beginning of long prompts",
     )
 
 

@@ -26,7 +26,8 @@ class Mesh:
     def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800) -> None:
         self.rank, self.world_size, self.tensor_size = rank, dims.world_size, dims.tensor_size
         self.data_rank, self.data_size = rank // dims.tensor_size, dims.data_size
-        self.counts = rank % dims.tensor_size == 0  # whether metrics count this rank: one of those with its examples
+        # whether metrics count this rank: it is true on exactly one of the ranks that see the same examples
+        self.counts = rank % dims.tensor_size == 0
         self.shard_size = dims.shard_size
         self.device = torch.device("cpu")
         if dist.is_initialized():

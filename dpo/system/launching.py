@@ -39,10 +39,9 @@ START_METHOD = "spawn"  # of workers, as CUDA does not work in a forked process
 BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
 ABORTED = -signal.SIGABRT  # exit code of a worker that NCCL's watchdog killed, as a collective timed out
 GRACE_SECS = 5  # wait of a rank that lost contact, so that the rank that caused the loss exits first and is named
-# how long the parent waits for the other workers to exit, once one has
-FAILURE_SECS = 1  # failed: another worker may report bad input, which says more
-STOP_SECS = 60  # exited on a stop signal, which all workers got
-ABORT_SECS = 60  # was killed by NCCL's watchdog, which kills ranks one by one, as their collectives time out
+FAILURE_SECS = 1  # time for other workers to exit after one failed: another may report bad input, which says more
+STOP_SECS = 60  # time for other workers to exit after one exited on a stop signal, which all of them got
+ABORT_SECS = 60  # time for other workers to exit after NCCL's watchdog killed one: it kills the waiting ranks in turn
 
 
 class WorkerFailed(RunError):
@@ -256,11 +255,11 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
         else:
             status, message = FAILED, f"rank {rank} failed:\n{traceback.format_exc()}"
     if store is not None:
-        message += _record_failure(store, rank_env, status == LOST_CONTACT, timeout_secs)
+        message += _record_failure(store, rank_env, timeout_secs, lost_contact=status == LOST_CONTACT)
     return status, message
 
 
-def _record_failure(store: dist.Store, rank_env: RankEnv, lost_contact: bool, timeout_secs: float) -> str:
+def _record_failure(store: dist.Store, rank_env: RankEnv, timeout_secs: float, *, lost_contact: bool) -> str:
     """Record in the store that this rank failed or lost contact.
 
     A rank that lost contact waits, so that the rank that caused the loss exits first. Then it reads what other ranks

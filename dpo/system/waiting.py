@@ -90,7 +90,7 @@ def report_progress() -> None:
 
 
 def meet_rank_0(place: str) -> None:
-    """Wait until rank 0 has reached this `place` in the code.
+    """Wait until rank 0 has reached a place in the code.
 
     `place` is a name that is used once in a run. Rank 0 does not wait. Raises DistError if rank 0 neither arrives nor
     makes progress within the collective timeout.
