@@ -1,6 +1,6 @@
 """Shared-prefix layout: a prompt and its distinct responses as a tree.
 
-    prompt | chosen | rejected     positions restart after the prompt; responses do not see each other
+    prompt | chosen | rejected     positions restart after the prompt; responses do not attend to each other
 
 Prompt and responses are fed once each. A response's last token predicts nothing, so it is not fed. This file only
 computes token ids, positions and masks; `dpo/models/logprobs.py` runs the model on them.
@@ -129,39 +129,39 @@ def pack(examples: Sequence[Example], *, max_tree_tokens: int, alignment: int = 
     `alignment`. If a prompt and its responses exceed `max_tree_tokens`, they are divided among several trees, each with
     the prompt.
     """
-    response_indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> {distinct response: its index}
+    indices_by_prompt: dict[tuple, dict[tuple, int]] = {}  # prompt -> {distinct response: its index}
     n_responses = 0
     for example in examples:
-        indices = response_indices.setdefault(example.prompt, {})
+        indices = indices_by_prompt.setdefault(example.prompt, {})
         for response in example.responses:
             if response not in indices:
                 indices[response] = n_responses
                 n_responses += 1
-    by_example = [[response_indices[example.prompt][r] for r in example.responses] for example in examples]
-    longest = max(len(response) for indices in response_indices.values() for response in indices)
+    indices_by_example = [[indices_by_prompt[e.prompt][response] for response in e.responses] for e in examples]
+    longest = max(len(response) for indices in indices_by_prompt.values() for response in indices)
 
-    trees = [
-        tree for prompt, indices in response_indices.items() for tree in _grow_trees(prompt, indices, max_tree_tokens)
-    ]
+    trees: list[_Tree] = []
+    for prompt, indices in indices_by_prompt.items():
+        trees += _grow_trees(prompt, indices, max_tree_tokens)
     trees.sort(key=lambda tree: tree.length, reverse=True)  # first-fit-decreasing wastes little space
     # longer rows waste less space but cost more attention, so try several lengths
     lengths = _row_lengths(trees, alignment) if length is None else [_round_up(length, alignment)]
     rows_by_length = {length: _fill_rows(trees, length) for length in lengths}
     cheapest = min(lengths, key=lambda length: _cost(len(rows_by_length[length]), length))
-    return _write(rows_by_length[cheapest], cheapest, np.asarray(by_example).T, (n_responses, longest))
+    return _write(rows_by_length[cheapest], cheapest, np.asarray(indices_by_example).T, (n_responses, longest))
 
 
 def _round_up(length: int, alignment: int) -> int:
     return -(-length // alignment) * alignment
 
 
-def _grow_trees(prompt: tuple, response_indices: dict[tuple, int], max_tree_tokens: int) -> list[_Tree]:
+def _grow_trees(prompt: tuple, indices: dict[tuple, int], max_tree_tokens: int) -> list[_Tree]:
     """Make the trees of a prompt, each of at most `max_tree_tokens`.
 
-    A tree with a single response may be longer.
+    `indices` maps its responses to their indices. A tree with a single response may be longer.
     """
     trees: list[_Tree] = []
-    for response, index in response_indices.items():
+    for response, index in indices.items():
         n_fed = len(response) - 1
         if not trees or trees[-1].length + n_fed > max_tree_tokens:
             trees.append(_Tree(prompt, [], len(prompt)))

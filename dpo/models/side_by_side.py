@@ -123,8 +123,8 @@ class Panel:
 
         models = {side.model for side in self.sides}
         sides_by_model = [[side for side in self.sides if side.model is model] for model in models]
-        # Each thread restores torch's settings as it found them, and threads end in any order. So the settings are made
-        # here too, before all threads.
+        # Each thread changes torch's settings for generation, and restores those that it found. As threads end in any
+        # order, the settings are also changed here, so that all threads find the same.
         with for_generation(), ThreadPoolExecutor(len(models), thread_name_prefix="answer") as threads:
             try:
                 list(threads.map(answer_in_turn, sides_by_model))
@@ -192,7 +192,7 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
     sides = [_load(name, origin, choices.beta, bases) for name, origin in zip(names, policies, strict=True)]
     if reference is None:
         if choices.with_reference:
-            log("no reference is known, so there are no rewards: give --reference DIR to see both")
+            log("no reference is known, so there are no rewards: give --reference DIR to see a reference and rewards")
         return Panel(sides, tokenizer, form)
     try:
         reference_side = _load(REFERENCE, reference, None, bases)
