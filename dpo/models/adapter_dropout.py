@@ -93,7 +93,7 @@ def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
     if not is_packed:
         return sums
     tree, branch = inputs.tree, inputs.branch
-    # subtract what comes before the token's segment, which is a prompt or a response
+    # subtract the sum before the token's segment, which is a prompt or a response
     is_start = torch.ones_like(tree, dtype=torch.bool)
     is_start[:, 1:] = (tree[:, 1:] != tree[:, :-1]) | (branch[:, 1:] != branch[:, :-1])
     start_column = columns.where(is_start, 0).cummax(1).values

@@ -42,8 +42,9 @@ class Linear4bit(torch.nn.Linear):
             self.register_buffer(name, tensor)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        device_type, dtype = input.device.type, input.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
         bias = None if self.bias is None else self.bias.to(dtype)
         return _Multiply.apply(input.to(dtype), bias, self)
 
@@ -58,7 +59,7 @@ class Linear4bit(torch.nn.Linear):
 
 
 class _Multiply(torch.autograd.Function):
-    """input @ weight.T + bias, dequantized again in the backward pass."""
+    """`input @ weight.T + bias`; the backward pass dequantizes the weight again."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, layer: Linear4bit) -> torch.Tensor:

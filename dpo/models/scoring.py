@@ -90,7 +90,8 @@ def seeded_generators(*numbers: int) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-# not a context manager: `@contextmanager` lets a StopIteration of the code inside through, whatever is raised from it
+# A function and not a context manager: if the code inside a `@contextmanager` raises StopIteration, contextlib raises
+# it again, in place of the error that the manager raises from it.
 def _run_users_code(code: Callable[[], T], error_class: type[Exception], problem: str, file: Path | None) -> T:
     """Run a user's code without gradients.
 
