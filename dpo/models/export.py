@@ -53,12 +53,12 @@ def export(
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or give another directory")
     origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code)
-    _check_form(origin, checkpoint, dtype, merge)
+    _check_request(origin, checkpoint, dtype, merge)
     if verify:
-        files = {origin.policy, origin.weights.archive if merge else None} - {None}
-        for file in files:
-            if (file.parent / MANIFEST).exists():  # the published reference implementation writes none
-                check_complete(file.parent, only={file.name, CONFIG, WEIGHTS})
+        policy_files = {origin.policy, origin.weights.archive if merge else None} - {None}
+        for policy_file in policy_files:
+            if (policy_file.parent / MANIFEST).exists():  # the reference implementation writes none
+                check_complete(policy_file.parent, only={policy_file.name, CONFIG, WEIGHTS})
 
     def explain(why: str) -> RunError:
         return RunError(f"{out} could not be written ({why}); nothing of it was left there")
@@ -79,7 +79,7 @@ def export(
     return out
 
 
-def _check_form(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:
+def _check_request(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:
     """Raise InputError if the checkpoint cannot be exported in this form."""
     if origin.weights == Weights():
         raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
@@ -97,7 +97,7 @@ def _check_form(origin: Origin, checkpoint: str | Path, dtype: str | None, merge
 
 
 def _find_base_for_peft(origin: Origin) -> str:
-    """The base that PEFT shall load under an adapter.
+    """The base that PEFT is to load under an adapter.
 
     Raises InputError if PEFT cannot load it.
     """
