@@ -87,7 +87,7 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: 
     """The texts of prompts as fed, with CUT for truncated text."""
     texts = []
     for example in examples:
-        prompt_index, _ = example.id
+        prompt_index = example.id[0]
         full_text = prompts[prompt_index].text
         full_ids, fed_ids = encode([full_text])[full_text], list(example.prompt)
         if fed_ids == full_ids:

@@ -17,7 +17,7 @@ import torch
 
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError
-from dpo.models.adapters import FACTOR_NAME, adapter_weights, base_weights, find_adapter, read_base
+from dpo.models.adapters import CONFIG, FACTOR_NAME, adapter_weights, base_weights, find_adapter, read_base
 
 # buffers that transformers stored in 2023, and computes today
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
@@ -75,8 +75,8 @@ def read_archive(
         raise InputError(f"{key}{path} is not a policy.pt: its 'state' does not map names to tensors")
     if any(FACTOR_NAME.fullmatch(name) for name in state):
         raise InputError(
-            f"{key}{path} holds an adapter, not the weights of a model: give the directory of the checkpoint that has "
-            f"this file"
+            f"{key}{path} holds an adapter, not the weights of a model: give the directory of the adapter's checkpoint, "
+            f"which also has {CONFIG}"
         )
     expected = model.state_dict(keep_vars=True)
     for old, new in RENAMED.items():

@@ -119,7 +119,8 @@ def _receive_tensors(modules: Mapping[str, torch.nn.Module], specs: Mapping[str,
                     continue
                 if tensor not in replacements:
                     full_name = f"{module_name}.{name}" if module_name else name  # the model itself has the name ""
-                    replacement = broadcast(tensor, *specs[full_name], mesh)
+                    shape, dtype = specs[full_name]
+                    replacement = broadcast(tensor, shape, dtype, mesh)
                     if isinstance(tensor, torch.nn.Parameter):
                         replacement = torch.nn.Parameter(replacement, requires_grad=tensor.requires_grad)
                     replacements[tensor] = replacement
