@@ -75,8 +75,8 @@ def read_archive(
         raise InputError(f"{key}{path} is not a policy.pt: its 'state' does not map names to tensors")
     if any(FACTOR_NAME.fullmatch(name) for name in state):
         raise InputError(
-            f"{key}{path} holds an adapter, not the weights of a model: give the directory of the adapter's checkpoint, "
-            f"which also has {CONFIG}"
+            f"{key}{path} holds an adapter, not the weights of a model: give the adapter's directory, which also has "
+            f"{CONFIG}"
         )
     expected = model.state_dict(keep_vars=True)
     for old, new in RENAMED.items():
