@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
-from multiprocessing.connection import wait
+from multiprocessing.connection import wait as wait_for_any
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpo.errors import InputError, RunError
@@ -411,7 +411,7 @@ class _Workers:
         if outcomes <= {Outcome.DONE, Outcome.LOST_CONTACT}:
             for process in running.values():  # at least one of them hangs: make them print their stacks
                 os.kill(process.pid, signal.SIGABRT)
-            wait([process.sentinel for process in running.values()], GRACE_SECS)
+            wait_for_any([process.sentinel for process in running.values()], GRACE_SECS)
         raise self._explain(stuck=sorted(running))
 
     def _wait_for_exits(self) -> dict[int, Any]:
@@ -422,7 +422,7 @@ class _Workers:
         start, running, deadline = time.monotonic(), dict(enumerate(self.processes)), None
         while running:
             secs_left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            exited = wait([process.sentinel for process in running.values()], secs_left)
+            exited = wait_for_any([process.sentinel for process in running.values()], secs_left)
             if not exited:
                 break
             for rank in [rank for rank, process in running.items() if process.sentinel in exited]:
