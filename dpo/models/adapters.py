@@ -208,14 +208,16 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
         names = ["." + key.removesuffix(".base_layer") for key, _ in model.named_modules()]
         missing = [target for target in config.target_modules if not any(n.endswith(f".{target}") for n in names)]
         if missing:
-            raise InputError(f"{targets} names layers that {model_class} has not: {', '.join(sorted(missing)[:5])}")
+            raise InputError(f"{targets} names layers that are not in {model_class}: {', '.join(sorted(missing)[:5])}")
 
 
 def _replace_parts(layer: Any, name: str, dropout: float, targets: str) -> None:
     """Replace PEFT's dropout and matrices in an adapted layer by our own."""
     if name in layer.lora_embedding_A:
         layer_class = type(layer.get_base_layer()).__name__
-        raise InputError(f"{targets} names a layer of class {layer_class}: only linear layers can be adapted")
+        raise InputError(
+            f"{targets} names a layer of class {layer_class}, but only linear layers can be adapted: leave it out"
+        )
     layer.cast_input_dtype_enabled = False  # or q, k and v would each keep a float32 copy of their input
     if dropout > 0:
         layer.lora_dropout[name] = Dropout(dropout, layer.in_features)

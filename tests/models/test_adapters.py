@@ -235,7 +235,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_what_is_absent(made_by_pef
     stored = read_adapter(made_by_peft)
     with pytest.raises(InputError, match=f"{made_by_peft} cannot be adapted in GPTNeoXForCausalLM"):
         add_stored_adapter(build("gpt-neox"), stored)
-    with pytest.raises(InputError, match=r"names layers that LlamaForCausalLM has not: nonsense, other$"):
+    with pytest.raises(InputError, match=r"names layers that are not in LlamaForCausalLM: nonsense, other$"):
         add_adapter(build("llama"), make_adapter_config(4, 8, ["q_proj", "other", "nonsense"]))
     weights = {name: torch.ones(4, 9) if "lora_A" in name else tensor for name, tensor in stored.weights.items()}
     with pytest.raises(
