@@ -285,7 +285,7 @@ def test_an_adapter_on_a_base_in_half_precision_is_trained_in_float32(grid, comm
 
 
 def test_layers_that_cannot_be_adapted_are_one_sentence(run, base):
-    for layer, message in (("embed_tokens", "of class Embedding: only linear"), ("q_prj", "'q_prj'} not found")):
+    for layer, message in (("embed_tokens", "of class Embedding, but only linear"), ("q_prj", "'q_prj'} not found")):
         with pytest.raises(InputError, match=f"lora.target_modules .*{message}"):
             run(layer, *with_reference("base"), f"lora.target_modules=[{layer}]")
     config = LlamaConfig.from_pretrained(base, tie_word_embeddings=True)
