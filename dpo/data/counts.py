@@ -92,7 +92,7 @@ class Preflight:
     test: SplitReport
     updates: int
     dropped_examples: int  # of last partial batches, over all epochs
-    epoch: int  # examples of an epoch: those of `train`, or its prompts if pairs are drawn for them
+    examples_per_epoch: int  # those of `train`; online, its prompts, as each gets one pair. `epoch` in the file
 
     def longest(self, max_length: int) -> int:
         """Tokens of the longest prompt with one response.
@@ -124,7 +124,9 @@ class Preflight:
         return "\n".join([*lines, updates])
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        facts = asdict(self)
+        facts["epoch"] = facts.pop("examples_per_epoch")
+        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> tuple[int, int]:

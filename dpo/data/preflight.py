@@ -62,10 +62,10 @@ class TrainingData:
     ) -> TrainingData:
         """Open a table. `online`: training examples are prompts."""
         reports = {split: SplitReport(**facts["reports"][split]) for split in SPLITS}
-        epoch = reports["train"].prompts if online else reports["train"].examples
+        per_epoch = reports["train"].prompts if online else reports["train"].examples
         size = {"batch_size": plan.batch_size, "n_epochs": plan.n_epochs, "n_examples": plan.n_examples}
-        updates, dropped = count_updates(epoch, **size)
-        preflight = Preflight(**reports, updates=updates, dropped_examples=dropped, epoch=epoch)
+        updates, dropped = count_updates(per_epoch, **size)
+        preflight = Preflight(**reports, updates=updates, dropped_examples=dropped, examples_per_epoch=per_epoch)
         train, test = (PromptTable(place / f"{split}.arrow") for split in SPLITS)
         encode = TextEncoder(tokenizer, largest=facts["largest"])
         return cls(tokenizer, encode, train, test, preflight, *(facts["digests"][split] for split in SPLITS))

@@ -205,7 +205,7 @@ def test_a_config_is_described_by_what_differs_from_its_files():
     OmegaConf.resolve(config)
 
     assert describe(config).splitlines() == [
-        "loss=ipo; what differs from the defaults (all of it: RUN/config.yaml):",
+        "loss=ipo; settings that differ from the defaults (all settings: RUN/config.yaml):",
         "  exp_name=x",
         "  wandb.project=p",
         "  model.name_or_path=EleutherAI/pythia-2.8b",
