@@ -1,7 +1,7 @@
 """Checksums of files, computed while writing and verified in parallel.
 
 Checksums are computed from the bytes as they are written, so that the file need not be read again. The SHA-256 of a
-whole file, which `sha256sum` prints, can only be computed sequentially. So each block of BLOCK bytes has a checksum too,
+whole file, which `sha256sum` prints, can only be computed sequentially. So each block of BLOCK bytes has its own too,
 and all cores verify blocks in parallel.
 """
 
