@@ -101,7 +101,7 @@ class CourseWarner(Callback):
         # `loss.wpo` (needs_squares) weights losses by the policy, so they cannot be compared with those at the start
         self._checks_collapse = loss.trains_on == "pairs" and not loss.needs_squares
         self._updates_at_start = updates_at_start(loss.reference)
-        self._course = Course(context.plan.data.batch_size)
+        self._detector = Course(context.plan.data.batch_size)
         self._warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -110,35 +110,35 @@ class CourseWarner(Callback):
         means = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
         is_online = self.context.plan.online is not None
         if evaluation.n_updates == 0:
-            self._course.start = means if all(map(math.isfinite, means)) else None
+            self._detector.start = means if all(map(math.isfinite, means)) else None
         # an online run follows its scorer, which may contradict the labels of the evaluation's pairs
-        elif not is_online and self._course.is_collapsed(means):
+        elif not is_online and self._detector.is_collapsed(means):
             self._warn_about_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", means)
 
     def on_update(self, update: Update) -> None:
         for name in ("loss/train", "grad_norm"):
             value = update.metrics[name]
-            ratio = self._course.find_spike(name, value)
+            ratio = self._detector.find_spike(name, value)
             if ratio is not None:
                 spike = f"{name} {value:.4g} is {ratio:.0f} times the median of the updates before"
                 self.context.log(f"warning: update {update.number}: {spike}")
         if not self._checks_collapse:
             return
         loss, margin = update.metrics["loss/train"], update.metrics["rewards_train/margins"]
-        collapse = self._course.find_collapse(loss, margin)
+        collapse = self._detector.find_collapse(loss, margin)
         if collapse is not None:
             means, n_updates = collapse
             window = f"over the last {n_updates} updates "
             self._warn_about_collapse(f"update {update.number}", window, "train", means)
         if update.number == self._updates_at_start:
-            self._course.take_start(self._updates_at_start)
+            self._detector.take_start(self._updates_at_start)
 
     def _warn_about_collapse(self, when: str, window: str, split: str, means: Means) -> None:
         """Log a warning, once in a run.
 
         `window` says over what the `means` were taken.
         """
-        start = self._course.start
+        start = self._detector.start
         if self._warned or start is None:
             return
         self._warned = True
@@ -151,10 +151,10 @@ class CourseWarner(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        start = self._course.start
-        return {"warned": self._warned, "first": self._course.first, "start": start and list(start)}
+        start = self._detector.start
+        return {"warned": self._warned, "first": self._detector.first, "start": start and list(start)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            self._warned, self._course.first = state["warned"], dict(state["first"])
-            self._course.start = Means(*state["start"]) if state["start"] else None
+            self._warned, self._detector.first = state["warned"], dict(state["first"])
+            self._detector.start = Means(*state["start"]) if state["start"] else None

@@ -126,8 +126,8 @@ def test_a_run_that_collapses_is_told_once_with_what_to_try():
     assert logged == [
         "warning: update 64: the run has collapsed: over the last 64 updates loss/train is 3 (at the start 0.6931) "
         "and rewards_train/margins is -10 (at the start 0). By its own loss the policy is worse than before "
-        "training, and seldom comes back by itself: stop, and start again with a tenth of lr, more warmup_steps or a larger "
-        "batch_size."
+        "training, and seldom comes back by itself: stop, and start again with a tenth of lr, more warmup_steps or "
+        "a larger batch_size."
     ]
 
 
@@ -151,7 +151,7 @@ def test_a_short_run_whose_losses_are_huge_is_told_by_its_updates_or_before_by_a
     assert len(logged) == 1
     assert logged[0].startswith(
         "warning: evaluation after 52 examples: the run has collapsed: loss/eval is 55.82 (at the start 0.6931) and "
-        "rewards_eval/margins -27.9 (at the start 0)."
+        "rewards_eval/margins is -27.9 (at the start 0)."
     )
 
 
