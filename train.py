@@ -215,7 +215,7 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
 
 
 def read_data(plan: Plan, *, silent: bool = False) -> TrainingData:
-    """Load the data of a run; warn if the warm-up does not suit its size."""
+    """Load the data of a run; warn of an unsuitable warm-up."""
     from dpo.training.optimization import find_warmup_warnings
     from preference_datasets import load_data
 

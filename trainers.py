@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
-from dpo.training.metrics import REFERENCE, peak_memory_gb
+from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, peak_memory_gb
 from dpo.training.objective import BatchContext, Columns, make_objective
 from dpo.training.online import OnlineBatches
 from dpo.training.optimization import OPTIMIZERS, Schedule
@@ -137,7 +137,7 @@ class Trainer:
         return self.place(policy, compute_dtype=DTYPES[plan.compute_dtype]), frozen_digest
 
     def _load_reference(self, reference_model: Any, frozen_digest: str | None) -> Reference | None:
-        """Make the reference of the policy's own weights, or load and distribute a model."""
+        """Make the reference: of the policy's own module, or a loaded model."""
         plan = self.plan
         identity = repr((self.data.identity, plan.data.max_length, plan.data.max_prompt_length))
         logps = ReferenceLogps(self.data.n_examples, len(self.loss.reference_columns), identity)
@@ -233,14 +233,7 @@ class Trainer:
             self.progress.part(i, len(batch.microbatches), "microbatch")
         # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
         release_gathered(self.reference_model)
-        norm, is_asked_to_stop = self.clip_gradient(), bool(self.stop.signals)
-        scalars = {  # to be summed over the ranks
-            "grad_norm": norm if self.rank == 0 else torch.zeros_like(norm),  # from rank 0 alone, as all have the same
-            "n_ranks_to_stop": torch.full_like(norm, is_asked_to_stop),
-        }
-        # the only time in an update that the host waits for the device; here the processes also agree on stopping
-        reduced = objective.reduce(metrics, len(batch.examples), context.rows_to_cache, scalars)
-        self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
+        reduced = self._reduce(metrics, self.clip_gradient(), len(batch.examples), context.rows_to_cache)
         [lr] = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update
         counters = self.state.count(len(batch.examples))  # an update that a callback refuses counts too
         means = reduced.means(batch.examples, batch.weights)
@@ -253,17 +246,31 @@ class Trainer:
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
         self.optimizer.zero_grad()
-        seconds = time.perf_counter() - start + sum(batch.seconds.values())  # with the sampling and scoring of pairs
         further_metrics = {
             "lr": lr,
             **batch.metrics,
             **reduced.find_kl(list(batch.drawn)),
-            "examples_per_second": len(batch.examples) / seconds,
-            "tokens_per_second": sum(example.n_tokens for example in batch.examples) / seconds,
-            **{f"online/{task}_share": task_seconds / seconds for task, task_seconds in batch.seconds.items()},
+            **_measure_speed(batch, time.perf_counter() - start),
             "memory/peak_gb": peak_memory_gb(),
         }
         return update._replace(metrics={**update.metrics, **further_metrics})
+
+    def _reduce(
+        self, metrics: MicrobatchMetrics, grad_norm: torch.Tensor, n_examples: int, rows_to_cache: Sequence[int]
+    ) -> Reduced:
+        """Reduce an update's metrics and gradient norm; agree on stopping.
+
+        The only time in an update that the host waits for the device.
+        """
+        is_asked_to_stop = bool(self.stop.signals)
+        scalars = {  # to be summed over the ranks
+            # from rank 0 alone, as all ranks have the same norm
+            "grad_norm": grad_norm if self.rank == 0 else torch.zeros_like(grad_norm),
+            "n_ranks_to_stop": torch.full_like(grad_norm, is_asked_to_stop),
+        }
+        reduced = self.objective.reduce(metrics, n_examples, rows_to_cache, scalars)
+        self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
+        return reduced
 
     def _backward(self, microbatch: Microbatch, context: BatchContext) -> tuple[torch.Tensor, Columns]:
         """Add a microbatch's gradient; return its indices and metrics.
@@ -433,7 +440,7 @@ class Trainer:
             )
 
     def _list_parts(self) -> list[Part]:
-        """The parts of a checkpoint, in the order in which they are written."""
+        """The parts of a checkpoint, in the order of writing."""
         models: list[Part] = [adapters.policy_part(self.policy)]
         if self.objective.follow_every:  # otherwise the reference never changes
             models.append(ModelPart(FOLLOWING, self.reference_model))
@@ -445,6 +452,16 @@ class Trainer:
             Part("trainer", self.state),
             RandomPart(self.mesh),
         ]
+
+
+def _measure_speed(batch: Batch, step_seconds: float) -> dict[str, float]:
+    """Metrics of an update's speed, and of the time that making its pairs took."""
+    seconds = step_seconds + sum(batch.seconds.values())
+    return {
+        "examples_per_second": len(batch.examples) / seconds,
+        "tokens_per_second": sum(example.n_tokens for example in batch.examples) / seconds,
+        **{f"online/{task}_share": task_seconds / seconds for task, task_seconds in batch.seconds.items()},
+    }
 
 
 class BasicTrainer(Trainer):

@@ -60,7 +60,7 @@ class HashedFile:
         return len(data)
 
     def _append(self, piece: memoryview) -> None:
-        """Write a piece and hash it, at the same time if it is large."""
+        """Write and hash a piece, in parallel if it is large."""
         hashes = self._file_hash, self._block_hash
         if len(piece) < IN_THREADS:
             self._file.write(piece)

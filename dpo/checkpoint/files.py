@@ -71,10 +71,7 @@ def write_checkpoint(
                 files[file_name], blocks[file_name] = file.sync()
             del state
         with _explaining(directory):
-            with HashedFile(temporary / MANIFEST) as file:
-                manifest = {"examples": step_idx, "files": files, "blocks": blocks, **facts}
-                file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
-                file.sync()
+            _write_manifest(temporary, {"examples": step_idx, "files": files, "blocks": blocks, **facts})
             sync_directory(temporary)
             if os.path.lexists(directory):  # saved again at this step: a rename cannot replace a non-empty directory
                 remove(former)
@@ -84,6 +81,13 @@ def write_checkpoint(
         shutil.rmtree(former, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure
+
+
+def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest with its own checksum, and sync it to the disk."""
+    with HashedFile(directory / MANIFEST) as file:
+        file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
+        file.sync()
 
 
 @contextmanager
@@ -145,7 +149,7 @@ def prune(run_dir: Path, keep: int) -> None:
 
 
 def tidy(run_dir: Path) -> None:
-    """Clean up after a run that was killed while it wrote a checkpoint.
+    """Clean up after a run that was killed while saving.
 
     Restores a checkpoint that the run was about to replace.
     """

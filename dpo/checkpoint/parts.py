@@ -44,7 +44,7 @@ class Part:
         return full_state(self.source.state_dict(), copy=copy)
 
     def convert(self, state: Any) -> Mapping[str, bytes]:
-        """The content of further files made from a gathered state, by file name."""
+        """Further files made from a gathered state: content by file name."""
         return {}
 
     def restore(self, file: Path) -> None:
@@ -135,7 +135,7 @@ class ReferenceState(Protocol):
 
 
 class RunState:
-    """The counters of a run, and states that have no file of their own.
+    """The counters of a run, and states without a file of their own.
 
     They are saved as the part `trainer`. The states are those of the callbacks (with the lengths of their log files),
     of the saver (what BEST is), of the loss (a running average), of the scorer, and the cached reference
@@ -186,7 +186,7 @@ class RunState:
 
 
 def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """The reason why a saved state does not fit this optimizer, or None."""
+    """The reason why a state does not fit this optimizer, or None."""
     own_ids, saved_ids = _list_parameter_ids(optimizer.state_dict()), _list_parameter_ids(state)
     if own_ids != saved_ids:
         return f"it has {sum(map(len, saved_ids))} parameters, not {sum(map(len, own_ids))}"
@@ -211,7 +211,7 @@ def _list_parameter_ids(state_dict: Mapping[str, Any]) -> list[list[int]]:
 
 @cache
 def _list_state_keys(optimizer_class: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
-    """The keys of an optimizer's state per parameter, found by a trial step."""
+    """The keys of an optimizer's state of a parameter, by trial."""
     parameter = torch.nn.Parameter(torch.zeros((2,) * ndim))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer_class([parameter], lr=1.0)

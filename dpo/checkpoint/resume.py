@@ -279,7 +279,7 @@ def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
 
 
 def find_model_facts(model_config: Any) -> dict[str, Any]:
-    """The entries of a model's config that affect its outputs, by dotted key."""
+    """The entries of a model's config that affect its outputs."""
 
     def has_effect(name: str) -> bool:
         return not (name.startswith("_") or name in WITHOUT_EFFECT or name.endswith(DROPOUT_ENDINGS))

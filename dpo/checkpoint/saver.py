@@ -76,9 +76,9 @@ class Checkpoints:
         return ["LATEST", "BEST"]
 
     def _gather(self, parts: Sequence[Part], *, copy: bool) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the whole state of each part, then its further files.
+        """Yield the name and state of each part, then its further files.
 
-        The states are complete on rank 0 alone; the other processes only take part in gathering.
+        The states are whole on rank 0 alone; the other processes only take part in gathering.
         """
         for part in parts:
             self._wait_for_rank_0()  # it may still be writing the previous part
@@ -129,7 +129,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for a background write to end; raise its error if it failed."""
+        """Wait for a background write to end; raise its error, if any."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

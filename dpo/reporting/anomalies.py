@@ -23,7 +23,7 @@ class NonFinite(RunError):
 
 
 class NonFiniteGuard(Callback):
-    """Guard against NaN and infinite values: every rank skips the update or aborts.
+    """Guard against NaN and infinity: every rank skips or aborts.
 
     Rank 0 saves the examples of the update.
     """

@@ -57,7 +57,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def _count_fitting(text: str, width: int) -> int:
-    """Number of characters at the start of a text that fit, at least 1."""
+    """Number of characters that fit into `width`, at least 1."""
     n_characters = len(text)
     while n_characters > 1 and measure_width(text[:n_characters]) > width:
         n_characters -= 1
@@ -94,7 +94,7 @@ class Columns:
         return [wrap(text, self.width) for text in self.texts.values()]
 
     def _draw(self, columns: list[list[str]], n_final: int) -> None:
-        """Draw the first `n_final` rows for the last time, and others below them.
+        """Draw the first `n_final` rows for good, and others below.
 
         There are at most as many others as the screen has room for, as a terminal cannot go back above its upper edge
         to replace them.

@@ -20,7 +20,7 @@ from dpo.settings.plan import Plan
 
 
 class Update(NamedTuple):
-    """An update on a global batch of B examples, applied or refused by a callback."""
+    """An update on a global batch of B examples, applied or refused."""
 
     number: int  # from 1; refused updates count
     n_examples: int  # in this and all updates before, refused ones included
@@ -61,7 +61,7 @@ class RunContext(NamedTuple):
 
 
 class Callback:
-    """An object that gets the events of a run, and may refuse updates.
+    """A receiver of a run's events, which may refuse updates.
 
     It is made before a checkpoint is loaded. `on_start` comes after that, and opens files.
     """
@@ -111,7 +111,7 @@ class Callback:
 
 
 class Callbacks:
-    """The callbacks of a process by name, in the order in which they get events."""
+    """The callbacks of a process by name; events go in this order."""
 
     def __init__(self, callbacks: Mapping[str, Callback]) -> None:
         self.callbacks = dict(callbacks)

@@ -1,4 +1,4 @@
-"""Log files, to which a run appends, and which a resumed run truncates.
+"""Log files: a run appends to them, a resumed run truncates them.
 
 docs/metrics.md describes their lines.
 """
@@ -23,9 +23,9 @@ from dpo.system.run_directory import add_to_record, create_run_dir, now
 class Appender(Callback):
     """A callback that appends to `files` in the run directory.
 
-    At the start of a resumed run each file is truncated to the size that it had at the checkpoint: the run will write
-    the later records again. A file that is damaged before that size is truncated to its last complete record before the
-    damage, and kept as it was under another name; so is a file that the checkpoint does not know. Warnings say so.
+    At the start of a resumed run each file is truncated to the size that it had at the checkpoint, as the run writes
+    the later records again. If a file is damaged before that size, only the complete records before the damage are kept
+    in it, and the damaged file is renamed. A file that the checkpoint does not know is renamed too. Warnings say so.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -51,9 +51,10 @@ class Appender(Callback):
             )
 
     def _truncate(self, path: Path, size: int | None) -> None:
-        """Truncate a file to its `size` at the checkpoint, or sooner if damaged.
+        """Truncate a file to its size at the checkpoint, or less.
 
-        `size` is None if the checkpoint does not know the file.
+        A damaged file is truncated to its complete records. `size` is None if the checkpoint does not know the file,
+        which is then renamed.
         """
         size_now = path.stat().st_size if path.exists() else 0
         if size is None:
@@ -211,7 +212,7 @@ class FileLogger(LogWriter):
 
 
 def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
-    """A record of `samples.jsonl`: a prompt and its answers in the order drawn."""
+    """A record of `samples.jsonl`: a prompt and its answers."""
     answers = [
         {"text": answer.text, "score": answer.score, "tokens": len(answer.tokens), "ended": answer.ended}
         for answer in drawn.answers

@@ -100,7 +100,7 @@ class Ledger(Appender):
         tokens_by_role = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
 
         def pick(metric: str, role: str) -> list[float | None] | None:
-            """Values of a metric of a role; None for an example without a response of that role."""
+            """Values of a metric; None for examples without this role."""
             if metric not in table:
                 return None
             values = table[metric].tolist()
@@ -130,7 +130,7 @@ class Ledger(Appender):
 
 
 def _make_drawn_row(drawn: Drawn) -> dict[str, Any]:
-    """Texts and scores of a prompt's answers, which the datasets do not have."""
+    """The columns of a drawn pair: texts and scores of its answers."""
     best, worst = drawn.pair
     others = [answer for i, answer in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
     return {

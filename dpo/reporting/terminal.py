@@ -171,7 +171,7 @@ class Progress(Callback):
     def _showing(
         self, what: str, *, total: int, done: int = 0, leave: bool = False, examples: int | None = None
     ) -> Iterator[Task]:
-        """Open a task, with a bar on a terminal, and close it at the end."""
+        """Open a task, with a bar on a terminal; close it after."""
         bar = tqdm.tqdm(
             total=total,
             initial=done,

@@ -70,7 +70,7 @@ class WandbLogger(Callback):
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
-        """Start a W&B run; offline if that fails or there is no API key."""
+        """Start a W&B run; offline if that fails or without key."""
         init = partial(
             wandb.init,
             **settings,

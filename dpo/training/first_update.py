@@ -94,7 +94,7 @@ def _count_samples(plan: Plan, data: TrainingData, sizes: Sequence[int]) -> tupl
 
 
 def _count_trained_tokens(plan: Plan, data: TrainingData) -> int:
-    """Tokens that a run trains on, or, online, the cost of its updates in such tokens.
+    """Tokens that a run trains on; online, its cost in such tokens.
 
     A prompt counts once, however many responses it has.
     """

@@ -103,21 +103,7 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
         held, between_updates = _without(held, "reference"), _without(between_updates, "reference")
     phases["training"] = held + max(update_peak, eval_peak, key=Bytes.total)
     if plan.evaluation.sample_during_eval:
-        # at least 2 tokens, as `_predict_sampling` feeds the last two one by one
-        n_prompt_tokens = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
-        n_left = plan.data.max_length - n_prompt_tokens
-        sampling = Sampling(min(n_left, plan.evaluation.n_eval_tokens or n_left))
-        n_rows = math.ceil(max(len(batch.examples) for batch in eval_batches) / plan.dims.data_size)
-        phases["samples"] = _predict_sampling(
-            plan,
-            policy,
-            fake,
-            between_updates,
-            sampling,
-            n_rows=n_rows,
-            n_prompt_tokens=n_prompt_tokens,
-            autocast=None,
-        )
+        phases["samples"] = _predict_samples(plan, policy, fake, between_updates, eval_batches)
     if plan.online:
         online, sizes, prompts = plan.online, OnlineSizes.of(plan), some_prompts(data)
         phases["sampling"] = _predict_sampling(
@@ -139,6 +125,20 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
         for phase in phases.values():
             phase["kept"] = int(KEPT_SHARE * sum(phase[purpose] for purpose in ALLOCATED_IN_TRAINING))
     return phases
+
+
+def _predict_samples(
+    plan: Plan, policy: Any, fake: FakeTensorMode, held: Bytes, eval_batches: Sequence[Batch]
+) -> Bytes:
+    """Peak memory of a process while an evaluation draws samples."""
+    # at least 2 tokens, as `_predict_sampling` feeds the last two one by one
+    n_prompt_tokens = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
+    n_left = plan.data.max_length - n_prompt_tokens
+    sampling = Sampling(min(n_left, plan.evaluation.n_eval_tokens or n_left))
+    n_rows = math.ceil(max(len(batch.examples) for batch in eval_batches) / plan.dims.data_size)
+    return _predict_sampling(
+        plan, policy, fake, held, sampling, n_rows=n_rows, n_prompt_tokens=n_prompt_tokens, autocast=None
+    )
 
 
 def _without(memory: Bytes, *purposes: str) -> Bytes:
@@ -333,10 +333,10 @@ def _predict_sampling(
         choose = choosing(sampling, range(n_rows), n_prompt=n_prompt_tokens)
 
         def forward(n_tokens: int, n_cached: int, cache: Any) -> Any:
-            """Run the policy on `n_tokens`, draw a token, and return the new cache.
+            """Run the policy on `n_tokens`; return the new cache.
 
-            `cache` has keys and values of `n_cached` tokens. Only the memory in use matters, so token ids are zeros,
-            and the drawn token is not used.
+            `cache` has keys and values of `n_cached` tokens. A token is drawn too. Only the memory in
+            use matters, so token ids are zeros, and the drawn token is not used.
             """
             token_ids = torch.zeros(n_rows, n_tokens, dtype=torch.long, device=device)
             only_last_logits = {"logits_to_keep": 1} if policy._supports_logits_to_keep() else {}
@@ -366,7 +366,7 @@ def _predict_sampling(
 
 
 def _name_cache(peak: Bytes, cache: Any) -> Bytes:
-    """Count the KV cache on its own: the tracker counts it with the activations."""
+    """Separate the KV cache from the activations, among which it was counted."""
     layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "keys")]
     n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     return peak + Counter(kv_cache=n_bytes) - Counter(activations=n_bytes)

@@ -67,9 +67,9 @@ def make_scores(policy: Columns, lengths: Columns, reference: Columns) -> Scores
 
 
 class BatchContext(NamedTuple):
-    """Values computed once per global batch of B examples, for all its microbatches.
+    """Values that the microbatches of a global batch share.
 
-    Tensors are on the device.
+    B is the number of examples of the global batch. Tensors are on the device.
     """
 
     weights: torch.Tensor  # (B,), from `Batch.weights`
@@ -229,9 +229,10 @@ class Objective:
         return BatchContext(weights, total_weight, reference, statistic)
 
     def _compute_statistic(self, scores: Scores, weights: Sequence[float]) -> torch.Tensor | None:
-        """The loss's batch statistic of a global batch, (B, k), on the device.
+        """The loss's statistic of a global batch, (B, k).
 
-        Examples of weight 0 (ties) are left out, as they are of the loss, and have zeros. None if all are.
+        It is on the device. Examples of weight 0 (ties) are left out, as they are of the loss, and have zeros. None if
+        all examples are ties.
         """
         if not any(weights):
             return None

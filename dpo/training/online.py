@@ -1,8 +1,8 @@
-"""Online pairs: the best and the worst of the policy's answers to a prompt.
+"""Online pairs: the best and the worst answer to a prompt.
 
-A scorer ranks the answers (online DPO, arXiv 2402.04792). Up to rounding, an answer depends only on the weights, the
-config's seed, and the index of the answer in the run. It depends neither on other prompts nor on the number of
-processes, so checkpoints need no state of the sampling.
+The policy writes the answers, and a scorer ranks them (online DPO, arXiv 2402.04792). Up to rounding, an answer depends
+only on the weights, the config's seed, and the index of the answer in the run. It depends neither on other prompts nor
+on the number of processes, so checkpoints need no state of the sampling.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class OnlineBatches(Batches):
 
 
 def _group(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """Split the items into lists of `size`, in order; the last may be shorter."""
+    """Split items into lists of `size`; the last may be shorter."""
     return [list(items[start : start + size]) for start in range(0, len(items), size)]
 
 

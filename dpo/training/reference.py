@@ -61,9 +61,9 @@ class ReferenceLogps:
         return n_examples, n_columns
 
     def add(self, rows: Sequence[int], logps: torch.Tensor) -> None:
-        """Add log-probabilities of the examples in these rows, (B, columns), on the host.
+        """Add log-probabilities of the examples in these rows.
 
-        Values that are not finite stay unknown.
+        `logps` is (B, columns), on the host. Values that are not finite stay unknown.
         """
         values = logps.double().numpy()
         self._table[rows] = np.where(np.isfinite(values), values, np.nan)

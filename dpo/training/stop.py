@@ -7,7 +7,7 @@ from dpo.system.signals import Stopped
 
 
 class StopRequest:
-    """Stop signals of this process, and the agreement of all processes to stop."""
+    """This process's stop signals, and the agreement of all to stop."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
