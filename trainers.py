@@ -137,7 +137,7 @@ class Trainer:
         return self.place(policy, compute_dtype=DTYPES[plan.compute_dtype]), frozen_digest
 
     def _load_reference(self, reference_model: Any, frozen_digest: str | None) -> Reference | None:
-        """Make the reference: of the policy's own module, or a loaded model."""
+        """Make the reference from the policy's own module or a loaded model."""
         plan = self.plan
         identity = repr((self.data.identity, plan.data.max_length, plan.data.max_prompt_length))
         logps = ReferenceLogps(self.data.n_examples, len(self.loss.reference_columns), identity)

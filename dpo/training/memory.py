@@ -347,14 +347,14 @@ def _predict_sampling(
 
         with MemoryTracker.of(policy) as tracker:
             cache = forward(n_prompt_tokens, 0, None)
-        peaks = [_name_cache(tracker.peak, cache)]
+        peaks = [_separate_cache(tracker.peak, cache)]
         if n_new_tokens > 1:
             n_cached = n_prompt_tokens + n_new_tokens - 3  # before the last two forwards, of one token each
             cache = forward(n_cached, 0, None)
             with MemoryTracker.of(policy) as tracker:
                 cache = forward(1, n_cached, cache)  # replaces the cache by one that is tracked
                 cache = forward(1, n_cached + 1, cache)
-            peaks.append(_name_cache(tracker.peak, cache))
+            peaks.append(_separate_cache(tracker.peak, cache))
     peak, dims = max(peaks, key=Bytes.total), plan.dims
     peak["kv_cache"] //= dims.tensor_size
     if dims.shard_size > 1:
@@ -365,7 +365,7 @@ def _predict_sampling(
     return held + peak
 
 
-def _name_cache(peak: Bytes, cache: Any) -> Bytes:
+def _separate_cache(peak: Bytes, cache: Any) -> Bytes:
     """Separate the KV cache from the activations, among which it was counted."""
     layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "keys")]
     n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
