@@ -455,7 +455,7 @@ class Trainer:
 
 
 def _measure_speed(batch: Batch, step_seconds: float) -> dict[str, float]:
-    """Metrics of an update's speed, and of the time that making its pairs took."""
+    """Metrics of the time that an update took, sampling and scoring included."""
     seconds = step_seconds + sum(batch.seconds.values())
     return {
         "examples_per_second": len(batch.examples) / seconds,

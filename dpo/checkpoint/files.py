@@ -84,7 +84,7 @@ def write_checkpoint(
 
 
 def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest with its own checksum, and sync it to the disk."""
+    """Write a manifest with its own checksum, and sync it."""
     with HashedFile(directory / MANIFEST) as file:
         file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
         file.sync()

@@ -135,7 +135,7 @@ class ReferenceState(Protocol):
 
 
 class RunState:
-    """The counters of a run, and states without a file of their own.
+    """The counters of a run, and states without their own file.
 
     They are saved as the part `trainer`. The states are those of the callbacks (with the lengths of their log files),
     of the saver (what BEST is), of the loss (a running average), of the scorer, and the cached reference

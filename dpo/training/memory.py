@@ -105,22 +105,7 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     if plan.evaluation.sample_during_eval:
         phases["samples"] = _predict_samples(plan, policy, fake, between_updates, eval_batches)
     if plan.online:
-        online, sizes, prompts = plan.online, OnlineSizes.of(plan), some_prompts(data)
-        phases["sampling"] = _predict_sampling(
-            plan,
-            policy,
-            fake,
-            between_updates,
-            Sampling(online.max_new_tokens, online.temperature, online.top_p),
-            n_rows=sizes.rows_per_batch,
-            n_prompt_tokens=max(len(encode_prompt(prompt, data, plan).prompt) for prompt in prompts),
-            autocast=plan.model.autocast,
-        )
-        if reward:  # a reward model reads whole prompts, which the policy's limits do not truncate
-            longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
-            n_tokens = min(longest, reward.limit or longest)
-            peak = _find_scoring_peak(reward.model, fake, device, n_rows=sizes.scored_rows, n_tokens=n_tokens)
-            phases["scoring"] = between_updates + peak
+        phases |= _predict_online(plan, data, policy, reward, fake, between_updates)
     if not plan.gpus and plan.dims.world_size == 1:
         for phase in phases.values():
             phase["kept"] = int(KEPT_SHARE * sum(phase[purpose] for purpose in ALLOCATED_IN_TRAINING))
@@ -139,6 +124,31 @@ def _predict_samples(
     return _predict_sampling(
         plan, policy, fake, held, sampling, n_rows=n_rows, n_prompt_tokens=n_prompt_tokens, autocast=None
     )
+
+
+def _predict_online(
+    plan: Plan, data: TrainingData, policy: Any, reward: Any, fake: FakeTensorMode, held: Bytes
+) -> dict[str, Bytes]:
+    """Peak memory of a process while it samples and scores answers."""
+    online, sizes, prompts = plan.online, OnlineSizes.of(plan), some_prompts(data)
+    sampling = _predict_sampling(
+        plan,
+        policy,
+        fake,
+        held,
+        Sampling(online.max_new_tokens, online.temperature, online.top_p),
+        n_rows=sizes.rows_per_batch,
+        n_prompt_tokens=max(len(encode_prompt(prompt, data, plan).prompt) for prompt in prompts),
+        autocast=plan.model.autocast,
+    )
+    if reward is None:
+        return {"sampling": sampling}
+    # a reward model reads whole prompts, which the policy's limits do not truncate
+    longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
+    n_tokens = min(longest, reward.limit or longest)
+    device = policy.device.type
+    peak = _find_scoring_peak(reward.model, fake, device, n_rows=sizes.scored_rows, n_tokens=n_tokens)
+    return {"sampling": sampling, "scoring": held + peak}
 
 
 def _without(memory: Bytes, *purposes: str) -> Bytes:
@@ -196,9 +206,9 @@ def _count_elements(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _measure_optimizer(name: str) -> tuple[float, float]:
-    """Bytes of state and of temporaries per byte of parameter.
+    """Bytes of an optimizer's state and temporaries, per byte of parameter.
 
-    Measured by updating a small parameter.
+    Measured in an update of a small parameter.
     """
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
@@ -388,6 +398,14 @@ def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, n_rows:
 
 # --- reports -------------------------------------------------------------------------------------------------------
 
+
+def _find_small_reference(plan: Plan) -> str | None:
+    """The `lora.reference` that needs no second model; None without an adapter."""
+    if plan.lora is None:
+        return None
+    return "adapter" if find_adapter(plan.model.archive) else "base"
+
+
 SUGGESTIONS = (  # settings that may save memory: the key, and the value to try by the plan (None: not applicable)
     ("gradient_accumulation_steps", lambda plan: 2 * plan.data.gradient_accumulation_steps),
     ("activation_checkpointing", lambda plan: True),
@@ -403,8 +421,7 @@ SUGGESTIONS = (  # settings that may save memory: the key, and the value to try 
     ("online.max_new_tokens", lambda plan: plan.online.max_new_tokens // 2 if plan.online else None),
     ("lora", lambda plan: "lora" if plan.lora is None else None),
     ("lora", lambda plan: None if plan.quantized else "qlora"),
-    # instead of a second model
-    ("lora.reference", lambda plan: plan.lora and ("adapter" if find_adapter(plan.model.archive) else "base")),
+    ("lora.reference", _find_small_reference),
 )
 
 
