@@ -135,25 +135,25 @@ def _open_directory(plan: Plan, logs: Sequence[str], *, continued: bool) -> Run:
     return Run(run_dir, lock_run_dir(run_dir))
 
 
-class Source(NamedTuple):
-    """What `resume` continues: this run, or another one in a new directory."""
+class ResumeSource(NamedTuple):
+    """The run or checkpoint that `resume` names."""
 
     path: Path  # a run's directory, or one checkpoint
-    is_own_run: bool
-    resume_point: ResumePoint | None = None  # of another run; that of the own run is found later
+    is_own_run: bool  # it is in `local_run_dir`; else its checkpoint is copied there
+    resume_point: ResumePoint | None = None  # of another run; the own run's is found once its directory is open
 
 
-def _find_source(plan: Plan, run_dir: Path) -> Source:
+def _find_source(plan: Plan, run_dir: Path) -> ResumeSource:
     """The source that a plan with `resume` names."""
     resume = plan.run.resume
     assert resume is not None
     path = run_dir if resume == "auto" else _resolve(os.path.expanduser(resume))
     if path == run_dir or (_is_checkpoint(path) and path.parent == run_dir):
-        return Source(path, is_own_run=True)
+        return ResumeSource(path, is_own_run=True)
     resume_point = _find_resume_point(path, plan)
     if _began_with(run_dir, resume_point) and find_checkpoints(run_dir):  # the same command ran before, and saved here
-        return Source(run_dir, is_own_run=True)
-    return Source(path, is_own_run=False, resume_point=resume_point)
+        return ResumeSource(run_dir, is_own_run=True)
+    return ResumeSource(path, is_own_run=False, resume_point=resume_point)
 
 
 def _resolve(path: str) -> Path:
