@@ -46,7 +46,7 @@ from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, peak_memory_gb
-from dpo.training.objective import BatchContext, Columns, make_objective
+from dpo.training.objective import BatchContext, NamedTensors, make_objective
 from dpo.training.online import OnlineBatches
 from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import Reference, ReferenceLogps
@@ -272,7 +272,7 @@ class Trainer:
         self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
         return reduced
 
-    def _backward(self, microbatch: Microbatch, context: BatchContext) -> tuple[torch.Tensor, Columns]:
+    def _backward(self, microbatch: Microbatch, context: BatchContext) -> tuple[torch.Tensor, NamedTensors]:
         """Add a microbatch's gradient; return its indices and metrics.
 
         This is a function of its own so that inputs and graph are freed before the next microbatch.

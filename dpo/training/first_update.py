@@ -36,9 +36,9 @@ class FirstUpdate(NamedTuple):
         if n_tested:
             tasks.append(f"self-test on {count(n_tested, 'example')} (self_test=false leaves it out)")
         if plan.caches_reference_first:
-            n_pairs = sum(sizes) + min(data.report.examples_per_epoch, n_trained)
+            n_scored = sum(sizes) + min(data.report.examples_per_epoch, n_trained)
             tasks.append(
-                f"the reference scores up to {count(n_pairs, 'pair')} (cache_reference_logps=as_needed scores each "
+                f"the reference scores up to {count(n_scored, 'example')} (cache_reference_logps=as_needed scores each "
                 f"when it is needed)"
             )
         if evaluation.do_first_eval and sizes:

@@ -29,10 +29,10 @@ from dpo.training.batches import Batch
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_metrics
 from dpo.training.reference import Reference, read_logps
 
-Columns = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
+NamedTensors = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
 
 
-def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str], *, tails: bool) -> Columns:
+def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str], *, tails: bool) -> NamedTensors:
     """Sum a model's log-probabilities over each response's tokens.
 
     `tokens` are (sides, B, T), with one side for each response of an example. Returns fields of `Scores` by name, such
@@ -56,7 +56,7 @@ def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str],
     return columns
 
 
-def make_scores(policy: Columns, lengths: Columns, reference: Columns) -> Scores:
+def make_scores(policy: NamedTensors, lengths: NamedTensors, reference: NamedTensors) -> Scores:
     """Make a loss's input from sums of policy and reference.
 
     `lengths` are the numbers of scored tokens by role.
@@ -126,7 +126,7 @@ class Objective:
         self.device = next(policy.parameters()).device
         self.dropout = AdapterDropout(policy, seed=seed)
 
-    def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> Columns:
+    def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> NamedTensors:
         """Run a model on a microbatch and sum its log-probabilities.
 
         Returns the columns of `sum_tokens`. The microbatch is on the device.
@@ -135,7 +135,7 @@ class Objective:
             tokens = self.layout.forward(model, microbatch.inputs, with_squares=with_squares)
         return sum_tokens(tokens, microbatch, self.loss.roles, tails=self.loss.needs_tails)
 
-    def reference_forward(self, microbatch: Microbatch) -> Columns:
+    def reference_forward(self, microbatch: Microbatch) -> NamedTensors:
         """Run `forward` on the reference, which must have a model."""
         with self.reference.in_use():
             return self.forward(self.reference.model, microbatch)
@@ -147,7 +147,7 @@ class Objective:
         *,
         split: str,
         loss: Loss | None = None,
-    ) -> tuple[torch.Tensor, Columns]:
+    ) -> tuple[torch.Tensor, NamedTensors]:
         """Compute the losses of a microbatch, (B,), and detached metrics.
 
         `loss` replaces the run's loss. The metrics include the reference's log-probabilities, under REFERENCE. Raises
@@ -169,7 +169,7 @@ class Objective:
         output = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
         return output.losses, self._metrics(scores, reference, output, split=split)
 
-    def _metrics(self, scores: Scores, reference: Columns, output: Losses, *, split: str) -> Columns:
+    def _metrics(self, scores: Scores, reference: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
         """Metrics per example, detached, with `reference` added to them."""
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
         if output.rewards and self.loss.trains_on == "pairs":
@@ -188,13 +188,13 @@ class Objective:
 
     def _compute_scores(
         self, microbatch: Microbatch, cached_reference: torch.Tensor | None, *, with_reference: bool
-    ) -> tuple[Scores, Columns]:
+    ) -> tuple[Scores, NamedTensors]:
         """Score a microbatch with policy and reference.
 
         `cached_reference` has the reference's log-probabilities of the global batch, if known. Returns a loss's input,
         and the reference's log-probabilities of the microbatch under REFERENCE.
         """
-        reference: Columns = {}
+        reference: NamedTensors = {}
         if with_reference and cached_reference is not None:
             logps = cached_reference[microbatch.indices].unbind(1)
             reference = dict(zip(self.loss.reference_columns, logps, strict=True))
@@ -260,7 +260,9 @@ class Objective:
             output = self.loss(scores._replace(average=average))
         return Reduced(self._metrics(scores, reference, output, split="eval"), {})
 
-    def _compute_all_scores(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, Columns]:
+    def _compute_all_scores(
+        self, batches: Iterable[Batch], *, update: int | None = None
+    ) -> tuple[Scores, NamedTensors]:
         """Score all examples of the batches; every process gets all scores.
 
         Returns `Scores` and, under REFERENCE, the reference's log-probabilities, which are also cached. All are
@@ -366,12 +368,12 @@ class Objective:
         n_scored = logps.fill(batches, self.find_reference_logps, stored, path=path, seed=seed)
         if self.mesh.rank == 0:
             logps.save(path)
-        message = f"{count(n_scored, 'pair')} scored by the reference"
+        message = f"{count(n_scored, 'example')} scored by the reference"
         if stored is None:
             return message
-        is_complete = ~np.isnan(stored).any(axis=1)  # per pair: all its columns are known
+        is_complete = ~np.isnan(stored).any(axis=1)  # per example: all its columns are known
         n_stored = int(is_complete.sum())
-        return f"{message}, {count(n_stored, 'pair')} read from {path}" if n_stored else message
+        return f"{message}, {count(n_stored, 'example')} read from {path}" if n_stored else message
 
 
 def make_objective(

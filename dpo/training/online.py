@@ -250,7 +250,7 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     limits = plan.data.max_length, plan.data.max_prompt_length
     truncated, _ = truncate(untruncated, [longest_answer], prompt.truncation_mode, *limits)
     return Example(
-        tuple(truncated), (), id=(prompt.number, 0), dataset=prompt.dataset, truncated=truncated != untruncated
+        tuple(truncated), (), id=(prompt.index_in_split, 0), dataset=prompt.dataset, truncated=truncated != untruncated
     )
 
 
@@ -267,9 +267,10 @@ def _choose_pair(prompt: Prompt, answers: Sequence[Answer], scores: Sequence[flo
 
 def _add_pair(encoded_prompt: Example, drawn: Drawn) -> Example:
     """Add the pair drawn for a prompt to its example."""
+    texts = {role: answer.text for role, answer in zip(encoded_prompt.roles, drawn.pair, strict=True)}
     return encoded_prompt._replace(
         responses=tuple(answer.tokens for answer in drawn.pair),
-        digest=text_digest(drawn.prompt, [answer.text for answer in drawn.pair]),
+        digest=text_digest(drawn.prompt, texts),
         truncated=encoded_prompt.truncated or not all(answer.ended for answer in drawn.pair),
     )
 

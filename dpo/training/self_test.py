@@ -13,9 +13,9 @@ from dpo.errors import InputError
 from dpo.losses import Loss
 from dpo.models.pretrained import DTYPES
 from dpo.settings.plan import Plan
-from dpo.training.objective import Columns, Objective, make_scores
+from dpo.training.objective import NamedTensors, Objective, make_scores
 
-Forward = Callable[[], Columns]
+Forward = Callable[[], NamedTensors]
 TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilities of equal models
 MAX_EPSILONS = 8  # relative difference allowed between two forwards of the same inputs, in epsilons of the dtype
 
@@ -55,7 +55,7 @@ def check_models(
     forward: Forward,
     reference_forward: Forward | None,
     *,
-    lengths: Columns,
+    lengths: NamedTensors,
     loss: Loss,
     other_policy_dtype: str | None = None,
     repeat_dtype: torch.dtype | None = None,
@@ -110,7 +110,7 @@ def _check_forwards(
     forward: Forward,
     reference_forward: Forward | None,
     repeat_dtype: torch.dtype | None,
-) -> tuple[Columns, Columns]:
+) -> tuple[NamedTensors, NamedTensors]:
     """Run and check the forwards of policy and reference.
 
     Returns the log-probabilities of both. Raises InputError if any are not finite, or if the policy's differ between
@@ -137,6 +137,6 @@ def _check_forwards(
     return train_logps, reference_logps
 
 
-def _find_largest(columns: Columns) -> float:
+def _find_largest(columns: NamedTensors) -> float:
     """The largest magnitude in the columns."""
     return max(values.abs().max().item() for values in columns.values())
