@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpo.analysis.course import WHAT_TO_TRY, Course, Means, updates_at_start
+from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means, updates_at_start
 from dpo.errors import RunError
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 
@@ -95,7 +95,7 @@ class CourseWarner(Callback):
         # weights of wpo move with the policy, and the loss with them: it is not compared with its start
         self._may_collapse = loss.trains_on == "pairs" and not loss.needs_squares
         self._at_start = updates_at_start(loss.reference)
-        self._course = Course(context.plan.data.batch_size)
+        self._detector = InstabilityDetector(context.plan.data.batch_size)
         self._warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -103,28 +103,28 @@ class CourseWarner(Callback):
             return
         now = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
         if evaluation.n_updates == 0:
-            self._course.start = now if all(map(math.isfinite, now)) else None
+            self._detector.start = now if all(map(math.isfinite, now)) else None
         # an online run follows its scorer, which held-out labels may contradict
-        elif self.context.plan.online is None and self._course.is_collapsed(now):
+        elif self.context.plan.online is None and self._detector.is_collapsed(now):
             self._warn_about_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", now)
 
     def on_update(self, update: Update) -> None:
         for name in ("loss/train", "grad_norm"):
             value = update.metrics[name]
-            if ratio := self._course.find_spike(name, value):
+            if ratio := self._detector.find_spike(name, value):
                 spike = f"{name} {value:.4g} is {ratio:.0f} times its median before"
                 self.context.log(f"warning: update {update.number}: {spike}")
         if not self._may_collapse:
             return
         loss, margin = update.metrics["loss/train"], update.metrics["rewards_train/margins"]
-        if collapsed := self._course.find_collapse(loss, margin):
+        if collapsed := self._detector.find_collapse(loss, margin):
             means, n = collapsed
             self._warn_about_collapse(f"update {update.number}", f"over the last {n} updates ", "train", means)
         if update.number == self._at_start:
-            self._course.take_start(self._at_start)
+            self._detector.take_start(self._at_start)
 
     def _warn_about_collapse(self, when: str, over: str, split: str, now: Means) -> None:
-        start = self._course.start
+        start = self._detector.start
         if self._warned or start is None:
             return
         self._warned = True
@@ -136,10 +136,10 @@ class CourseWarner(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        start = self._course.start
-        return {"warned": self._warned, "first": self._course.first, "start": start and list(start)}
+        start = self._detector.start
+        return {"warned": self._warned, "first": self._detector.first, "start": start and list(start)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            self._warned, self._course.first = state["warned"], dict(state["first"])
-            self._course.start = Means(*state["start"]) if state["start"] else None
+            self._warned, self._detector.first = state["warned"], dict(state["first"])
+            self._detector.start = Means(*state["start"]) if state["start"] else None

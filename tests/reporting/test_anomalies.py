@@ -126,7 +126,7 @@ def test_a_run_that_collapses_is_told_once_with_what_to_try():
     assert logged == [
         "warning: update 64: the run has collapsed: over the last 64 updates loss/train is 3 (at the start 0.6931) "
         "and rewards_train/margins -10 (at the start 0). By its own loss the policy is worse than before training, and "
-        "seldom comes back by itself: stop, and start again with a tenth of lr, more warmup_steps or a larger "
+        "seldom recovers by itself: stop, and start again with a tenth of lr, more warmup_steps or a larger "
         "batch_size."
     ]
 

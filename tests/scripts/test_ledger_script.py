@@ -96,7 +96,7 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     for split in ("train", "test"):
         write_rows(mine / f"{split}.jsonl", [{**WRONG, "chosen": " other"}])
     assert main([str(run_dir)]) == 0
-    assert re.search(r"\nIts datasets have changed, and lack 1 of these [12] pairs?\n$", capsys.readouterr().out)
+    assert re.search(r"\nThe run's datasets have changed, and lack 1 of these [12] pairs?\n$", capsys.readouterr().out)
 
     mine.rename(run_dir.parent / "moved")
     assert main([str(run_dir), "--json"]) == 0
