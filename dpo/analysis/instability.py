@@ -120,9 +120,9 @@ class InstabilityDetector:
         return evaluation.loss > self._multiply_start_loss(HUGE_EVALUATED)
 
     def _multiply_start_loss(self, factor: float) -> float:
-        """Multiply the start's loss, by its size if it is negative.
+        """Multiply the start's loss; a loss near 0 counts as larger.
 
-        The size counts as `LEAST_START_LOSS` at least.
+        The sum of the loss and `factor - 1` times its absolute value is above the loss even if that is negative.
         """
         assert self.start is not None
         return self.start.loss + (factor - 1) * max(abs(self.start.loss), LEAST_START_LOSS)

@@ -71,7 +71,7 @@ def test_leaves_are_all_responses_once_and_no_held_out_prompt_is_trained_on():
 
 
 def test_the_reward_is_the_sum_that_the_document_says():
-    suits, follows, completes = TASK._tables
+    suits, follows, completes = TASK._reward_tables
     prompt, response = np.array([2, 0, 1, 0]), np.array([1, 1, NONE])
     raw = 0.5 + suits[2, 1] + follows[0, 1] + completes[1, 0, 1] / 2
     raw += 0.5 + suits[2, 1] + follows[1, 1] + completes[0, 1, 1] / 2
