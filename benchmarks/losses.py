@@ -61,7 +61,7 @@ def write_small_llama(folder: Path) -> None:
 def measure(folder: Path, overrides: tuple[str, ...]) -> list[float]:
     """Measure ratios of CPU time to DPO's: reference scoring, then cached."""
     paths = (f"model.name_or_path={folder / 'llama'}", f"local_run_dir={folder / 'run'}", f"local_dirs=[{folder}]")
-    dpo_trainer, trainer = (make_trainer(compose([*SETTINGS, *paths, *own])) for own in (DPO, overrides))
+    dpo_trainer, trainer = (make_trainer(compose([*SETTINGS, *paths, *row])) for row in (DPO, overrides))
     dpo_batches, batches = (list(itertools.islice(t.train_iterator, BATCHES)) for t in (dpo_trainer, trainer))
 
     def time_update(trainer: Any, batch: Any) -> float:

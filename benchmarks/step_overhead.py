@@ -29,7 +29,7 @@ PARTS: dict[str, float] = defaultdict(float)  # seconds of the current update, b
 
 
 def timed(part: str, function: Callable) -> Callable:
-    """Wrap a function to add its seconds to a part of the update."""
+    """Wrap a function so that its seconds count for a part."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()

@@ -139,9 +139,9 @@ CASES: list[tuple[dict, partial]] = []
 F_ALPHA = 0.3
 
 
-def case(ours: dict[str, Any], *loss_types: str, **options: Any) -> None:
+def case(our_config: dict[str, Any], *loss_types: str, **options: Any) -> None:
     """Add a case of DPOTrainer."""
-    CASES.append((ours, partial(dpo, beta=ours["beta"], loss_types=loss_types, **options)))
+    CASES.append((our_config, partial(dpo, beta=our_config["beta"], loss_types=loss_types, **options)))
 
 
 case({"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}, "sigmoid")
@@ -160,14 +160,18 @@ for name in ("aot", "aot_unpaired"):
     for smoothing in (0, 0.1):
         case({"name": name, "beta": 0.3, "label_smoothing": smoothing}, name, label_smoothing=smoothing)
 for smoothing, free in ((0.1, False), (0.3, True)):
-    ours = {"name": "dpo", "beta": 0.3, "label_smoothing": smoothing, "reference_free": free}
+    our_config = {"name": "dpo", "beta": 0.3, "label_smoothing": smoothing, "reference_free": free}
     options = {"loss_type": "sigmoid", "beta": 0.3, "label_smoothing": smoothing}
-    CASES.append((ours, partial(cpo, kind="sums" if free else "log-ratios", **options)))
+    CASES.append((our_config, partial(cpo, kind="sums" if free else "log-ratios", **options)))
 for name, loss_type in (("dpo_norm", "sigmoid_norm"), ("hinge", "hinge"), ("discopop", "discopop")):
-    own = {"tau": 0.05} if name == "discopop" else {}
-    for divergence, theirs in (("forward_kl", "forward_kl"), ("js", "js_divergence"), ("alpha", "alpha_divergence")):
-        ours = {"name": name, "beta": 0.3, **own, "f_divergence": divergence, "f_alpha": F_ALPHA}
-        case(ours, loss_type, f_divergence_type=theirs, f_alpha_divergence_coef=1 - F_ALPHA)
+    tau = {"tau": 0.05} if name == "discopop" else {}
+    for divergence, trl_divergence in (
+        ("forward_kl", "forward_kl"),
+        ("js", "js_divergence"),
+        ("alpha", "alpha_divergence"),
+    ):
+        our_config = {"name": name, "beta": 0.3, **tau, "f_divergence": divergence, "f_alpha": F_ALPHA}
+        case(our_config, loss_type, f_divergence_type=trl_divergence, f_alpha_divergence_coef=1 - F_ALPHA)
 NORM = {"name": "dpo_norm", "beta": 0.3}
 case({**NORM, "sft_weight": 0.2}, "sigmoid_norm", "sft", loss_weights=[1.0, 0.2])
 case({**NORM, "wpo": True}, "sigmoid_norm", use_weighting=True)  # with hinge TRL 1.16's backward fails
@@ -177,10 +181,10 @@ CASES.append(({"name": "simpo", "beta": 2.5, "gamma": 0.8}, partial(cpo, kind="m
 CASES.append(({"name": "orpo", "beta": 0.2}, partial(orpo, beta=0.2)))
 
 
-def measure(ours: dict[str, Any], loss: partial, pairs: list[dict]) -> dict[str, Any]:
+def measure(our_config: dict[str, Any], loss: partial, pairs: list[dict]) -> dict[str, Any]:
     """Measure a batch's mean loss, and its gradient at first tokens."""
     # under an f-divergence TRL clamps tensors, but only those in float32
-    dtype = torch.float32 if "f_divergence" in ours else torch.float64
+    dtype = torch.float32 if "f_divergence" in our_config else torch.float64
     log_probs = table(pairs, "policy", dtype).requires_grad_()
     value = loss(pairs, log_probs)
     value.backward()
@@ -190,9 +194,9 @@ def measure(ours: dict[str, Any], loss: partial, pairs: list[dict]) -> dict[str,
 def main() -> None:
     inputs = draw()
     results = []
-    for ours, loss in CASES:
-        each = [measure(ours, loss, [pair]) for pair in inputs["pairs"]]
-        results.append({"config": ours, "each": each, "together": measure(ours, loss, inputs["pairs"])})
+    for our_config, loss in CASES:
+        each = [measure(our_config, loss, [pair]) for pair in inputs["pairs"]]
+        results.append({"config": our_config, "each": each, "together": measure(our_config, loss, inputs["pairs"])})
     made_by = {"trl": trl.__version__, "torch": torch.__version__}
     json.dump({"made_by": made_by, **inputs, "results": results}, sys.stdout)
     print()

@@ -247,51 +247,56 @@ def _advise_more_pairs(run: Run) -> str:
 
 def evaluation_turns(run: Run) -> Iterator[Finding]:
     """Evaluations that get worse while training gets better."""
-    for kind, eval_name, train_name, sign in (  # sign: +1 if higher is better
-        ("loss", "loss/eval", "loss/train", -1),
-        ("accuracy", EVAL_ACCURACY, TRAIN_ACCURACY, +1),
-    ):
-        examples, values = run.eval.points(eval_name)
-        if len(values) < 2:
-            continue
-        best_index = int(np.argmax(sign * values))
-        best, last = float(values[best_index]), float(values[-1])
-        examples_at_best, examples_at_last = examples[best_index], examples[-1]
-        train_at_best = mean_near(run, train_name, examples_at_best)
-        train_at_last = mean_near(run, train_name, examples_at_last)
-        if kind == "loss":
-            tolerated = max(0.05 * abs(best), 0.005, evaluation_loss_error(run))
-            # where training loss is above its start, the run has failed rather than overfitted
-            start = find_start(run)
-            has_learned = train_at_last < (start.loss if start is not None else run.train.first(train_name))
-        else:
-            tolerated, has_learned = max(0.02, accuracy_error(best, n_evaluated(run))), True
-        got_worse = sign * (best - last) > tolerated
-        training_got_better = sign * (train_at_last - train_at_best) > 0
-        if not (got_worse and training_got_better and has_learned):
-            continue
-        value = (
-            f"{eval_name} {figure(best)} at {count(examples_at_best, 'example')}, {figure(last)} at "
-            f"{examples_at_last:,.0f}; {train_name} {figure(train_at_best)}, then {figure(train_at_last)}"
-        )
-        if kind == "loss" and _accuracy_did_not_fall(run, since=examples_at_best):
-            yield note(
-                "Evaluation loss rose while accuracy did not fall",
-                value,
-                "Accuracy did not fall meanwhile: the policy became surer of pairs that it ranks wrong, the usual "
-                "course of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier.",
-            )
-            continue
-        advice = "Train with a smaller lr, or"
-        if examples_at_best > 0:  # before the first update there is no checkpoint
-            ranks_checkpoints = run.objective is not None and run.objective.best[0] == eval_name
-            advice = f"Take the checkpoint of that evaluation{' (BEST)' if ranks_checkpoints else ''}, or train"
-        yield warning(
-            f"Evaluation {kind} turned while training {kind} improved",
+    yield from _find_turn(run, "loss", "loss/eval", "loss/train", sign=-1)
+    yield from _find_turn(run, "accuracy", EVAL_ACCURACY, TRAIN_ACCURACY, sign=+1)
+
+
+def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: int) -> Iterator[Finding]:
+    """Find whether a metric's evaluation turned while training improved.
+
+    `sign` is +1 if a higher value is better, -1 if a lower one is.
+    """
+    examples, values = run.eval.points(eval_name)
+    if len(values) < 2:
+        return
+    best_index = int(np.argmax(sign * values))
+    best, last = float(values[best_index]), float(values[-1])
+    examples_at_best, examples_at_last = examples[best_index], examples[-1]
+    train_at_best = mean_near(run, train_name, examples_at_best)
+    train_at_last = mean_near(run, train_name, examples_at_last)
+    if kind == "loss":
+        tolerated = max(0.05 * abs(best), 0.005, evaluation_loss_error(run))
+        # where training loss is above its start, the run has failed rather than overfitted
+        start = find_start(run)
+        has_learned = train_at_last < (start.loss if start is not None else run.train.first(train_name))
+    else:
+        tolerated, has_learned = max(0.02, accuracy_error(best, n_evaluated(run))), True
+    got_worse = sign * (best - last) > tolerated
+    training_got_better = sign * (train_at_last - train_at_best) > 0
+    if not (got_worse and training_got_better and has_learned):
+        return
+    value = (
+        f"{eval_name} {figure(best)} at {count(examples_at_best, 'example')}, {figure(last)} at "
+        f"{examples_at_last:,.0f}; {train_name} {figure(train_at_best)}, then {figure(train_at_last)}"
+    )
+    if kind == "loss" and _accuracy_did_not_fall(run, since=examples_at_best):
+        yield note(
+            "Evaluation loss rose while accuracy did not fall",
             value,
-            "From there on the policy learned its training examples rather than what they have in common. "
-            f"{advice} for fewer epochs.",
+            "Accuracy did not fall meanwhile: the policy became surer of pairs that it ranks wrong, the usual "
+            "course of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier.",
         )
+        return
+    advice = "Train with a smaller lr, or"
+    if examples_at_best > 0:  # before the first update there is no checkpoint
+        ranks_checkpoints = run.objective is not None and run.objective.best[0] == eval_name
+        advice = f"Take the checkpoint of that evaluation{' (BEST)' if ranks_checkpoints else ''}, or train"
+    yield warning(
+        f"Evaluation {kind} turned while training {kind} improved",
+        value,
+        "From there on the policy learned its training examples rather than what they have in common. "
+        f"{advice} for fewer epochs.",
+    )
 
 
 def _accuracy_did_not_fall(run: Run, *, since: float) -> bool:
@@ -473,24 +478,27 @@ def empty_samples(run: Run) -> Iterator[Finding]:
         emptiness = [(not policy.strip(), not other.strip()) for policy, other in pairs]
         n_only_policy_empty = sum(policy and not other for policy, other in emptiness)
         n_only_one_empty = sum(policy != other for policy, other in emptiness)
-    if all_empty and n_empty_others == n_empty:
-        why = (
-            "So do the samples beside them: the model says nothing after these prompts whatever it is trained on. Look "
-            "at the data and the archive that it started from."
-        )
-    elif run.has_pairs:
-        why = (
-            "Probability that training takes from rejected responses often goes there: take an earlier checkpoint, or "
-            f"train with a smaller lr, fewer epochs, or {WAYS_TO_HOLD_CHOSEN_UP}"
-        )
-    else:
-        why = "Look for empty targets in the data, and take an earlier checkpoint."
+    why = _explain_empty_samples(run, all_others_too=all_empty and n_empty_others == n_empty)
     yield Finding(
         WARNING if binomial_tail(n_only_policy_empty, n_only_one_empty) <= 0.05 else NOTE,
         "The policy says nothing" if all_empty else "Some of the policy's samples are empty",
         value,
         f"An empty sample is an answer that the policy ends at once. {why}",
     )
+
+
+def _explain_empty_samples(run: Run, *, all_others_too: bool) -> str:
+    if all_others_too:
+        return (
+            "The samples beside these are empty too: the model says nothing after these prompts whatever it is trained "
+            "on. Look at the data and the archive that it started from."
+        )
+    if run.has_pairs:
+        return (
+            "Probability that training takes from rejected responses often goes to empty answers: take an earlier "
+            f"checkpoint, or train with a smaller lr, fewer epochs, or {WAYS_TO_HOLD_CHOSEN_UP}"
+        )
+    return "Look for empty targets in the data, and take an earlier checkpoint."
 
 
 def sample_lengths(run: Run) -> Iterator[Finding]:
