@@ -346,7 +346,9 @@ def machine_rows(runs: Sequence[Run], costs: Sequence[Cost]) -> list[Row]:
 def _describe_machine(run: Run, cost: Cost) -> dict[str, str]:
     """Describe hardware, versions, time and cost; "" where unknown."""
     env = run.env
-    packages = env.get("packages") if isinstance(env.get("packages"), Mapping) else {}
+    packages = env.get("packages")
+    if not isinstance(packages, Mapping):
+        packages = {}
     versions = [f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages]
     n_trainable, n_parameters = run.parameters
     parameters = ""
