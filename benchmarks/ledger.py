@@ -62,7 +62,7 @@ def main() -> None:
     n_digests = 10_000
     start = time.process_time()
     for _ in range(n_digests):
-        text_digest("x" * 800, ("y" * 400, "z" * 350))
+        text_digest("x" * 800, {"chosen": "y" * 400, "rejected": "z" * 350})
     digest_secs = (time.process_time() - start) / n_digests
     percentile_95 = sorted(append_secs)[-len(append_secs) // 20]
     print(f"appending {n} pairs: {1e3 * median(append_secs):.3f} ms (95th percentile: {1e3 * percentile_95:.3f})")
