@@ -150,7 +150,7 @@ def test_layouts_varlen_attends_as_a_plain_loop(tmp_path, record):
 
 def attend_to(pairs: list[Any], device: str, dtype: torch.dtype, head: int, window: int | None) -> list[torch.Tensor]:
     """Output and gradients of attention by the segments of pairs, for 8 query heads that share 2 key heads."""
-    segments = pack(pairs, row_tokens=None).segments.map(lambda tensor: tensor.to(device))
+    segments = pack(pairs, max_tree_tokens=None).segments.map(lambda tensor: tensor.to(device))
     torch.manual_seed(0)
     shapes = (int(segments.queries[-1]), 8, head), *[(len(segments.columns), 2, head)] * 2
     inputs = [torch.randn(shape).to(dtype).to(device).requires_grad_() for shape in shapes]

@@ -44,7 +44,7 @@ PAIR = Example((1, 2, 3), ((10, 11, 9), (20, 9)))
 
 
 def test_segments_of_two_prompts():
-    packed = pack([PAIR, Example((4,), ((30, 31, 9), (9,)))], row_tokens=None, alignment=4)
+    packed = pack([PAIR, Example((4,), ((30, 31, 9), (9,)))], max_tree_tokens=None, alignment=4)
     assert packed.input_ids.tolist() == [[1, 2, 3, 10, 11, 20, 4, 30, 31, 0, 0, 0]]
     queries, keys, columns, longest = packed.segments
     # a response of one token feeds nothing, so it has no segment
@@ -60,7 +60,7 @@ def test_segments_of_two_prompts():
 @pytest.mark.parametrize("window", [None, 3])
 def test_segments_see_what_the_dense_mask_says(alignment, window):
     examples = [*list_examples(rows=8, shared=True), Example((), ((5, 6, 9), (9,))), Example((1,), ((9,), (9,)))]
-    packed = pack(examples, row_tokens=None, alignment=alignment)
+    packed = pack(examples, max_tree_tokens=None, alignment=alignment)
     [dense] = tree_mask(packed, window=window)[:, 0]
     seen = torch.zeros_like(dense)
     queries, keys, columns, _ = packed.segments
@@ -182,7 +182,7 @@ def measure_largest(attention: str, n: int) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build("llama", attention=attention, dtype=torch.bfloat16)
         layout = SharedPrefix({"full_attention": None}, max_length=LONG, by_segments=attention == "varlen")
-        packed = pack(examples, row_tokens=layout.row_tokens and 10**6, length=81 * n)
+        packed = pack(examples, max_tree_tokens=layout.max_tree_tokens and 10**6, length=81 * n)
         with Counting() as counting:
             layout.forward(model, packed).logps.sum().backward()
     return counting.largest
