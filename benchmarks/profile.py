@@ -134,7 +134,7 @@ def profile_run(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def profile_kernels(action: Callable[[], Any]) -> dict[str, Any]:
-    """Seconds of an action, and of its kernels by kind and by name."""
+    """Measure the seconds of an action and of its kernels."""
     device = torch.profiler.ProfilerActivity.CUDA if ON_GPU else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[device]) as profile:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Speed, memory, MFU and time by phase and kernel for the shapes of published models."""
+"""Speed, memory and profile for the shapes of published models."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def summarize(result: dict[str, Any], peak: float) -> dict[str, Any]:
 
 
 def summarize_profile(result: dict[str, Any]) -> dict[str, Share]:
-    """Shares of an update by phase, and of the kernels' time by kind."""
+    """Shares of the phases in an update, and of kinds of kernels."""
     phases, kernels = result["phases"], result["kernels"]
     busy = sum(kernels["by kind"].values())
     shares = {phase: Share(seconds / result["seconds"]) for phase, seconds in phases.items()}
