@@ -40,7 +40,8 @@ def run_dir(tmp_path) -> Path:
         right = 0.0 if (split, update) == ("train", 1) else 1.0
         rows = [
             dict.fromkeys(SCHEMA.names)
-            | {"example": text_digest(pair["prompt"], (pair["chosen"], pair["rejected"])), "dataset": "mine"}
+            | {"example": text_digest(pair["prompt"], {role: pair[role] for role in ("chosen", "rejected")})}
+            | {"dataset": "mine"}
             | {"update": update, "epoch": update - 1, "split": split, "truncated": False, "loss": 0.5}
             | {"chosen_tokens": len(pair["chosen"]), "rejected_tokens": 5, "policy_chosen": -1.0}
             | {"margin": -2 * right if pair is WRONG else right}
@@ -67,6 +68,18 @@ def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_di
     assert [line.split()[:4] for line in lines if line.startswith("  mine (train)")] == [
         ["mine", "(train)", f"{update}", "8"] for update in (1, 2)
     ]
+
+
+def test_a_run_without_pairs_says_so(tmp_path, capsys):
+    sft = dict.fromkeys(("policy_rejected", "reference_chosen", "reference_rejected", "rejected_tokens", "margin"))
+    run_dir = with_ledger(tmp_path, [row("target", n, "train", -9.0, 0.0, (5, 0)) | sft for n in (1, 2)])
+    (run_dir / "config.yaml").write_text("loss: {name: sft}\n")
+
+    assert main([str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "2 visits of 1 example, of which 0 are truncated."
+    assert lines[-1] == "loss=sft trains on targets: without pairs there are no margins to rank."
+    assert not any(line.startswith("Pairs that never flip") for line in lines)
 
 
 def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, capsys):
@@ -96,14 +109,14 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     for split in ("train", "test"):
         write_rows(mine / f"{split}.jsonl", [{**WRONG, "chosen": " other"}])
     assert main([str(run_dir)]) == 0
-    assert re.search(r"\nIts datasets have changed, and lack 1 of these [12] pairs?\n$", capsys.readouterr().out)
+    assert re.search(r"\nThe run's datasets have changed, and lack 1 of these [12] pairs?\n$", capsys.readouterr().out)
 
     mine.rename(run_dir.parent / "moved")
     assert main([str(run_dir), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (
         found["note"]
-        == f"Texts are not shown: dataset source {mine} does not exist; give a directory, a file or a Hub id"
+        == f"Texts are not shown: dataset source {mine} does not exist: give a directory, a file or a Hub id"
     )
     assert found["never_flipped"][0]["texts"] is None
     assert main([str(run_dir), "--no-texts"]) == 0
