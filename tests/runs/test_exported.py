@@ -160,7 +160,7 @@ def test_best_is_named_with_its_value_if_it_is_better_than_latest(run, tmp_path,
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("BEST")]
     assert said == [
         f"BEST is {tmp_path}/run/step-{best}, with rewards_eval/accuracies {found[best]:.4g}; LATEST has "
-        f"{found[max(found)]:.4g}"
+        f"rewards_eval/accuracies {found[max(found)]:.4g}"
     ]
     assert "BEST is better than the last evaluation" in {f.title for f in find_all(read_run(tmp_path / "run"))}
 
