@@ -235,7 +235,6 @@ class Trainer:
         counters = self.state.count(len(batch.examples))  # before any veto: skipped updates count
         means = reduced.means(batch.examples, batch.weights)
         means["grad_norm"] = reduced.scalars["grad_norm"]
-        means["grad_norm"] = reduced.scalars["grad_norm"]
         update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
         if self.callbacks.allow(update) and any(batch.weights):  # if all are ties, momentum would still move weights
             self.optimizer.step()
@@ -459,18 +458,6 @@ class FSDPTrainer(BasicTrainer):
     """Sharded parameters, gradients and optimizer state, for policy and reference alike."""
 
     spec = choices.FSDP
-
-    def notes(self) -> list[str]:
-        chosen = self.plan.model.fsdp_policy_mp or self.plan.model.autocast
-        shards = self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
-        if chosen or not shards or self.plan.compute_dtype != "float32":
-            return super().notes()
-        gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
-        return [
-            *super().notes(),
-            f"the policy is gathered and computed in float32; model.fsdp_policy_mp=bfloat16 would halve the "
-            f"{gathered_gb:.3g} GB that each forward and backward pass gathers, and multiply matrices faster",
-        ]
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         return distribute(model, self.mesh, block_name=self.plan.model.block_name, compute_dtype=compute_dtype)
