@@ -40,7 +40,7 @@ def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype:
     fsdp_mesh = (
         mesh.device_mesh["replicate", "shard"] if mesh.data_size > mesh.shard_size else mesh.device_mesh["shard"]
     )
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    dtypes = {"param_dtype": compute_dtype, "reduce_dtype": torch.float32}
     # a single tensor-parallel group that computes in the weights' own dtype does not need FSDP
     sharded = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
     specs = _agree_on_tensors(model)
@@ -53,6 +53,8 @@ def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype:
         if plan:
             cut_modules(modules, plan, mesh.device_mesh["tensor"])
         if sharded:
+            # the root's inputs are integers; casting would copy them, without the masks that they cache
+            policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=unit is not model)
             fully_shard(unit, mesh=fsdp_mesh, mp_policy=policy)
         done |= remaining
     if sharded:
@@ -140,9 +142,12 @@ def accumulate(model: torch.nn.Module, *, last: bool) -> None:
 
 
 def release_gathered(model: torch.nn.Module | None) -> None:
-    """Reshard the root unit, which a forward without a backward leaves gathered."""
+    """Clear what a forward leaves for a backward that does not come.
+
+    The root unit is still gathered, and FSDP's record of the order of forwards grows without end.
+    """
     if isinstance(model, FSDPModule):
-        model.reshard()
+        model.reset_iter_state()  # reshards too
 
 
 @contextmanager

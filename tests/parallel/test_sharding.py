@@ -22,15 +22,17 @@ from support.models import FAMILIES, build, list_examples, plain_logps
 from support.runs import GOLDEN, ROOT, compose, read_metrics, train
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.data.examples import Example
 from dpo.errors import InputError
+from dpo.models import logprobs
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import model_loaders
 from dpo.parallel import sharding
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import distribute, find_blocks
+from dpo.parallel.sharding import distribute, find_blocks, release_gathered
 from dpo.parallel.state import full_state, full_tensor
 from dpo.settings.choices import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
@@ -124,6 +126,37 @@ def compare_with_one_process(family: str, mesh: Mesh, *, activation_checkpointin
             getattr(parameter, "_local_tensor", parameter).add_(1)
     if mesh.rank == 0:
         assert all(torch.equal(saved[name], whole.get_parameter(name)) for name, _ in whole.named_parameters()), family
+
+
+def distribute_over_two(compute_dtype: torch.dtype = torch.float32) -> Any:
+    """A model as rank 0 of two processes holds it."""
+    mesh = Mesh(0, ParallelDims.of(2))
+    return distribute(build("llama", attention="sdpa"), mesh, block_name=None, compute_dtype=compute_dtype)
+
+
+def test_a_model_without_backward_passes_keeps_no_record_of_its_forward_passes(fake_group):
+    model, layout = distribute_over_two().eval(), SharedPrefix({"full_attention": None}, max_length=32)
+    [microbatch] = layout.split(list_examples(rows=4), 1)
+    for _ in range(2):
+        with torch.no_grad():
+            layout.forward(model, microbatch.inputs)
+        record = model._get_fsdp_state()._comm_ctx.post_forward_order
+        assert len(record) == 3  # two blocks and the root
+        release_gathered(model)
+        assert record == []
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_policy_and_reference_share_the_masks_of_a_microbatch(fake_group, monkeypatch):
+    made, make = [], logprobs.tree_mask
+    monkeypatch.setattr(
+        logprobs, "tree_mask", lambda *arguments, **options: made.append(1) or make(*arguments, **options)
+    )
+    layout = SharedPrefix({"full_attention": None}, max_length=32)
+    [microbatch] = layout.split(list_examples(rows=4), 1)
+    for model in (distribute_over_two(torch.bfloat16), distribute_over_two(torch.bfloat16)):
+        layout.forward(model, microbatch.inputs)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("mesh", IN_CI)
