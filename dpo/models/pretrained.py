@@ -14,7 +14,7 @@ import transformers
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG, count_parameters
-from dpo.models.weights import load_archive, read_archive
+from dpo.models.weights import read_archive
 from dpo.settings import choices
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in choices.DTYPES}
@@ -89,61 +89,65 @@ def load_model(
     config = load_config(name, **source)
     options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
     with explaining_load_errors("model", name):
-        if random_init:
-            model = _draw(config, options, seed, trust_remote_code=trust_remote_code)
-            if isinstance(device_map, dict):
-                model.to(device_map[""])  # the whole model
-            elif device_map is not None:
-                model.to("cuda")  # "auto" spreads layers only while they are read from files
-            if archive is not None:
-                load_archive(model, archive)
-        elif archive is not None:
+        if archive is not None:
             model = _load_from_archive(name, archive, source, {**options, "device_map": device_map})
+        elif random_init:
+            drawn = _draw(config, options, seed, trust_remote_code=trust_remote_code)
+            model = _load_weights(name, drawn, drawn.state_dict(), source, {**options, "device_map": device_map})
         else:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 name, **source, **options, device_map=device_map, output_loading_info=True
             )
             model, loading = loaded
             refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
+        if archive is not None and not random_init:
+            model.adjust_generation_fn(  # like from_pretrained at its end
+                None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None,
+                revision=None, subfolder="", **source,
+            )  # fmt: skip
     disable_dropout(model)
     return model
 
 
 def _draw(config: Any, options: Mapping[str, Any], seed: int, *, trust_remote_code: bool) -> Any:
-    """A model with weights drawn from the seed, on the CPU."""
-    in_float32 = {**options, "dtype": torch.float32}  # so that models of one seed are equal up to rounding
+    """A model with weights drawn from the seed, on the CPU.
+
+    It is in float32, so that models of one seed are equal up to rounding.
+    """
+    in_float32 = {**options, "dtype": torch.float32}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: Any = transformers.AutoModelForCausalLM.from_config(
-            config, **in_float32, trust_remote_code=trust_remote_code
-        )
-    return model.to(options["dtype"])
+        return transformers.AutoModelForCausalLM.from_config(config, **in_float32, trust_remote_code=trust_remote_code)
 
 
 def _load_from_archive(
     name: str, archive: str | Path, source: Mapping[str, Any], options: Mapping[str, Any]
 ) -> transformers.PreTrainedModel:
-    """Load a model with an archive's weights; its own are not read.
-
-    transformers casts and places the weights one by one, so that there is no second copy.
-    """
+    """Load a model with an archive's weights; its own are not read."""
     structure = load_structure(name, dtype=options["dtype"], **source)  # the archive is checked before anything is made
     weights = read_archive(archive, structure)
     in_file = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
+    model = _load_weights(name, structure, weights, source, options)
+    del weights  # only `in_file` is needed below
+    for tensor in (*model.parameters(), *model.buffers()):  # tensors that were neither cast nor moved are still mapped
+        if tensor.untyped_storage().data_ptr() in in_file:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+    return model
+
+
+def _load_weights(
+    name: str, structure: Any, weights: dict[str, torch.Tensor], source: Mapping[str, Any], options: Mapping[str, Any]
+) -> transformers.PreTrainedModel:
+    """Load a model of the structure's class with these weights.
+
+    transformers casts and places the weights one by one, so that there is no second copy.
+    """
     kind: Any = type(structure)
     model, loading = kind.from_pretrained(
         None, config=load_config(name, **source), state_dict=weights, **options, output_loading_info=True
     )
-    del weights  # only `in_file` is needed below
     refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
-    for tensor in (*model.parameters(), *model.buffers()):  # tensors that were neither cast nor moved are still mapped
-        if tensor.untyped_storage().data_ptr() in in_file:
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
     model.name_or_path = model.config.name_or_path = name
-    model.adjust_generation_fn(  # like from_pretrained at its end
-        None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None, revision=None,
-        subfolder="", **source,
-    )  # fmt: skip
     return model
 
 
@@ -183,7 +187,8 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
 def checkpoint_activations(model: Any) -> None:
     with warnings.catch_warnings():  # about a newer name, which not every transformers 5 has
         warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # nothing in a block is random: an adapter's dropout is a function of the text
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
