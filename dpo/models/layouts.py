@@ -88,7 +88,14 @@ class Microbatch(NamedTuple):
 
 
 class Padded:
-    """Each response in its own row, padded to the global batch's longest."""
+    """Each response in its own row, padded to the global batch's longest.
+
+    Padding is on the right, where causal attention does not look: unless `masked`, the model gets no mask. transformers
+    would read a mask's values in every forward, for which the host waits, and attend with slower kernels.
+    """
+
+    def __init__(self, *, masked: bool = True) -> None:
+        self.masked = masked
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """Split a global batch into `parts` microbatches per process.
@@ -101,7 +108,7 @@ class Padded:
 
     def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
         """Score each example's responses, (sides, B, T)."""
-        rows = inputs.input_ids, inputs.attention_mask, inputs.labels
+        rows = inputs.input_ids, inputs.attention_mask if self.masked else None, inputs.labels
         by_row = sequence_logps(model, *rows, with_squares=with_squares)
         return by_row.map(lambda values: values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)))
 
@@ -203,11 +210,12 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
 
     Returns `Padded` and the reason if the model rules the layout out. Runs nothing.
     """
-    if name == "padded":
-        return Padded(), None
     windows = find_windows(model, max_length)
+    is_unknown = isinstance(windows, str) and model.config._attn_implementation != "flash_attention_2"
+    if name == "padded":
+        return Padded(masked=is_unknown), None
     if isinstance(windows, str):
-        return Padded(), windows
+        return Padded(masked=is_unknown), windows
     on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
     return SharedPrefix(windows, max_length=max_length, alignment=GPU_ALIGNMENT if on_gpu else 1), None
 
