@@ -236,10 +236,7 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: 
     """
     model = unwrap(model) if isinstance(model, torch.nn.Module) else model()
     if plan.quantized:
-        device = "cuda" if plan.gpus else None
-        quantize(model, device=device)
-        if device and not plan.trainer.multi_process:
-            model.to(device)  # the layers that are not quantized
+        quantize(model, device="cuda" if plan.gpus else None)
     _add_adapters(model, plan, adapters if rank == 0 else dict.fromkeys(adapters))  # rank 0 sends the weights
     if plan.model.block_name or plan.training.compile:
         for block in find_blocks(model, plan.model.block_name):

@@ -150,17 +150,18 @@ CHECKS = (
     Check(lambda v, p: v["model.attn_implementation"] == "flex_attention" and not p.gpus,
           "model.attn_implementation=flex_attention cannot train on a CPU: use sdpa"),
     # its block masks read tensors that stay on the first GPU
-    Check(lambda v, p: v["model.attn_implementation"] == "flex_attention" and not p.trainer.multi_process and p.gpus > 1,
+    Check(lambda v, p: v["model.attn_implementation"] == "flex_attention"
+          and p.gpus > 1 and not p.trainer.multi_process,
           "model.attn_implementation=flex_attention with trainer={trainer} takes one GPU, and this machine has {gpus}: "
           "choose trainer=FSDPTrainer, use sdpa, or set CUDA_VISIBLE_DEVICES=0"),
     # --- what is slower or larger on GPUs than it could be
     Check(lambda v, p: p.trainer is BASIC and p.gpus > 1,
-          "trainer=BasicTrainer spreads the layers over {gpus} GPUs, which work one after the other: trainer=FSDPTrainer "
-          "uses them all at once", "warning"),
+          "trainer=BasicTrainer spreads the layers over {gpus} GPUs, which work one after the other: "
+          "trainer=FSDPTrainer uses them all at once", "warning"),
     Check(lambda v, p: p.gpus and p.trainer is not PACKAGE and p.compute_dtype == "float32"
           and not (v["model.autocast"] or v["model.fsdp_policy_mp"]),
-          lambda v, p: f"matrices are multiplied in float32 (TF32): {_name_compute_key(p)}=bfloat16 is faster on Ampere "
-          f"GPUs and later, and keeps float32 weights", "warning"),
+          lambda v, p: f"matrices are multiplied in float32 (TF32): {_name_compute_key(p)}=bfloat16 is faster on GPUs "
+          f"of the Ampere generation and later, and keeps float32 weights", "warning"),
     Check(lambda v, p: p.gpus and v["model.autocast"] and p.reference == "model"
           and p.reference_dtype not in ("float32", v["model.autocast"]),
           "model.reference_dtype={model.reference_dtype} is cast to {model.autocast} in every forward pass, its second "
