@@ -30,7 +30,7 @@ from dpo.errors import InputError
 from dpo.models import logprobs
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import model_loaders
-from dpo.parallel import sharding
+from dpo.parallel import sharding, state
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute, find_blocks, release_gathered
 from dpo.parallel.state import full_state, full_tensor
@@ -157,6 +157,27 @@ def test_policy_and_reference_share_the_masks_of_a_microbatch(fake_group, monkey
     for model in (distribute_over_two(torch.bfloat16), distribute_over_two(torch.bfloat16)):
         layout.forward(model, microbatch.inputs)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("piece", [8, 12, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_a_copy_through_a_small_buffer_is_the_tensor(piece, dtype, monkeypatch):
+    monkeypatch.setattr(state, "PIECE", piece)
+    tensor = torch.arange(35).view(5, 7).to(dtype)
+    for values in (tensor, tensor.T, tensor[0, 3], tensor[:0]):
+        copied = state.copy_to_host(values, pinned=False)  # a CPU has no memory to pin
+        assert (copied.dtype, copied.shape) == (values.dtype, values.shape)
+        assert torch.equal(copied, values)
+        assert copied.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
+
+
+def test_a_state_on_a_gpu_is_copied_through_a_pinned_buffer(monkeypatch):
+    copied: list[torch.Tensor] = []
+    monkeypatch.setattr(state, "copy_to_host", copied.append)
+    on_gpu, on_host = torch.zeros(3, device="meta"), torch.zeros(3)  # meta stands for a GPU
+    gathered = full_state({"weights": [], "moments": {0: {"square": on_gpu, "step": on_host}}})
+    assert [tensor.is_meta for tensor in copied] == [True]
+    assert gathered["moments"][0]["step"] is not None
 
 
 @pytest.mark.parametrize("mesh", IN_CI)
