@@ -13,10 +13,10 @@ from support.runs import ROOT, read_metrics, train
 
 from dpo.settings.files import help_text
 from dpo.settings.plan import ParallelDims, resolve
-from dpo.settings.validation import find_config_problems
+from dpo.settings.validation import find_config_problems, find_warnings
 
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiment").glob("*.yaml"))
-PAPER_SETTINGS = {"batch_size": 64, "gradient_accumulation_steps": 2, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
+PAPER_SETTINGS = {"batch_size": 64, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -24,8 +24,11 @@ def test_an_experiment_is_complete(name, tmp_path):
     config = compose(f"experiment={name} model.archive={tmp_path}")  # the run of SFT
     processes = 8 if name.endswith("8gpu") else 4
     dims = ParallelDims.of(processes if config.trainer == "FSDPTrainer" else 1)
-    assert find_config_problems(config, replace(resolve(config), dims=dims)) == []
+    plan = replace(resolve(config), dims=dims, gpus=dims.world_size)
+    assert (find_config_problems(config, plan), find_warnings(config, plan)) == ([], [])
     assert config.exp_name == name
+    if processes == 8:  # communication costs as much in each microbatch
+        assert config.gradient_accumulation_steps == 1
 
 
 @pytest.mark.parametrize("line", ["{} experiment=hh_pythia28_dpo", "+experiment=hh_pythia28_dpo {}"])
