@@ -27,8 +27,6 @@ def test_an_experiment_is_complete(name, tmp_path):
     plan = replace(resolve(config), dims=dims, gpus=dims.world_size)
     assert (find_config_problems(config, plan), find_warnings(config, plan)) == ([], [])
     assert config.exp_name == name
-    if processes == 8:  # communication costs as much in each microbatch
-        assert config.gradient_accumulation_steps == 1
 
 
 @pytest.mark.parametrize("line", ["{} experiment=hh_pythia28_dpo", "+experiment=hh_pythia28_dpo {}"])
@@ -46,6 +44,7 @@ def test_the_papers_runs_have_the_settings_of_the_published_command(data, loss):
     values = OmegaConf.to_container(compose(f"experiment={data}_pythia28_{loss}"))
     published = PAPER_SETTINGS | {"lr": 5e-7, "optimizer": "RMSprop", "warmup_steps": 150, "max_length": 512}
     assert {key: values[key] for key in published} == published
+    assert values["gradient_accumulation_steps"] == 1  # theirs has 2: the same gradients, communicated twice
     assert values["datasets"] == [data]
     assert values["loss"]["name"] == loss
     assert values["loss"].get("beta") == (0.1 if loss == "dpo" else None)

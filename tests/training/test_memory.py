@@ -171,9 +171,20 @@ def test_torch_updates_all_shards_at_once_where_it_does_so_with_whole_tensors(mo
         assert at_once
 
 
-@pytest.mark.parametrize("settings", [(), FSDP, (*FSDP[1:], "trainer=TensorParallelTrainer"), ONLINE])
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, ("model.autocast=bfloat16",)),
+        (1, ("model.policy_dtype=bfloat16", *ONLINE)),
+        (1, ("trainer=TensorParallelTrainer", "tensor_parallel.backend=tensor_parallel", "tensor_parallel_size=2")),
+        (2, (*FSDP, "model.fsdp_policy_mp=float16")),
+        (2, ("trainer=TensorParallelTrainer", *FSDP[1:])),
+    ],
+)
 @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
-def test_kernels_that_fake_tensors_cannot_run_are_predicted_as_sdpa(attention, settings, compose, monkeypatch):
+def test_kernels_that_fake_tensors_cannot_run_are_predicted_as_sdpa(
+    attention, world_size, settings, compose, monkeypatch
+):
     find_structure = memory.find_policy_structure
 
     def as_on_a_gpu(*arguments: Any) -> Any:
@@ -181,11 +192,11 @@ def test_kernels_that_fake_tensors_cannot_run_are_predicted_as_sdpa(attention, s
         policy.config._attn_implementation = attention  # which its package refuses to do on a CPU
         return policy
 
-    sdpa = phases_of(compose("model.attn_implementation=sdpa", *settings), 2)[0]
+    # FlashAttention takes no masks of trees
+    layout = {"flex_attention": "shared_prefix", "flash_attention_2": "padded"}[attention]
+    sdpa = phases_of(compose("model.attn_implementation=sdpa", f"layout={layout}", *settings), world_size)[0]
     monkeypatch.setattr(memory, "find_policy_structure", as_on_a_gpu)
-    if attention == "flash_attention_2":  # it takes no masks of trees
-        sdpa = phases_of(compose("model.attn_implementation=sdpa", "layout=padded", *settings), 2)[0]
-    assert phases_of(compose(*settings), 2)[0] == sdpa
+    assert phases_of(compose(*settings), world_size)[0] == sdpa
 
 
 def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose):
