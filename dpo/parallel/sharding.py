@@ -146,8 +146,13 @@ def release_gathered(model: torch.nn.Module | None) -> None:
 
     The root unit is still gathered, and FSDP's record of the order of forwards grows without end.
     """
-    if isinstance(model, FSDPModule):
+    # without a forward there is nothing to clear, and FSDP has not set up its record
+    if isinstance(model, FSDPModule) and not all(map(_is_sharded, model.parameters())):
         model.reset_iter_state()  # reshards too
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "shard" in parameter.device_mesh.mesh_dim_names
 
 
 @contextmanager
