@@ -148,7 +148,7 @@ def release_gathered(model: torch.nn.Module | None) -> None:
     """
     # without a forward there is nothing to clear, and FSDP has not set up its record
     if isinstance(model, FSDPModule) and not all(map(_is_sharded, model.parameters())):
-        model.reset_iter_state()  # reshards too
+        getattr(model, "reset_iter_state", model.reshard)()  # which reshards too; older torch has only the second
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
