@@ -168,14 +168,14 @@ CHECKS = (
           f"of the Ampere generation and later, and keeps float32 weights", "warning"),
     Check(lambda v, p: p.gpus and v["model.autocast"] and p.reference == "model"
           and p.reference_dtype not in ("float32", v["model.autocast"]),
-          "model.reference_dtype={model.reference_dtype} is cast to {model.autocast} in every forward pass, its second "
-          "rounding: model.reference_dtype={model.autocast} needs no cast, and null has first rewards of 0", "warning"),
+          "model.reference_dtype={model.reference_dtype} is cast to {model.autocast} in every forward pass, and rounded a "
+          "second time: model.reference_dtype={model.autocast} needs no cast, and with null the first rewards are 0",
+          "warning"),
     # autograd keeps autocast's copies, which FSDP cannot free
     Check(lambda v, p: v["model.autocast"] and p.trainer.multi_process and p.dims.data_size > 1
           and p.compute_dtype == "float32",
           "model.autocast={model.autocast} with trainer={trainer} gathers float32 weights and keeps a {model.autocast} "
-          "copy of them all until the backward pass: model.fsdp_policy_mp={model.autocast} replaces it, without either",
-          "warning"),
+          "copy of all weights until the backward pass: use model.fsdp_policy_mp={model.autocast} instead", "warning"),
     # --- models, lengths, intervals and rates
     Check(lambda v, p: _is_missing(v["model.name_or_path"]),
           lambda v, p: _explain_missing("model.name_or_path", v), keys=("model.name_or_path",)),
