@@ -88,23 +88,25 @@ def load_model(
     source = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
     config = load_config(name, **source)
     options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
+    placed = {**options, "device_map": device_map}
+    model: Any
     with explaining_load_errors("model", name):
         if archive is not None:
-            model = _load_from_archive(name, archive, source, {**options, "device_map": device_map})
+            model = _load_from_archive(name, archive, source, placed)
+            if not random_init:  # settings for sampling are of the trained weights
+                model.adjust_generation_fn(  # like from_pretrained at its end
+                    None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None,
+                    revision=None, subfolder="", **source,
+                )  # fmt: skip
         elif random_init:
             drawn = _draw(config, options, seed, trust_remote_code=trust_remote_code)
-            model = _load_weights(name, drawn, drawn.state_dict(), source, {**options, "device_map": device_map})
+            model = _load_weights(name, drawn, drawn.state_dict(), source, placed)
         else:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                name, **source, **options, device_map=device_map, output_loading_info=True
+                name, **source, **placed, output_loading_info=True
             )
             model, loading = loaded
             refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
-        if archive is not None and not random_init:
-            model.adjust_generation_fn(  # like from_pretrained at its end
-                None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None,
-                revision=None, subfolder="", **source,
-            )  # fmt: skip
     disable_dropout(model)
     return model
 

@@ -152,7 +152,7 @@ def release_gathered(model: torch.nn.Module | None) -> None:
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and "shard" in parameter.device_mesh.mesh_dim_names
+    return isinstance(parameter, DTensor) and "shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 @contextmanager

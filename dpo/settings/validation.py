@@ -168,9 +168,8 @@ CHECKS = (
           f"of the Ampere generation and later, and keeps float32 weights", "warning"),
     Check(lambda v, p: p.gpus and v["model.autocast"] and p.reference == "model"
           and p.reference_dtype not in ("float32", v["model.autocast"]),
-          "model.reference_dtype={model.reference_dtype} is cast to {model.autocast} in every forward pass, and rounded a "
-          "second time: model.reference_dtype={model.autocast} needs no cast, and with null the first rewards are 0",
-          "warning"),
+          "model.reference_dtype={model.reference_dtype} is cast to {model.autocast} in every forward pass: "
+          "model.reference_dtype={model.autocast} is rounded once, and with null the first rewards are 0", "warning"),
     # autograd keeps autocast's copies, which FSDP cannot free
     Check(lambda v, p: v["model.autocast"] and p.trainer.multi_process and p.dims.data_size > 1
           and p.compute_dtype == "float32",
