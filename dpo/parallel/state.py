@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.sharding import broadcast
 
-PIECE = 2**26  # bytes that are copied from a GPU at a time
+PIECE_BYTES = 2**26  # bytes that are copied from a GPU at a time
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,9 +78,9 @@ def copy_to_host(tensor: torch.Tensor, *, pinned: bool = True) -> torch.Tensor:
     thread, while every process waits.
     """
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    buffer = torch.empty(min(PIECE, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)  # kept by torch for the next
+    buffer = torch.empty(min(PIECE_BYTES, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)  # kept by torch for the next
     source, target = (values.contiguous().view(-1).view(torch.uint8) for values in (tensor, whole))
-    for piece, place in zip(source.split(PIECE), target.split(PIECE), strict=True):
+    for piece, place in zip(source.split(PIECE_BYTES), target.split(PIECE_BYTES), strict=True):
         place.copy_(buffer[: len(piece)].copy_(piece))
     return whole
 

@@ -163,7 +163,7 @@ def test_policy_and_reference_share_the_masks_of_a_microbatch(fake_group, monkey
 @pytest.mark.parametrize("piece", [8, 12, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 def test_a_copy_through_a_small_buffer_is_the_tensor(piece, dtype, monkeypatch):
-    monkeypatch.setattr(state, "PIECE", piece)
+    monkeypatch.setattr(state, "PIECE_BYTES", piece)
     tensor = torch.arange(35).view(5, 7).to(dtype)
     for values in (tensor, tensor.T, tensor[0, 3], tensor[:0]):
         copied = state.copy_to_host(values, pinned=False)  # a CPU has no memory to pin

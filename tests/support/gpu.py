@@ -49,7 +49,7 @@ def pick(full: Choice, quick: Choice, small: Choice) -> Choice:
 
 
 class HostReads(TorchDispatchMode):
-    """Counts operations for which the host waits on a GPU."""
+    """Count operations for which the host waits on a GPU."""
 
     waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 

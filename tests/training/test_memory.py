@@ -314,8 +314,8 @@ def test_every_process_holds_a_4_bit_base_and_shares_the_rest(compose):
 
 @pytest.mark.parametrize(("settings", "offered"), [((), "model.autocast"), (FSDP, "model.fsdp_policy_mp")])
 def test_products_in_bfloat16_are_offered_by_the_key_that_keeps_no_second_copy(settings, offered, compose, monkeypatch):
-    rows = [row for row in memory.HELP if row[0] in ("model.autocast", "model.fsdp_policy_mp")]
-    monkeypatch.setattr(memory, "HELP", rows)
+    rows = [row for row in memory.SUGGESTIONS if row[0] in ("model.autocast", "model.fsdp_policy_mp")]
+    monkeypatch.setattr(memory, "SUGGESTIONS", rows)
     monkeypatch.setattr(memory, "MIN_SAVED_SHARE", -10)  # small as this model is, copies of weights outweigh the rest
     plan = resolve(compose(*settings), world_size=2 if settings else 1)
     [suggestion] = suggest(plan, load_data(plan, silent=True))
