@@ -211,8 +211,7 @@ def checkpoint_activations(model: Any) -> None:
     """Recompute activations in the backward pass."""
     with warnings.catch_warnings():  # transformers warns of a newer name, which not every version 5 has
         warnings.simplefilter("ignore", FutureWarning)
-        # nothing in a block is random: an adapter's dropout is a function of the text
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

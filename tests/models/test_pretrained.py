@@ -317,14 +317,6 @@ def test_random_weights_are_what_the_class_draws_from_the_seed(family, tmp_path)
         assert ours.config._attn_implementation == attention
 
 
-def test_checkpointed_blocks_save_no_random_states(monkeypatch):
-    model, asked, get = build("llama"), [], torch.get_rng_state
-    monkeypatch.setattr(torch, "get_rng_state", lambda: asked.append(1) or get())
-    pretrained.checkpoint_activations(model)
-    model(torch.arange(8)[None]).logits.sum().backward()
-    assert asked == []
-
-
 def test_a_max_length_beyond_what_the_model_was_made_for_gets_a_warning():
     model = build("llama")
     assert pretrained.remarks(model, attention="eager", max_length=2048) == []
