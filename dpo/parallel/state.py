@@ -78,7 +78,7 @@ def copy_to_host(tensor: torch.Tensor, *, pinned: bool = True) -> torch.Tensor:
     thread, while every process waits.
     """
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    buffer = torch.empty(min(PIECE_BYTES, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)  # torch keeps its memory
+    buffer = torch.empty(min(PIECE_BYTES, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)
     source, target = (values.contiguous().view(-1).view(torch.uint8) for values in (tensor, whole))
     for piece, place in zip(source.split(PIECE_BYTES), target.split(PIECE_BYTES), strict=True):
         place.copy_(buffer[: len(piece)].copy_(piece))
