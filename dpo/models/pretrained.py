@@ -116,9 +116,9 @@ def load_model(
 
 
 def _draw_weights(config: Any, options: Mapping[str, Any], seed: int, *, trust_remote_code: bool) -> Any:
-    """A model with weights drawn from the seed, on the CPU and in float32.
+    """A model with weights drawn from the seed, in float32.
 
-    So models of the same seed and different dtypes are equal up to rounding.
+    So models of the same seed and different dtypes are equal up to rounding. It is on the CPU.
     """
     float32_options = {**options, "dtype": torch.float32}
     with torch.random.fork_rng():
