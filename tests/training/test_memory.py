@@ -398,11 +398,13 @@ def test_microbatches_are_of_prompts_with_the_longest_answers(compose):
 
 
 def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
-    online = [row for row in memory.SUGGESTIONS if row[0] in ("eval_batch_size", "online.max_new_tokens")]
+    online = [
+        row for row in memory.SUGGESTIONS if row[0] in ("eval_batch_size", "online.batch_size", "online.max_new_tokens")
+    ]
     monkeypatch.setattr(memory, "SUGGESTIONS", online)
     plan = resolve(compose(*ONLINE, "online.n_samples=64", "gradient_accumulation_steps=4"))
     offered = [text.split(" (")[0] for text in suggest(plan, load_data(plan, silent=True))]
-    assert sorted(offered) == ["eval_batch_size=2", "online.max_new_tokens=20"]
+    assert sorted(offered) == ["online.batch_size=2", "online.max_new_tokens=20"]
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
@@ -414,6 +416,7 @@ def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
         (1, ("online.n_samples=3",), (30, 3, 12, 4)),
         (2, ("online.n_samples=3",), (30, 3, 6, 2)),
         (1, ("eval_batch_size=64", "online.mix_offline=0.5"), (10, 1, 10, 10)),
+        (1, ("eval_batch_size=64", "online.mix_offline=0.5", "online.batch_size=1"), (10, 5, 2, 1)),
     ],
 )
 def test_answers_are_sampled_in_rounds(world_size, settings, sizes, compose):
