@@ -522,18 +522,6 @@ class FSDPTrainer(BasicTrainer):
 
     spec = choices.FSDP
 
-    def notes(self) -> list[str]:
-        has_chosen_dtype = bool(self.plan.model.fsdp_policy_mp or self.plan.model.autocast)
-        gathers_on_gpus = self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
-        if has_chosen_dtype or not gathers_on_gpus or self.plan.compute_dtype != "float32":
-            return super().notes()
-        gathered_bytes = 4 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
-        return [
-            *super().notes(),
-            f"the policy is gathered and computed in float32; model.fsdp_policy_mp=bfloat16 would halve the "
-            f"{gathered_bytes / 1e9:.3g} GB that each forward and backward pass gathers, and multiply matrices faster",
-        ]
-
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         return distribute(model, self.mesh, block_name=self.plan.model.block_name, compute_dtype=compute_dtype)
 

@@ -26,6 +26,7 @@ from dpo.models.loading import model_loaders
 from dpo.settings.command_line import check_command_line
 from dpo.settings.files import CONFIG_DIR
 from dpo.settings.plan import resolve
+from dpo.system.host import set_allocators
 from dpo.system.launching import launch
 from preference_datasets import load_data
 
@@ -57,6 +58,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = None) -> Any:
     """Make the trainer of a config as a run does."""
     plan = resolve(config, world_size=world_size)
+    train.set_up_torch(plan)
     policy, reference = model_loaders(plan, rank=rank)
     trainer_class = train.find_trainer(plan)
     return trainer_class(policy, config, config.seed, config.local_run_dir, reference, rank, plan.dims.world_size)
@@ -93,7 +95,7 @@ def run_python(
     """
     inherited = dict(os.environ)
     if python == sys.executable:  # ours; TRL has another Python
-        inherited.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as train.py does
+        set_allocators(inherited)  # as train.py does
     # files, because a pipe that nobody reads while `watch` is called would fill and block
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(

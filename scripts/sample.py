@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from dpo.data.asking import AUTO, FORMATS, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.keys import read_rule
+from dpo.system.host import set_allocators
 from scripts.trust import add_trust_option
 
 if TYPE_CHECKING:
@@ -111,7 +113,9 @@ def sample(options: argparse.Namespace) -> None:
 
     from dpo.models.answers import Sampling
     from dpo.models.side_by_side import Choices, load_panel
+    from dpo.system.arithmetic import set_up_torch
 
+    set_up_torch(deterministic=False, compiles=False)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     choices = Choices(
@@ -258,4 +262,5 @@ def describe(panel: Panel, prompt: Tokens, answers: Answers) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    set_allocators(os.environ)
     sys.exit(main())

@@ -100,7 +100,7 @@ def test_there_are_commands_and_a_wrong_one_is_not_accepted(filled_in):
     assert len(find_commands(r"\btrain\.py ")) > 30
     with pytest.raises(HydraException):
         compose(filled_in("python train.py loss=dpo loss.betta=0.1 ..."))
-    assert find_config_problems(compose(filled_in("python train.py experiment=hh_pythia28_sft batch_size=3"))) != []
+    assert find_config_problems(compose(filled_in("python train.py experiment=hh_pythia28_sft max_length=256"))) != []
 
 
 # --- everything else that is run -----------------------------------------------------------------------------------

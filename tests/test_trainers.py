@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.gpu import HostReads
 from support.runs import GOLDEN, ROOT, compose, read_metrics, write_rows
 
 import train  # noqa: F401  (registers the config's resolvers)
@@ -394,3 +395,15 @@ def test_a_reference_that_cannot_share_prefixes_is_asked_too(make_trainer, monke
     trainer = make_trainer(*DPO, "self_test=false")
     assert isinstance(trainer.objective.layout, Padded)
     assert "layout=padded: Other takes no positions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("layout", "waits"), [("shared_prefix", 0), ("padded", 1)])
+def test_the_host_runs_ahead_of_a_gpu_through_all_microbatches_with_ties_too(layout, waits, make_trainer):
+    trainer = make_trainer(*DPO, f"layout={layout}", "gradient_accumulation_steps=2")
+    batch = next(trainer.train_iterator)._replace(weights=[0.0, 1.0, 1.0, 0.0])
+    context = trainer.objective.prepare(batch, update=0)
+    with HostReads() as reads:
+        for microbatch in batch.microbatches:
+            trainer._backward(microbatch, context)
+        trainer.clip_gradient()
+    assert reads.number <= 2 * waits * len(batch.microbatches)  # of policy and reference

@@ -99,7 +99,14 @@ class Microbatch(NamedTuple):
 
 
 class Padded:
-    """Each response in its own row, padded to the global batch's longest."""
+    """Each response in its own row, padded to the global batch's longest.
+
+    Padding is on the right, where causal attention does not look: unless `masked`, the model gets no mask. transformers
+    would read a mask's values in every forward, for which the host waits, and attend with slower kernels.
+    """
+
+    def __init__(self, *, masked: bool = True) -> None:
+        self.masked = masked
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """Split a global batch into `parts` microbatches per process.
@@ -113,9 +120,8 @@ class Padded:
 
     def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
         """Log-probabilities of each example's responses by token, (sides, B, T)."""
-        by_row = sequence_logps(
-            model, inputs.input_ids, inputs.attention_mask, inputs.labels, with_squares=with_squares
-        )
+        attention_mask = inputs.attention_mask if self.masked else None
+        by_row = sequence_logps(model, inputs.input_ids, attention_mask, inputs.labels, with_squares=with_squares)
         return by_row.map(lambda values: values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)))
 
 
@@ -218,7 +224,8 @@ def choose_layout(
         reason = _find_difference(model, layout, longest, tolerance)
         # processes that share the model must agree, as the order of their collectives follows from the layout
         if vetoed(reason is not None):
-            layout, reason = _fall_back(model, reason or "does not support shared prefixes on another process")
+            reason = reason or "does not support shared prefixes on another process"
+            layout, reason = _fall_back(model, reason, Padded())
     message = None if reason is None else f"layout=padded: {type(model).__name__} {reason}"
     return layout, message
 
@@ -228,22 +235,23 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
 
     Returns `Padded` and the reason if the model does not support the layout called `name`.
     """
-    if name == "padded":
-        return Padded(), None
     windows = find_windows(model, max_length)
+    is_unknown = isinstance(windows, str) and model.config._attn_implementation != "flash_attention_2"
+    if name == "padded":
+        return Padded(masked=is_unknown), None
     if isinstance(windows, str):
-        return _fall_back(model, windows)
+        return _fall_back(model, windows, Padded(masked=is_unknown))
     on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
     by_segments = model.config._attn_implementation == VARLEN
     alignment = GPU_ALIGNMENT if on_gpu else 1
     return SharedPrefix(windows, max_length=max_length, alignment=alignment, by_segments=by_segments), None
 
 
-def _fall_back(model: Any, reason: str) -> tuple[Layout, str]:
-    """Choose `Padded`, or raise InputError for attention that it would not use."""
+def _fall_back(model: Any, reason: str, padded: Padded) -> tuple[Layout, str]:
+    """Choose padded rows, or raise InputError for attention that they do not use."""
     if model.config._attn_implementation == VARLEN:
         raise InputError(f"model.attn_implementation={VARLEN}: {type(model).__name__} {reason}: use sdpa")
-    return Padded(), reason
+    return padded, reason
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:

@@ -261,10 +261,7 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: 
     """
     model = unwrap(model) if isinstance(model, torch.nn.Module) else model()
     if plan.quantized:
-        device = "cuda" if plan.gpus else None
-        quantize(model, device=device)
-        if device and not plan.trainer.multi_process:
-            model.to(device)  # the layers that are not quantized
+        quantize(model, device="cuda" if plan.gpus else None)
     # only rank 0 reads adapters; it will send the weights to the other ranks
     _add_adapters(model, plan, adapters if rank == 0 else dict.fromkeys(adapters))
     if plan.model.block_name or plan.training.compile:

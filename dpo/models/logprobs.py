@@ -31,7 +31,7 @@ class TokenLogps(NamedTuple):
 def sequence_logps(
     model: torch.nn.Module,
     input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     labels: torch.Tensor,
     *,
     with_squares: bool = False,

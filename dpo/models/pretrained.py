@@ -14,7 +14,7 @@ import transformers
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG, count_parameters
-from dpo.models.weights import load_archive, read_archive
+from dpo.models.weights import read_archive
 from dpo.settings import choices
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in choices.DTYPES}
@@ -101,20 +101,23 @@ def load_model(
     source = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
     config = load_config(name, **source)
     options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
+    placed = {**options, "device_map": device_map}
+    model: Any
     with explaining_load_errors("model", name):
-        if random_init:
-            model = _draw_weights(config, options, seed, trust_remote_code=trust_remote_code)
-            if isinstance(device_map, dict):
-                model.to(device_map[""])  # "" stands for the whole model
-            elif device_map is not None:
-                model.to("cuda")  # one GPU: transformers spreads layers over several only while it reads files
-            if archive is not None:
-                load_archive(model, archive)
-        elif archive is not None:
-            model = _load_from_archive(name, archive, source, {**options, "device_map": device_map})
+        if archive is not None:
+            model = _load_from_archive(name, archive, source, placed)
+            if not random_init:  # settings for sampling belong to the trained weights
+                # from_pretrained does this last, but has not been given the model's name
+                model.adjust_generation_fn(
+                    None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None,
+                    revision=None, subfolder="", **source,
+                )  # fmt: skip
+        elif random_init:
+            drawn = _draw_weights(config, options, seed, trust_remote_code=trust_remote_code)
+            model = _load_weights(name, drawn, drawn.state_dict(), source, placed)
         else:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                name, **source, **options, device_map=device_map, output_loading_info=True
+                name, **source, **placed, output_loading_info=True
             )
             model, loading = loaded
             refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
@@ -123,43 +126,47 @@ def load_model(
 
 
 def _draw_weights(config: Any, options: Mapping[str, Any], seed: int, *, trust_remote_code: bool) -> Any:
-    """A model with weights drawn from the seed, on the CPU."""
-    # draw in float32, so that models of the same seed and different dtypes are equal up to rounding
+    """A model with weights drawn from the seed, in float32.
+
+    So models of the same seed and different dtypes are equal up to rounding. It is on the CPU.
+    """
     float32_options = {**options, "dtype": torch.float32}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: Any = transformers.AutoModelForCausalLM.from_config(
+        return transformers.AutoModelForCausalLM.from_config(
             config, **float32_options, trust_remote_code=trust_remote_code
         )
-    return model.to(options["dtype"])
 
 
 def _load_from_archive(
     name: str, archive: str | Path, source: Mapping[str, Any], options: Mapping[str, Any]
 ) -> transformers.PreTrainedModel:
-    """Load a model with an archive's weights in place of its own.
-
-    transformers casts and places the weights one by one, so that there is no second copy.
-    """
+    """Load a model with an archive's weights in place of its own."""
     structure = load_structure(name, dtype=options["dtype"], **source)
     weights = read_archive(archive, structure)  # checked before memory is taken for the model
     mapped_storages = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
-    model_class: Any = type(structure)
-    model, loading = model_class.from_pretrained(
-        None, config=load_config(name, **source), state_dict=weights, **options, output_loading_info=True
-    )
+    model = _load_weights(name, structure, weights, source, options)
     del weights  # frees what the model does not use
-    refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
     # copy tensors that are still mapped from the file, as they were neither cast nor moved: the file may be deleted
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.untyped_storage().data_ptr() in mapped_storages:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+    return model
+
+
+def _load_weights(
+    name: str, structure: Any, weights: dict[str, torch.Tensor], source: Mapping[str, Any], options: Mapping[str, Any]
+) -> transformers.PreTrainedModel:
+    """Load a model of the structure's class with these weights.
+
+    transformers casts and places the weights one by one, so that there is no second copy.
+    """
+    model_class: Any = type(structure)
+    model, loading = model_class.from_pretrained(
+        None, config=load_config(name, **source), state_dict=weights, **options, output_loading_info=True
+    )
+    refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
     model.name_or_path = model.config.name_or_path = name
-    # from_pretrained does this last, but has not been given the model's name
-    model.adjust_generation_fn(
-        None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None, revision=None,
-        subfolder="", **source,
-    )  # fmt: skip
     return model
 
 

@@ -105,7 +105,8 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     """Replace a model's linear layers, except its head, by 4-bit ones.
 
-    Layers are quantized one by one, on `device` if given. A model without weights gets layers without weights. Raises
+    Layers are quantized one by one, on `device` if given, where the rest of the model goes too. So the device never
+    holds the model's own weights. A model without weights gets layers without weights, where they are. Raises
     InputError as `layers_to_quantize` does.
     """
     for name in layers_to_quantize(model):
@@ -115,7 +116,7 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
             weight = weight.to(device)
         model.set_submodule(name, Linear4bit(weight, layer.bias))
     release_freed_memory()  # the memory of the weights that were quantized
-    return model
+    return model if device is None or model.device.type == "meta" else model.to(device)
 
 
 def round_to_4bit(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:

@@ -293,11 +293,14 @@ def _load(name: str, origin: Origin, beta: float | None, bases: dict[Hashable, A
     if key not in bases:
         # not flash or flex attention, which need a GPU
         attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
-        device_map = choose_device_map(count_gpus())
+        gpus = count_gpus()
+        device_map = None if plan.quantized else choose_device_map(gpus)
         base = load_base(
             plan, _find_dtype(origin), weights.archive, attn_implementation=attention, device_map=device_map
         )
-        bases[key] = (quantize(base) if plan.quantized else base).eval()
+        if plan.quantized:
+            quantize(base, device="cuda" if gpus else None)
+        bases[key] = base.eval()
     adapter = None if weights.adapter is None else name
     if adapter is not None:
         add_stored_adapter(bases[key], read_adapter(weights.adapter), adapter)

@@ -42,7 +42,7 @@ def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype:
     uses_fsdp = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
     is_hybrid = mesh.data_size > mesh.shard_size
     fsdp_mesh = mesh.device_mesh["replicate", "shard"] if is_hybrid else mesh.device_mesh["shard"]
-    mixed_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    dtypes = {"param_dtype": compute_dtype, "reduce_dtype": torch.float32}
     specs = _receive_specs(model)
     names = {module: name for name, module in model.named_modules()}
     distributed: set[torch.nn.Module] = set()
@@ -54,6 +54,8 @@ def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype:
         if tensor_parallel_plan:
             cut_modules(modules, tensor_parallel_plan, mesh.device_mesh["tensor"])
         if uses_fsdp:
+            # the root's inputs are integers; casting would copy them, without the masks that they cache
+            mixed_precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=unit is not model)
             fully_shard(unit, mesh=fsdp_mesh, mp_policy=mixed_precision)
         distributed.update(modules.values())
     if uses_fsdp:
@@ -149,9 +151,17 @@ def accumulate(model: torch.nn.Module, *, last: bool) -> None:
 
 
 def release_gathered(model: torch.nn.Module | None) -> None:
-    """Reshard the root unit, which a forward without a backward leaves gathered."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    """Clear what a forward leaves for a backward that does not come.
+
+    The root unit is still gathered, and FSDP's record of the order of forwards grows without end.
+    """
+    # without a forward there is nothing to clear, and FSDP has not set up its record
+    if isinstance(model, FSDPModule) and not all(map(_is_sharded, model.parameters())):
+        getattr(model, "reset_iter_state", model.reshard)()  # which reshards too; older torch has only the second
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 @contextmanager

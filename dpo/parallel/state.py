@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.sharding import broadcast
 
+PIECE_BYTES = 2**26  # bytes that are copied from a GPU at a time
+
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded tensor gathered from all processes; any other tensor unchanged."""
@@ -48,8 +50,10 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
         gathered = full_tensor(tensor).detach()
         if not is_rank_0():
             return None
-        if not copy or gathered.device.type != "cpu":
-            return gathered.cpu()
+        if gathered.device.type != "cpu":
+            return copy_to_host(gathered)
+        if not copy:
+            return gathered
         if gathered.untyped_storage().data_ptr() != local_tensor(tensor).untyped_storage().data_ptr():
             return gathered  # gathering has made a copy already
         identity = (gathered.data_ptr(), gathered.shape, gathered.stride(), gathered.dtype)  # equal for tied tensors
@@ -65,6 +69,20 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
         return value
 
     return visit(state)
+
+
+def copy_to_host(tensor: torch.Tensor, *, pinned: bool = True) -> torch.Tensor:
+    """A GPU's tensor in host memory, copied through a `pinned` buffer.
+
+    The GPU fills the buffer at full speed, and all threads empty it. A copy of the driver's own would do both with one
+    thread, while every process waits.
+    """
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    buffer = torch.empty(min(PIECE_BYTES, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)
+    source, target = (values.contiguous().view(-1).view(torch.uint8) for values in (tensor, whole))
+    for piece, place in zip(source.split(PIECE_BYTES), target.split(PIECE_BYTES), strict=True):
+        place.copy_(buffer[: len(piece)].copy_(piece))
+    return whole
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:

@@ -161,6 +161,28 @@ CHECKS = (
           "sdpa"),
     Check(lambda v, p: v["model.attn_implementation"] == VARLEN and v["layout"] == "padded",
           "model.attn_implementation=varlen has no effect with layout=padded: use layout=shared_prefix, or sdpa"),
+    # its block masks read tensors that stay on the first GPU
+    Check(lambda v, p: v["model.attn_implementation"] == "flex_attention"
+          and p.gpus > 1 and not p.trainer.multi_process,
+          "model.attn_implementation=flex_attention with trainer={trainer} takes one GPU, and this machine has {gpus}: "
+          "choose trainer=FSDPTrainer, use sdpa, or set CUDA_VISIBLE_DEVICES=0"),
+    # --- what is slower or larger on GPUs than it could be
+    Check(lambda v, p: p.trainer is BASIC and p.gpus > 1,
+          "trainer=BasicTrainer spreads the layers over {gpus} GPUs, which work one after the other: "
+          "trainer=FSDPTrainer uses them all at once", "warning"),
+    Check(lambda v, p: p.gpus and p.trainer is not PACKAGE and p.compute_dtype == "float32"
+          and not (v["model.autocast"] or v["model.fsdp_policy_mp"]),
+          lambda v, p: f"matrices are multiplied in float32 (TF32): {_name_compute_key(p)}=bfloat16 is faster on GPUs "
+          f"of the Ampere generation and later, and keeps float32 weights", "warning"),
+    Check(lambda v, p: p.gpus and v["model.autocast"] and p.reference == "model"
+          and p.reference_dtype not in ("float32", v["model.autocast"]),
+          "model.reference_dtype={model.reference_dtype} is cast to {model.autocast} in every forward pass: "
+          "model.reference_dtype={model.autocast} is rounded once, and with null the first rewards are 0", "warning"),
+    # autograd keeps autocast's copies, which FSDP cannot free
+    Check(lambda v, p: v["model.autocast"] and p.trainer.multi_process and p.dims.data_size > 1
+          and p.compute_dtype == "float32",
+          "model.autocast={model.autocast} with trainer={trainer} gathers float32 weights and keeps a {model.autocast} "
+          "copy of all weights until the backward pass: use model.fsdp_policy_mp={model.autocast} instead", "warning"),
     # --- models, lengths, intervals and rates
     Check(lambda v, p: _is_missing(v["model.name_or_path"]),
           lambda v, p: _explain_missing("model.name_or_path", v), keys=("model.name_or_path",)),
@@ -215,6 +237,11 @@ CHECKS = (
           "max_length={max_length}: lower one of them, or raise max_length"),
 )
 # fmt: on
+
+
+def _name_compute_key(plan: Plan) -> str:
+    """The key that sets the dtype of matrix products, with weights unchanged."""
+    return "model.fsdp_policy_mp" if plan.trainer.multi_process else "model.autocast"
 
 
 def _is_divided(plan: Plan) -> bool:

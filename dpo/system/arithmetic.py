@@ -27,6 +27,7 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch on CUDA
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # we read no tensor before it is written
     if compiles:
         from torch._dynamo import config
 

@@ -20,13 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.data.examples import list_examples
 from dpo.data.preflight import TrainingData
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError, RunError, one_sentence
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter, trained_parameters
 from dpo.models.answers import Sampling, choosing
-from dpo.models.generation import generating_with_sdpa
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
 from dpo.models.loading import find_policy_structure
-from dpo.models.pretrained import DTYPES, checkpoint_activations
+from dpo.models.pretrained import DTYPES, checkpoint_activations, choose_attention
 from dpo.models.reward_model import find_reward_structure
 from dpo.parallel.sharding import find_blocks
 from dpo.settings.plan import Plan
@@ -59,7 +58,7 @@ ALLOCATED_IN_TRAINING = ("gradients", "optimizer", "activations", "logits", "kv_
 # memory lost to fragmentation, as a share of the memory above; measured on SmolLM2 in one process on a CPU
 KEPT_SHARE = 0.2
 REDUCED_ITEMSIZE = torch.float32.itemsize  # of a gradient while it is summed over processes (`sharding.distribute`)
-UPDATES_ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
+UPDATES_ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters, or shards, at once on a GPU
 MIN_SAVED_SHARE = 0.03  # of the memory other than that of Python and libraries, for a setting to be suggested
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
 
@@ -87,6 +86,8 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
+    if policy.config._attn_implementation not in ("eager", "sdpa"):  # kernels that fake tensors cannot run
+        policy.set_attn_implementation(choose_attention(policy.config, "sdpa"))  # takes about as much, with its masks
     train_microbatches, eval_batches = _find_batches(plan, data, layout)
     # the second backward pass runs while gradients are held; further ones need no more memory
     n_backwards = min(plan.data.gradient_accumulation_steps, 2)
@@ -195,8 +196,7 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
         held["gathered"] = n_gathered * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
         n_reduced = max(_count_elements(p for p in unit if p.requires_grad) for unit in (root, *blocks))
         held["reduced"] = n_reduced * REDUCED_ITEMSIZE // dims.tensor_size
-    # an optimizer of shards updates one parameter at a time, without large temporaries
-    if plan.gpus and dims.world_size == 1 and plan.training.optimizer not in UPDATES_ONE_BY_ONE:
+    if plan.gpus and plan.training.optimizer not in UPDATES_ONE_BY_ONE:
         held["update"] = int(trained_bytes * temporary_ratio)
     return held
 
@@ -334,10 +334,10 @@ def _predict_sampling(
     (`sharding.gathered_weights`).
     """
     device, n_new_tokens = policy.device, sampling.max_new_tokens
+    policy.eval()
     with (
         fake,
         torch.no_grad(),
-        generating_with_sdpa(policy.eval()),
         torch.autocast(device.type, dtype=DTYPES.get(autocast), enabled=autocast is not None),
     ):
         choose = choosing(sampling, range(n_rows), n_prompt=n_prompt_tokens)
@@ -410,7 +410,9 @@ SUGGESTIONS = (  # settings that may save memory: the key, and the value to try 
     ("gradient_accumulation_steps", lambda plan: 2 * plan.data.gradient_accumulation_steps),
     ("activation_checkpointing", lambda plan: True),
     ("model.attn_implementation", lambda plan: "sdpa"),
-    ("model.autocast", lambda plan: "bfloat16"),
+    # with several processes autocast would keep a second copy of all weights
+    ("model.autocast", lambda plan: None if plan.trainer.multi_process else "bfloat16"),
+    ("model.fsdp_policy_mp", lambda plan: "bfloat16" if plan.trainer.multi_process else None),
     ("cache_reference_logps", lambda plan: "all"),
     ("max_length", lambda plan: plan.data.max_length // 2),
     (
@@ -493,12 +495,19 @@ def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors that local variables hold
         torch.cuda.empty_cache()
-        needed, available = predict(plan, data).total(), _find_device_memory(plan)
         original_message = " ".join(str(error).split())[:200]
-        raise RunError(
-            f"out of memory: a process needs about {needed / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
-            f"try {_join(suggest(plan, data))} ({original_message})"
-        ) from error
+        raise RunError(f"out of memory: {_advise(plan, data)} ({original_message})") from error
+
+
+def _advise(plan: Plan, data: TrainingData) -> str:
+    try:
+        needed, available = predict(plan, data).total(), _find_device_memory(plan)
+        return (
+            f"a process needs about {needed / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
+            f"try {_join(suggest(plan, data))}"
+        )
+    except Exception as error:  # a model that cannot be predicted has run out of memory all the same
+        return f"what a process needs could not be predicted ({one_sentence(error)})"
 
 
 def _join(suggestions: list[str]) -> str:

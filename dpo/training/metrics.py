@@ -98,9 +98,11 @@ def reduce_metrics(
 def peak_memory_gb() -> float:
     """Peak memory of this process in GB (1e9 bytes).
 
-    Memory allocated on the GPUs if there are any, else resident memory.
+    Memory allocated on its GPUs if there are any, else resident memory. A process of several has one GPU.
     """
     if torch.cuda.is_available():
-        return sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())) / 1e9
+        has_one = torch.distributed.is_initialized()
+        gpus = [torch.cuda.current_device()] if has_one else range(torch.cuda.device_count())
+        return sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -11,11 +11,13 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.gpu import HostReads
 from support.models import COMMON, FAMILIES, GROUPED, build, list_examples
 
 from dpo.data.examples import Example
 from dpo.losses import preference_loss
-from dpo.models.layouts import Longest, Padded, SharedPrefix, choose_layout
+from dpo.models.layouts import Longest, Padded, SharedPrefix, choose_layout, layout_by_rules
+from dpo.models.pretrained import choose_attention
 
 LONG = 32  # max_length of the batches here
 WINDOWED = {**GROUPED, "sliding_window": 6}  # shorter than the prompts and responses of a batch
@@ -96,6 +98,38 @@ def nothing_in_float32(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim=None, dtype=None: softmax(x, dim=dim))
     monkeypatch.setattr(torch.Tensor, "to", keep)
     monkeypatch.setattr(torch.Tensor, "float", lambda x: keep(x, torch.float32))
+
+
+@pytest.mark.parametrize("name", ["padded", "shared_prefix"])
+def test_the_host_waits_at_most_once_in_a_forward(name, pairs):
+    layout, _ = layout_by_rules(name, build("llama", attention="sdpa"), max_length=LONG)
+    for attention in ("sdpa", "eager"):
+        model = build("llama", attention=attention)
+        [microbatch] = layout.split(pairs, 1)
+        with HostReads() as reads:
+            layout.forward(model, microbatch.inputs)
+        assert reads.number <= (name == "padded")
+
+
+@pytest.mark.parametrize("family", [*SHARED, *FLOAT32_ONLY])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_without_a_mask_padded_rows_have_the_same_log_probabilities(family, attention, pairs):
+    config = {**SHARED, **FLOAT32_ONLY}[family]()
+    model = build(lambda: config, attention=choose_attention(config, attention)).eval()
+    layout, reason = layout_by_rules("padded", model, max_length=LONG)
+    assert (layout.masked, reason) == (False, None)
+    [microbatch] = layout.split(pairs, 1)
+    without, masked = (each.forward(model, microbatch.inputs).logps for each in (layout, Padded()))
+    torch.testing.assert_close(without, masked, rtol=1e-5, atol=1e-5)
+
+
+def test_models_of_unknown_kinds_get_a_mask_of_the_padding_and_flash_attention_none():
+    assert layout_by_rules("padded", build(PADDED["bloom"][0]), max_length=LONG)[0].masked
+    model = build("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    for name in ("padded", "shared_prefix"):
+        layout, _ = layout_by_rules(name, model, max_length=LONG)
+        assert not layout.masked
 
 
 def losses_and_gradients(model, layout, batch, loss, parts):

@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -277,6 +278,43 @@ def test_random_weights_give_way_to_an_archive_too(tmp_path):
     name = save_with_an_archive("llama", tmp_path)
     ours = pretrained.load_model(name, dtype=torch.float32, archive=name, random_init=True, seed=3)
     assert torch.equal(ours.lm_head.weight, torch.load(tmp_path / "policy.pt")["state"]["lm_head.weight"])
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_random_weights_are_placed_as_those_of_files_are(archive, tmp_path, monkeypatch):
+    name = save_with_an_archive("llama", tmp_path)
+    placed, from_pretrained = [], transformers.LlamaForCausalLM.from_pretrained
+
+    def place(*arguments: Any, device_map: Any, **options: Any) -> Any:
+        placed.append(device_map)
+        return from_pretrained(*arguments, **options)  # there is no GPU
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", place)
+    source = {"archive": name} if archive else {}
+    pretrained.load_model(name, dtype=torch.float32, random_init=True, device_map="balanced", **source)
+    assert placed == ["balanced"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_are_what_the_class_draws_from_the_seed(family, tmp_path):
+    build(family, on_meta=True).config.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0.9}')  # not taken: it came with the trained weights
+    attention = "eager" if family in ("gpt-j", "gemma2") else "sdpa"
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(3)
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        drawn = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)
+        ours = pretrained.load_model(
+            str(tmp_path), dtype=dtype, attn_implementation=attention, random_init=True, seed=3
+        )
+        kept = tensors_of if dtype == torch.float32 else lambda model: dict(model.named_parameters())
+        weights, others = kept(ours), kept(drawn)  # rotary frequencies stay in float32
+        assert weights.keys() == others.keys()
+        for key, tensor in weights.items():
+            assert tensor.dtype == others[key].dtype
+            assert torch.equal(tensor, others[key]), key
+        assert ours.generation_config.top_p != 0.9
+        assert ours.config._attn_implementation == attention
 
 
 def test_a_max_length_beyond_what_the_model_was_made_for_gets_a_warning():

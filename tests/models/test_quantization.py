@@ -151,6 +151,14 @@ def test_the_digest_tells_bases_apart() -> None:
 
 
 @pytest.mark.slow
+def test_the_rest_of_a_model_follows_its_4_bit_layers_to_their_device():
+    model = build("llama")
+    weights = dict(model.named_parameters())
+    assert quantize(model, device="meta") is model  # in place of a GPU
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert not any(tensor.is_meta for tensor in weights.values())  # the whole weights stayed where they were
+
+
 def test_a_compiled_layer_computes_the_same() -> None:
     layer, inputs = in_4_bits(layer_of(64, 32)), torch.randn(3, 64, requires_grad=True)
     torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(inputs), layer(inputs))

@@ -138,3 +138,13 @@ def test_a_state_that_a_checkpoint_would_not_give_back_is_refused_when_it_is_sav
 
 def test_peak_memory_is_in_units_of_1e9_bytes():
     assert 0.1 < peak_memory_gb() < 500  # a process that has imported torch
+
+
+@pytest.mark.parametrize(("shared", "gb"), [(False, 8), (True, 2)])
+def test_a_process_of_several_asks_its_own_gpu_alone(shared, gb, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: 2e9)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: shared)
+    assert peak_memory_gb() == gb

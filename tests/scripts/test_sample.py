@@ -8,10 +8,12 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +24,12 @@ from support.warm import ROOT, Python
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import preference_loss
+from dpo.models import side_by_side
 from dpo.models.adapters import adapter_weights, add_adapter, make_adapter_config, policy_part
 from dpo.models.answers import Sampling, answer, log_probabilities
 from dpo.models.export import export
 from dpo.models.layouts import Padded
+from dpo.models.origin import find_origin
 from dpo.models.pretrained import load_model
 from dpo.models.side_by_side import Choices, Panel, Side, load_panel
 from scripts.sample import converse, main
@@ -64,6 +68,33 @@ def answered(run_dir: Path, out: Path, *more: str) -> list[dict]:
     arguments = [str(run_dir), "--file", str(file), "--out", str(out), "--max_new_tokens", "12", *more]
     assert main(arguments) == 0
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_it_runs_with_a_runs_settings_of_torch(run_dir, tmp_path, monkeypatch):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    answered(run_dir, tmp_path / "a.jsonl")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(os, "environ", environment := {"HOME": "/"})
+    monkeypatch.setattr("sys.argv", ["sample", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "scripts" / "sample.py"), run_name="__main__")
+    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize(("lora", "gpus", "placed"), [("none", 2, "balanced"), ("qlora", 2, None), ("qlora", 0, None)])
+def test_a_gpu_never_holds_the_whole_weights_of_a_4_bit_base(lora, gpus, placed, run_dir, monkeypatch):
+    origin, found = find_origin(run_dir), {}
+    origin = origin._replace(plan=origin.plan.change("lora", lora))
+
+    def note(name: str, model: Any, **options: Any) -> Any:
+        found[name] = options.get("device_map", options.get("device"))
+        return model
+
+    monkeypatch.setattr(side_by_side, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(side_by_side, "load_base", lambda *arguments, **options: note("loaded", load(), **options))
+    monkeypatch.setattr(side_by_side, "quantize", lambda model, **options: note("quantized", model, **options))
+    side_by_side._load("policy", origin, None, {})
+    assert found == {"loaded": placed} | ({"quantized": "cuda" if gpus else None} if lora == "qlora" else {})
 
 
 def test_greedy_answers_are_those_of_generate(run_dir, tokenizer, tmp_path):

@@ -13,10 +13,10 @@ from support.runs import ROOT, read_metrics, train
 
 from dpo.settings.files import help_text
 from dpo.settings.plan import ParallelDims, resolve
-from dpo.settings.validation import find_config_problems
+from dpo.settings.validation import find_config_problems, find_warnings
 
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiment").glob("*.yaml"))
-PAPER_SETTINGS = {"batch_size": 64, "gradient_accumulation_steps": 2, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
+PAPER_SETTINGS = {"batch_size": 64, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -24,7 +24,8 @@ def test_an_experiment_is_complete(name, tmp_path):
     config = compose(f"experiment={name} model.archive={tmp_path}")  # the run of SFT
     processes = 8 if name.endswith("8gpu") else 4
     dims = ParallelDims.of(processes if config.trainer == "FSDPTrainer" else 1)
-    assert find_config_problems(config, replace(resolve(config), dims=dims)) == []
+    plan = replace(resolve(config), dims=dims, gpus=dims.world_size)
+    assert (find_config_problems(config, plan), find_warnings(config, plan)) == ([], [])
     assert config.exp_name == name
 
 
@@ -43,6 +44,7 @@ def test_the_papers_runs_have_the_settings_of_the_published_command(data, loss):
     values = OmegaConf.to_container(compose(f"experiment={data}_pythia28_{loss}"))
     published = PAPER_SETTINGS | {"lr": 5e-7, "optimizer": "RMSprop", "warmup_steps": 150, "max_length": 512}
     assert {key: values[key] for key in published} == published
+    assert values["gradient_accumulation_steps"] == 1  # theirs has 2: the same gradients, communicated twice
     assert values["datasets"] == [data]
     assert values["loss"]["name"] == loss
     assert values["loss"].get("beta") == (0.1 if loss == "dpo" else None)

@@ -14,6 +14,7 @@ from dpo.settings.validation import CHECKS, find_config_problems, find_warnings
 
 DPO = "loss=dpo loss.beta=0.1"
 FSDP = "trainer=FSDPTrainer batch_size=8"
+COMPUTED = "model.fsdp_policy_mp=bfloat16"
 CUT = "trainer=TensorParallelTrainer batch_size=8"
 PACKAGE = "trainer=TensorParallelTrainer tensor_parallel.backend=tensor_parallel"
 DRAWN = f"{DPO} online=online online.scorer=shorter"
@@ -205,6 +206,10 @@ REFUSED = [
     (f"{LORA} lora.reference=none", "lora.reference=none is not one of adapter, base, model"),
     (f"{LORA} {DPO} lora.reference=adapter", "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST"),
     (f"lora=qlora lr=1e-4 {CUT} world_size=2", "lora=qlora does not work with trainer=TensorParallelTrainer, which ca"),
+    (
+        "GPUS=2 model.attn_implementation=flex_attention",
+        "model.attn_implementation=flex_attention with trainer=BasicTr",
+    ),
     ("GPUS=2 lora=qlora lr=1e-4", "lora=qlora with trainer=BasicTrainer takes one GPU, and this machine has 2: choose"),
     # --- online pairs
     (f"{DPO} online=online", "online.scorer is not set: give online.scorer=reward_model, function, key"),
@@ -258,6 +263,17 @@ DISCOURAGED = [
     (f"{LORA} lr=5e-7", "lr=5e-07 is a learning rate for training all weights; for an adapter, try about ten times as"),
 ]
 
+SLOW = [
+    (
+        "GPUS=8 model.autocast=bfloat16",
+        "trainer=BasicTrainer spreads the layers over 8 GPUs, which work one after the ",
+    ),
+    ("GPUS=1 seed=1", "matrices are multiplied in float32 (TF32): model.autocast=bfloat16 is faster"),
+    (f"GPUS=2 {FSDP}", "matrices are multiplied in float32 (TF32): model.fsdp_policy_mp=bfloat16 is faster"),
+    (f"GPUS=1 model.autocast=bfloat16 {DPO}", "model.reference_dtype=float16 is cast to bfloat16 in every forward"),
+    (f"GPUS=2 {FSDP} model.autocast=bfloat16", "model.autocast=bfloat16 with trainer=FSDPTrainer gathers float32 wei"),
+]
+
 ACCEPTED = [
     "",
     "loss=ipo loss.beta=1",
@@ -285,9 +301,15 @@ ACCEPTED = [
     f"{CUT} world_size=4 tensor_parallel_size=2 fsdp_shard_size=1",
     f"{CUT} world_size=8 tensor_parallel_size=2 gradient_accumulation_steps=2",
     f"{PACKAGE} tensor_parallel_size=2 sample_during_eval=false",
-    f"RANK=0 WORLD_SIZE=4 GPUS=2 {FSDP} world_size=4",  # two machines of two GPUs
-    f"GPUS=2 lora=qlora lr=1e-4 {FSDP}",
-    "GPUS=1 lora=qlora lr=1e-4",
+    f"RANK=0 WORLD_SIZE=4 GPUS=2 {FSDP} {COMPUTED} world_size=4",  # two machines of two GPUs
+    f"GPUS=2 lora=qlora lr=1e-4 {FSDP} {COMPUTED}",
+    "GPUS=1 lora=qlora lr=1e-4 model.autocast=bfloat16",
+    f"GPUS=2 {FSDP} model.fsdp_policy_mp=float32",  # as was asked for
+    "GPUS=1 model.attn_implementation=flex_attention model.policy_dtype=bfloat16 lr=1e-5",
+    f"GPUS=1 model.autocast=bfloat16 {DPO} model.reference_dtype=null",
+    f"GPUS=1 {FSDP} model.autocast=bfloat16 world_size=1",  # nothing is gathered
+    f"{FSDP} model.autocast=bfloat16 {COMPUTED} world_size=2",
+    "model.autocast=bfloat16",
     f"{LORA} lr=1e-5 model.policy_dtype=bfloat16",
     "model.policy_dtype=bfloat16 lr=1e-5",
     "model.policy_dtype=bfloat16 lr=5e-7 optimizer=SGD",
@@ -330,8 +352,8 @@ def test_a_key_without_effect_gets_a_warning_that_begins_with_it(command, senten
     assert f"has no effect: {sentence}" in warning
 
 
-@pytest.mark.parametrize(("command", "sentence"), DISCOURAGED)
-def test_a_rate_that_trains_little_gets_a_warning(command, sentence, typed):
+@pytest.mark.parametrize(("command", "sentence"), [*DISCOURAGED, *SLOW])
+def test_a_rate_that_trains_little_and_a_slow_setting_get_a_warning(command, sentence, typed):
     [warning] = find_config_warnings(typed(command))
     assert warning.startswith(sentence)
 

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.runs import GOLDEN, ROOT, make_environment
 
@@ -45,6 +46,22 @@ def limit(seconds: float) -> pytest.MarkDecorator:
 def pick(full: Choice, quick: Choice, small: Choice) -> Choice:
     """The value for this run's size; `small` is for a CPU."""
     return (quick if QUICK else full) if GPU else small
+
+
+class HostReads(TorchDispatchMode):
+    """Count operations for which the host waits on a GPU."""
+
+    waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.index.Tensor:  # with booleans it looks for those that are true
+            self.number += any(index is not None and index.dtype == torch.bool for index in args[1])
+        self.number += function in self.waits
+        return function(*args, **(kwargs or {}))
 
 
 # --- models and data -------------------------------------------------------------------------------------------------

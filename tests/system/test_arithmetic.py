@@ -20,7 +20,6 @@ from dpo.models.pretrained import choose_attention, load_model
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import set_allocators
 from dpo.system.launching import init_distributed
-from trainers import FSDPTrainer
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
@@ -30,6 +29,7 @@ def restored():
     """Settings of the process as they were."""
     allowed, deterministic = torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled()
     yield
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.use_deterministic_algorithms(deterministic)
 
@@ -185,6 +185,11 @@ def test_no_attention_kernel_that_plans_for_every_shape_and_memory_that_grows_in
         assert environment.get("PYTORCH_ALLOC_CONF") == setting
 
 
+def test_a_deterministic_run_does_not_fill_tensors_before_they_are_written():
+    set_up_torch(deterministic=True, compiles=False)
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
 def test_rows_are_aligned_on_a_gpu_alone(monkeypatch):
     model, lengths = build("llama"), {}
     for device in ("cpu", "cuda"):
@@ -207,11 +212,6 @@ def test_a_model_without_sdpa_gets_eager_attention_by_default(family, attention)
 
 def test_what_is_slower_than_it_could_be_is_noted(make_trainer):  # noqa: F811
     trainer = make_trainer(*DPO)
+    assert trainer.notes() == []
     trainer.policy.config._attn_implementation = "eager"
     assert trainer.notes() == ["LlamaForCausalLM does not support sdpa; using eager attention"]
-    trainer.policy.config._attn_implementation, trainer.__class__ = "sdpa", FSDPTrainer
-    trainer.mesh.device, trainer.mesh.data_size = torch.device("cuda"), 2
-    [note] = trainer.notes()
-    assert "model.fsdp_policy_mp=bfloat16 would halve the 0.00113 GB" in note
-    trainer.plan = trainer.plan.change("model.fsdp_policy_mp", "float32")  # as was asked for
-    assert trainer.notes() == []

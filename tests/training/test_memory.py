@@ -7,7 +7,9 @@ import re
 import shutil
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from support.models import REWARD_MODELS, save_reward_model
 from support.runs import GOLDEN, small_run, train
 from support.varlen import run_varlen_on_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from dpo.errors import InputError
+from dpo.errors import InputError, RunError
 from dpo.models.answers import Sampling, answer
 from dpo.models.layouts import Padded
 from dpo.models.loading import model_loaders
@@ -27,7 +31,7 @@ from dpo.models.pretrained import load_model
 from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 from dpo.training import memory
-from dpo.training.memory import LongestAnswers, predict, predict_phases, suggest
+from dpo.training.memory import LongestAnswers, explaining_out_of_memory, predict, predict_phases, suggest
 from dpo.training.memory_tracker import MemoryTracker
 from preference_datasets import load_data
 from trainers import BasicTrainer
@@ -154,6 +158,50 @@ def test_temporaries_of_an_update_on_a_gpu_are_those_of_all_parameters_unless_it
     assert (predict(plan, load_data(plan, silent=True))["update"] > 0) is at_once
 
 
+def test_processes_share_the_temporaries_of_an_update_on_gpus(compose):
+    plans = [replace(resolve(compose(*FSDP), world_size=n), gpus=n) for n in (1, 2)]
+    alone, shared = (predict(plan, load_data(plan, silent=True))["update"] for plan in plans)
+    assert shared == pytest.approx(alone / 2, rel=1e-3)
+    assert shared > 0
+
+
+def test_torch_updates_all_shards_at_once_where_it_does_so_with_whole_tensors(monkeypatch, fake_group):
+    optimizer = import_module("torch.optim.optimizer")
+    monkeypatch.setattr(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    shard = DTensor.from_local(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    for parameter in (torch.nn.Parameter(torch.zeros(8)), torch.nn.Parameter(shard)):
+        _, at_once = optimizer._default_to_fused_or_foreach([parameter], differentiable=False)
+        assert at_once
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, ("model.autocast=bfloat16",)),
+        (1, ("model.policy_dtype=bfloat16", *ONLINE)),
+        (1, ("trainer=TensorParallelTrainer", "tensor_parallel.backend=tensor_parallel", "tensor_parallel_size=2")),
+        (2, (*FSDP, "model.fsdp_policy_mp=float16")),
+        (2, ("trainer=TensorParallelTrainer", *FSDP[1:])),
+    ],
+)
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_kernels_that_fake_tensors_cannot_run_are_predicted_as_sdpa(
+    attention, world_size, settings, compose, monkeypatch
+):
+    find_structure = memory.find_policy_structure
+
+    def as_on_a_gpu(*arguments: Any) -> Any:
+        policy = find_structure(*arguments)
+        policy.config._attn_implementation = attention  # which its package refuses to do on a CPU
+        return policy
+
+    # FlashAttention takes no masks of trees
+    layout = {"flex_attention": "shared_prefix", "flash_attention_2": "padded"}[attention]
+    sdpa = phases_of(compose("model.attn_implementation=sdpa", f"layout={layout}", *settings), world_size)[0]
+    monkeypatch.setattr(memory, "find_policy_structure", as_on_a_gpu)
+    assert phases_of(compose(*settings), world_size)[0] == sdpa
+
+
 def test_a_reference_that_scores_all_pairs_first_counts_while_it_does(compose):
     small = ("optimizer=SGD", "model.policy_dtype=bfloat16", "eval_batch_size=8", "n_eval_examples=8")
     needs = {}
@@ -265,6 +313,16 @@ def test_every_process_holds_a_4_bit_base_and_shares_the_rest(compose):
     assert 0.51 < packed / (PARAMETERS - others) < 0.7  # codes of 1 KB weigh in layers as small as these
     assert shared["policy"] == pytest.approx(packed + floats / 2, rel=1e-3)
     assert shared["gradients"] == pytest.approx(4 * ADAPTER / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(("settings", "offered"), [((), "model.autocast"), (FSDP, "model.fsdp_policy_mp")])
+def test_products_in_bfloat16_are_offered_by_the_key_that_keeps_no_second_copy(settings, offered, compose, monkeypatch):
+    rows = [row for row in memory.SUGGESTIONS if row[0] in ("model.autocast", "model.fsdp_policy_mp")]
+    monkeypatch.setattr(memory, "SUGGESTIONS", rows)
+    monkeypatch.setattr(memory, "MIN_SAVED_SHARE", -10)  # small as this model is, copies of weights outweigh the rest
+    plan = resolve(compose(*settings), world_size=2 if settings else 1)
+    [suggestion] = suggest(plan, load_data(plan, silent=True))
+    assert suggestion.startswith(f"{offered}=bfloat16 (then ")
 
 
 # --- online -----------------------------------------------------------------------------------------------------------
@@ -431,6 +489,20 @@ def test_running_out_of_memory_is_one_sentence_with_what_would_help(command, tmp
     assert re.search(r"out of memory: a process needs about [\d.]+ GB, and its device has [\d.]+ GB; try \w", said)
     assert "can't allocate memory: you tried to allocate 40000000000000 bytes" in said
     assert (tmp_path / "run" / "step-8" / "manifest.json").exists()
+
+
+def test_memory_that_ran_out_is_named_even_if_the_prediction_fails(compose, monkeypatch):
+    def refuse(*arguments: Any) -> Any:
+        raise NotImplementedError("no rule for\nfake tensors")
+
+    plan = resolve(compose())
+    monkeypatch.setattr(memory, "predict", refuse)
+    with (
+        pytest.raises(RunError, match=r"out of memory: .*no rule for fake tensors.*\(40 bytes\)") as raised,
+        explaining_out_of_memory(plan, load_data(plan, silent=True)),
+    ):
+        raise torch.OutOfMemoryError("40 bytes")
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
 def test_a_dry_run_refuses_parts_of_a_model_as_the_run_would(run, tmp_path):
