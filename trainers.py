@@ -45,6 +45,7 @@ from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
+from dpo.training.memory import notes_on_free_memory
 from dpo.training.metrics import REFERENCE, peak_memory_gb
 from dpo.training.objective import BatchContext, Columns, make_objective
 from dpo.training.online import OnlineBatches
@@ -205,6 +206,9 @@ class Trainer:
                 batch = self.batches.make_batch(item, update=self.state.batch_counter)
                 update = self.train_step(batch)
                 self.callbacks.emit("update", update)
+                if update.number == done + 1:
+                    for note in notes_on_free_memory(self.plan):
+                        self.progress.line(note)
                 self.checkpoints.check()  # a checkpoint that cannot be written ends the run now, not at the next save
                 self.stop.raise_if_agreed()
             self.evaluate_and_save_if_due(last=True)

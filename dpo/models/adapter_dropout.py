@@ -9,14 +9,39 @@ activations, or for a resumed run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from dpo.errors import InputError
 from dpo.models.layouts import PaddedRows
 from dpo.models.packing import NONE, Packed
+
+
+class Pattern(NamedTuple):
+    """The features that a layer drops, by token."""
+
+    a: torch.Tensor  # int32, (..., 1)
+    b: torch.Tensor  # int32, (features,)
+    least: int  # product of a and b for which a feature is kept
+
+    def drop(self, x: torch.Tensor, *, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """`x` without what is dropped, and plus `onto`; not scaled."""
+        return (_fused_drop() if x.is_cuda else _drop)(x, *self, onto)
+
+
+def _drop(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, least: int, onto: torch.Tensor | None) -> torch.Tensor:
+    kept = x.where(a * b >= least, 0)
+    return kept if onto is None else kept.add_(onto)
+
+
+@cache
+def _fused_drop() -> Callable:
+    """`_drop` as one kernel: its numbers are the same."""
+    return torch.compile(_drop, dynamic=True)
 
 
 class Dropout(torch.nn.Module):
@@ -31,9 +56,10 @@ class Dropout(torch.nn.Module):
         self.tokens: torch.Tensor | None = None  # (R, L) int32: a
         self.features: torch.Tensor | None = None  # int32, for at least all features of the layer: b
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def find_pattern(self, x: torch.Tensor) -> Pattern | None:
+        """The features of `x` to drop, or None if dropout is off."""
         if self.tokens is None or self.features is None:
-            return x
+            return None
         if x.shape[:-1] not in (self.tokens.shape, (self.tokens.numel(),)):
             raise InputError(
                 f"lora.dropout={self.p} needs adapted layers that are given each token once: one is given "
@@ -42,8 +68,7 @@ class Dropout(torch.nn.Module):
             )
         a = self.tokens.to(x.device).view(*x.shape[:-1], 1)
         b = self.features.to(x.device)[self.first_feature : self.first_feature + x.shape[-1]]
-        kept = a * b >= int(self.p * 2**32) - 2**31
-        return x.where(kept, 0) / (1 - self.p)
+        return Pattern(a, b, int(self.p * 2**32) - 2**31)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

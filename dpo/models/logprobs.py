@@ -154,7 +154,10 @@ def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[to
     return zip(*(tensor.split(n_rows) for tensor in (logits, *others)), strict=True)
 
 
-LOGITS_AT_ONCE = 2**25  # logits per chunk, 134 MB in float32
+LOGITS_AT_ONCE = {  # logits per chunk, by the device's type
+    "cpu": 2**25,  # 134 MB in float32
+    "cuda": 2**27,  # every chunk reads the head's weight, and writes a gradient of its size
+}
 
 IN_CACHE = 2**20  # logits that fit a CPU's cache
 
@@ -171,7 +174,8 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with
         logps = _PickedLogSoftmax.apply(logits, targets.to(logits.device))
         return (logps, _log_sum_squares(logits)) if with_squares else (logps,)
 
-    n_chunks = max(1, math.ceil(len(targets) * model.config.get_text_config().vocab_size / LOGITS_AT_ONCE))
+    n_logits = len(targets) * model.config.get_text_config().vocab_size
+    n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE.get(hidden.device.type, 2**25)))
     chunks = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
     *earlier, last = chunks
     # the last chunk's logits are needed first in the backward pass, so recomputing them would save no memory

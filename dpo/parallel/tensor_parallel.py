@@ -1,55 +1,109 @@
 """Tensor parallelism: every process of a group computes with slices of layers.
 
 A plan maps module names to styles, which say how to shard them; it comes from the model itself or from `PLANS`.
-Parameters become DTensors, so that gradients, clipping, optimizer and checkpoints account for the slices. Inside a
-module's forward they are plain local tensors, so that a layer costs no more than its one collective (Shoeybi et al.
+Parameters become DTensors, so that gradients, clipping, optimizer and checkpoints account for the slices. Forward and
+backward passes use their local tensors alone, so that a layer costs no more than its one collective (Shoeybi et al.
 2019, arXiv 1909.08053).
 """
 
 from __future__ import annotations
 
 import re
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from dpo.errors import InputError
 
-WHOLE, SUMMED, LAST = Replicate(), Partial(), Shard(-1)
+COLLECTIVES = torch.ops._c10d_functional
 
-# conversions of activations: (placement before, placement after, placement of the gradient after)
-COPIED = (WHOLE, WHOLE, SUMMED)  # a whole input, from which processes compute different features
-SLICED = (WHOLE, LAST, LAST)
-ADDED = (SUMMED, WHOLE, WHOLE)
-JOINED = (LAST, WHOLE, WHOLE)
-OWN_HEADS = (LAST, WHOLE, SUMMED)  # for GPT-2, where one matrix gives queries, keys and values side by side
+
+def _add(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the tensors of all processes."""
+    return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x.contiguous(), "sum", mesh.get_group().group_name))
+
+
+def _own_part(mesh: DeviceMesh, size: int) -> slice:
+    """This process's part of a dim, as torch.chunk splits it."""
+    length, rank = -(-size // mesh.size()), mesh.get_local_rank()
+    return slice(length * rank, length * (rank + 1))
+
+
+# conversions of a local tensor; the whole one has `width` features
+
+
+class _Copy(torch.autograd.Function):
+    """A whole input, from which processes compute different features (Megatron's f)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _add(grad, ctx.mesh), None, None
+
+
+class _Add(torch.autograd.Function):
+    """The sum over processes, whose gradient is whole on each (Megatron's g)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+        return _add(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
+
+
+class _Join(torch.autograd.Function):
+    """The features of all processes side by side, whose gradient is whole on each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+        ctx.own = _own_part(mesh, width)
+        length = ctx.own.stop - ctx.own.start
+        x = torch.nn.functional.pad(x, (0, length - x.shape[-1])).contiguous()  # the last slices may be narrower
+        parts = COLLECTIVES.all_gather_into_tensor(x, mesh.size(), mesh.get_group().group_name)
+        parts = enumerate(COLLECTIVES.wait_tensor(parts).chunk(mesh.size()))
+        return torch.cat([part[..., : max(0, width - i * length)] for i, part in parts], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad[..., ctx.own], None, None
+
+
+COPIED, ADDED, JOINED = _Copy.apply, _Add.apply, _Join.apply
+
+
+def SLICED(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    return COPIED(x, mesh, width)[..., _own_part(mesh, x.shape[-1])]
+
+
+def OWN_HEADS(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    """(..., 3 * heads * head size) to (..., 3 * own heads * head size).
+
+    For GPT-2, where one matrix gives queries, keys and values side by side.
+    """
+    whole = COPIED(JOINED(x, mesh, width), mesh, width)
+    return whole.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
 
 
 class Style(NamedTuple):
     """The sharding of one module over the group. Activations are (..., features)."""
 
     cut: str | None  # the sharded dim: "out" features, "in" features, the "rows" of an embedding, or None
-    enter: tuple | None = None  # the conversion of the input of the local forward
-    leave: tuple | None = None  # the conversion of its output
+    enter: Callable | None = None  # the conversion of the input of the local forward
+    leave: Callable | None = None  # the conversion of its output
     grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
     divided: str | None = None  # an attribute that holds a size, to be divided by the group's size
-
-
-def _convert(x: torch.Tensor, mesh: DeviceMesh, conversion: tuple, *, width: int = 0) -> Any:
-    """Convert a local tensor; the whole one has `width` features."""
-    shape = (*x.shape[:-1], width) if width else None  # given, as slices may differ in width by one chunk
-    stride = torch.empty(shape, device="meta").stride() if shape else None
-    before, after, grad = (Shard(x.ndim - 1) if placement == LAST else placement for placement in conversion)
-    whole = DTensor.from_local(x, mesh, [before], run_check=False, shape=shape, stride=stride)
-    y = whole.redistribute(placements=[after]).to_local(grad_placements=[grad])
-    if conversion is OWN_HEADS:  # (..., 3 * heads * head size) to (..., 3 * own heads * head size)
-        return y.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
-    return y
 
 
 class _SharedInput:
@@ -66,7 +120,7 @@ class _SharedInput:
 
     def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if self._given is not x:
-            self._given, self._converted, self._n_waiting = x, _convert(x, mesh, COPIED), self.takers
+            self._given, self._converted, self._n_waiting = x, COPIED(x, mesh, 0), self.takers
         converted, self._n_waiting = self._converted, self._n_waiting - 1
         if self._n_waiting == 0:
             self._given = self._converted = None  # frees both tensors
@@ -206,7 +260,7 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
         if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
             _compute_with_slices(module, style, mesh, width, shared)
         if style.cut == "in" and (n := getattr(module, "n_features", 0)):  # only the dropout of A's input has it
-            module.first_feature = mesh.get_local_rank() * -(-n // mesh.size())  # as torch.chunk splits
+            module.first_feature = _own_part(mesh, n).start
         if style.divided is not None:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
 
@@ -220,13 +274,17 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, width: int
 
     def local_forward(*args: Any, **kwargs: Any) -> Any:
         if style.enter:
-            x = shared.convert(args[0], mesh) if shared else _convert(args[0], mesh, style.enter)
+            x = shared.convert(args[0], mesh) if shared else style.enter(args[0], mesh, width)
             args = (x, *args[1:])
-        with _local_parameters(module, style, rank):
+        whole = dict(module._parameters)
+        try:
+            for name, parameter in whole.items():
+                if parameter is not None:
+                    module._parameters[name] = _local(parameter, name, style, rank)
             y = forward(*args, **kwargs)
-        if style.leave is None:
-            return y
-        return _convert(y, mesh, style.leave, width=width if style.leave[0] == LAST else 0)
+        finally:
+            module._parameters.update(whole)
+        return style.leave(y, mesh, width) if style.leave else y
 
     module.forward = local_forward
 
@@ -244,7 +302,7 @@ def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
 
 def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
     """This process's slice, copied so that the whole can be freed."""
-    placement = WHOLE if dim is None else Shard(dim)
+    placement = Replicate() if dim is None else Shard(dim)
     whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
     local = whole.to_local()
     if dim is not None:
@@ -255,28 +313,36 @@ def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> 
     return torch.nn.Parameter(sliced, requires_grad=parameter.requires_grad)
 
 
-@contextmanager
-def _local_parameters(module: torch.nn.Module, style: Style, rank: int) -> Iterator[None]:
-    """Inside, the parameters are local tensors; gradients flow to the DTensors."""
-    held = dict(module._parameters)
-    for name, parameter in held.items():
-        if parameter is None:
-            continue
-        partial = style.grad_is_partial or (name == "bias" and style.cut == "in")
-        local = parameter.to_local(grad_placements=[SUMMED] if partial else None)
-        if name == "bias" and style.cut == "in":
-            local = local * (rank == 0)  # outputs are summed over ranks: only one may add the bias
-        module._parameters[name] = local
-    try:
-        yield
-    finally:
-        module._parameters.update(held)
+def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
+    """The local tensor of a parameter, in the graph in its place.
+
+    It shares the parameter's memory and is made once. A gradient becomes the parameter's.
+    """
+    if not hasattr(parameter, "local"):
+        local = parameter.detach().to_local().detach()  # a leaf of its own
+        if name == "bias" and style.cut == "in" and rank > 0:
+            local = torch.zeros_like(local)  # outputs are added up: only one process may add the bias
+        parameter.local = local.requires_grad_(parameter.requires_grad)
+        if parameter.requires_grad:
+            placements = [Partial()] if style.grad_is_partial else parameter.placements
+            local.register_post_accumulate_grad_hook(partial(_pass_on, weakref.ref(parameter), placements))
+    return parameter.local
+
+
+def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: torch.Tensor) -> None:
+    """Move a local tensor's gradient to its parameter."""
+    parameter, grad, local.grad = owner(), local.grad, None
+    if parameter.grad is not None:
+        parameter.grad.to_local().add_(grad)
+        return
+    mesh, shape = parameter.device_mesh, parameter.shape
+    parameter.grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
 
 def _look_up_own_rows(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
     """Embeddings of the tokens whose rows this process holds, else zeros."""
     lookup, rows = module.forward, module.weight.to_local().shape[0]
-    first = mesh.get_local_rank() * -(-module.weight.shape[0] // mesh.size())  # as torch.chunk splits
+    first = _own_part(mesh, module.weight.shape[0]).start
     padding = module.padding_idx
     module.padding_idx = padding - first if padding is not None and 0 <= padding - first < rows else None
 

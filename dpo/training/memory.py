@@ -60,6 +60,7 @@ KEPT = 0.2
 REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
 ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
 WORTH_A_TRY = 0.03  # least share of the memory, without that of Python and libraries, that a suggestion must save
+FULL = 0.85  # share of a GPU's memory that a suggestion may fill
 LOOKED_AT = 50  # global batches that are searched for the largest microbatch: laying out a whole run takes long
 
 
@@ -447,6 +448,31 @@ def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
             f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
             f"try {_join(suggest(plan, data))} ({original})"
         ) from error
+
+
+def notes_on_free_memory(plan: Plan) -> list[str]:
+    """A message after an update whose microbatches could have been larger, on a GPU."""
+    if not torch.cuda.is_available():
+        return []
+    gpus = range(torch.cuda.device_count())
+    held, peak = (sum(map(measure, gpus)) for measure in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
+    total = _device_memory(plan)
+    steps = find_fewest_steps(plan.data.gradient_accumulation_steps, held=held, peak=peak, total=total)
+    if steps == plan.data.gradient_accumulation_steps:
+        return []
+    return [
+        f"{peak / 1e9:.3g} of {total / 1e9:.3g} GB of GPU memory were used; gradient_accumulation_steps={steps} "
+        f"should fit too, and larger microbatches keep a GPU busier"
+    ]
+
+
+def find_fewest_steps(steps: int, *, held: int, peak: int, total: int) -> int:
+    """The fewest accumulation steps that should fit, a divisor of `steps`.
+
+    Memory beyond what is `held` between updates is taken to grow as microbatches do.
+    """
+    fitting = [n for n in range(1, steps) if steps % n == 0 and held + (peak - held) * steps / n <= FULL * total]
+    return min(fitting, default=steps)
 
 
 def _join(suggestions: list[str]) -> str:
