@@ -30,7 +30,7 @@ from dpo.models.scoring import ScorerFailed
 from dpo.numbers import clock_time
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
-from dpo.parallel.state import full_tensor
+from dpo.parallel.state import clip_gradient, step
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.anomalies import NonFinite
 from dpo.reporting.events import Callbacks, Evaluation, RunContext, Update
@@ -242,7 +242,7 @@ class Trainer:
         means["grad_norm"] = reduced.scalars["grad_norm"]
         update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
         if self.callbacks.allow(update) and any(batch.weights):  # if all are ties, momentum would still move weights
-            self.optimizer.step()
+            step(self.optimizer)
             self.scheduler.step()
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
@@ -274,8 +274,7 @@ class Trainer:
 
     def clip_gradient(self) -> torch.Tensor:
         """Clip the gradient by its global norm; return the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.plan.training.max_grad_norm)
-        return full_tensor(norm)
+        return clip_gradient(self.policy.parameters(), self.plan.training.max_grad_norm)
 
     # --- before, between and after updates ---------------------------------------------------------------------------
 

@@ -1,11 +1,13 @@
-"""Whole states of sharded models and optimizers: gathered, and sharded again."""
+"""States of sharded models and optimizers: gathered, sharded again, and updated shard by shard."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
@@ -60,6 +62,70 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
         return {key: visit(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
     return visit(state)
+
+
+# Clipping and stepping on DTensors give the same numbers, and plan an operation on every tensor: about 100 calls of
+# Python functions each
+
+
+@torch.no_grad()
+def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Clip a gradient by its global norm; return the norm before clipping."""
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    shards = defaultdict(list)  # by the groups of processes that hold the others
+    for parameter in parameters:
+        if parameter.grad.placements != parameter.placements:  # still to be summed: tensor parallelism alone
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        mesh = parameter.device_mesh
+        axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+        shards[tuple(mesh.get_group(axis) for axis in axes)].append(parameter.grad.to_local())
+    total = torch.zeros((), device=parameters[0].device)
+    for groups, local in shards.items():
+        squares = torch.nn.utils.get_total_norm(local).square()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total += squares
+    norm = total.sqrt()
+    for local in shards.values():
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+@torch.no_grad()
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """Step on this process's shards; parameters and states stay DTensors."""
+    groups, states = optimizer.param_groups, optimizer.state
+    shards = {parameter: local_tensor(parameter) for group in groups for parameter in group["params"]}
+    if all(parameter is shard for parameter, shard in shards.items()):
+        optimizer.step()
+        return
+    for parameter, shard in shards.items():
+        shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+    local = {shards[p]: {key: local_tensor(value) for key, value in state.items()} for p, state in states.items()}
+    whole_groups = [group["params"] for group in groups]
+    optimizer.state = defaultdict(dict, local)
+    for group in groups:
+        group["params"] = [shards[parameter] for parameter in group["params"]]
+    optimizer.step()
+    local, optimizer.state = optimizer.state, states
+    for group, parameters in zip(groups, whole_groups, strict=True):
+        group["params"] = parameters
+    for parameter, shard in shards.items():
+        shard.grad = None
+        for key, value in local[shard].items():
+            if local_tensor(states[parameter].get(key)) is not value:  # new, or replaced
+                states[parameter][key] = _sharded_alike(value, parameter) if _has_shape(value, shard) else value
+
+
+def _has_shape(value: Any, shard: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.shape == shard.shape
+
+
+def _sharded_alike(shard: torch.Tensor, parameter: DTensor) -> DTensor:
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False, **layout)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:
