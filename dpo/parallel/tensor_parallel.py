@@ -1,7 +1,7 @@
 """Tensor parallelism: every process of a group computes with slices of layers.
 
-A plan maps module names to styles, which say how to shard them; it comes from the model itself or from `PLANS`.
-Parameters become DTensors, so that gradients, clipping, optimizer and checkpoints account for the slices. Forward and
+A plan maps the names of modules to styles, which say how to shard a module. It comes from the model itself or from
+`PLANS`. Parameters become DTensors, so that clipping, optimizer and checkpoints account for the slices. Forward and
 backward passes use their local tensors alone, so that a layer costs no more than its one collective (Shoeybi et al.
 2019, arXiv 1909.08053).
 """
@@ -23,23 +23,11 @@ from dpo.errors import InputError
 
 COLLECTIVES = torch.ops._c10d_functional
 
-
-def _add(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the tensors of all processes."""
-    return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x.contiguous(), "sum", mesh.get_group().group_name))
-
-
-def _own_part(mesh: DeviceMesh, size: int) -> slice:
-    """This process's part of a dim, as torch.chunk splits it."""
-    length, rank = -(-size // mesh.size()), mesh.get_local_rank()
-    return slice(length * rank, length * (rank + 1))
-
-
-# conversions of a local tensor; the whole one has `width` features
+# conversions of a local tensor, (..., features) before and after; the whole tensor has `width` features
 
 
 class _Copy(torch.autograd.Function):
-    """A whole input, from which processes compute different features (Megatron's f)."""
+    """Megatron's f: processes compute different features, so gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
@@ -48,15 +36,15 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _add(grad, ctx.mesh), None, None
+        return _sum(grad, ctx.mesh), None, None
 
 
 class _Add(torch.autograd.Function):
-    """The sum over processes, whose gradient is whole on each (Megatron's g)."""
+    """Megatron's g: the sum over processes, each of which has its whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-        return _add(x, mesh)
+        return _sum(x, mesh)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -64,16 +52,16 @@ class _Add(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The features of all processes side by side, whose gradient is whole on each."""
+    """The slices of all processes, each of which has the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-        ctx.own = _own_part(mesh, width)
-        length = ctx.own.stop - ctx.own.start
-        x = torch.nn.functional.pad(x, (0, length - x.shape[-1])).contiguous()  # the last slices may be narrower
-        parts = COLLECTIVES.all_gather_into_tensor(x, mesh.size(), mesh.get_group().group_name)
-        parts = enumerate(COLLECTIVES.wait_tensor(parts).chunk(mesh.size()))
-        return torch.cat([part[..., : max(0, width - i * length)] for i, part in parts], dim=-1)
+        ctx.own = _own_slice(width, mesh)
+        longest = ctx.own.stop - ctx.own.start
+        x = torch.nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
+        gathered = COLLECTIVES.all_gather_into_tensor(x, mesh.size(), mesh.get_group().group_name)
+        slices = enumerate(COLLECTIVES.wait_tensor(gathered).chunk(mesh.size()))
+        return torch.cat([part[..., : max(0, width - i * longest)] for i, part in slices], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -84,7 +72,7 @@ COPIED, ADDED, JOINED = _Copy.apply, _Add.apply, _Join.apply
 
 
 def SLICED(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    return COPIED(x, mesh, width)[..., _own_part(mesh, x.shape[-1])]
+    return COPIED(x, mesh, width)[..., _own_slice(x.shape[-1], mesh)]
 
 
 def OWN_HEADS(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
@@ -96,34 +84,50 @@ def OWN_HEADS(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
     return whole.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
 
 
+def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x.contiguous(), "sum", mesh.get_group().group_name))
+
+
+def _own_slice(size: int, mesh: DeviceMesh) -> slice:
+    """This process's slice of a dim of `size`; the last slices may end beyond it."""
+    length = -(-size // mesh.size())  # DTensor cuts as torch.chunk does, into rounded-up sizes
+    return slice(mesh.get_local_rank() * length, (mesh.get_local_rank() + 1) * length)
+
+
 class Style(NamedTuple):
-    """The sharding of one module over the group. Activations are (..., features)."""
+    """How one module is sharded over the group.
+
+    Activations are (..., features).
+    """
 
     cut: str | None  # the sharded dim: "out" features, "in" features, the "rows" of an embedding, or None
-    enter: Callable | None = None  # the conversion of the input of the local forward
-    leave: Callable | None = None  # the conversion of its output
+    enter: Callable | None = None  # the conversion of the module's input, before its local forward
+    leave: Callable | None = None  # the conversion of the output, after the local forward
     grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
-    divided: str | None = None  # an attribute that holds a size, to be divided by the group's size
+    divided: str | None = None  # an attribute of the module that holds a size, to be divided by the group's size
 
 
 class _SharedInput:
-    """An input that queries, keys and values share and convert once.
+    """An input that queries, keys and values share, converted once for all.
 
-    Their gradients are summed before the one collective.
+    In the backward pass their gradients are summed before the collective, so there is one collective.
     """
 
     def __init__(self) -> None:
-        self.takers = 0  # modules that share the input
-        self._given: Any = None
+        self.n_modules = 0  # modules that share the input
+        self._original: Any = None
         self._converted: Any = None
-        self._n_waiting = 0  # takers that have not received the converted input yet
+        self._n_waiting = 0  # modules that have not received the converted input yet
 
     def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        if self._given is not x:
-            self._given, self._converted, self._n_waiting = x, COPIED(x, mesh, 0), self.takers
-        converted, self._n_waiting = self._converted, self._n_waiting - 1
+        """Convert `x` for the first module; return the same to others."""
+        if self._original is not x:
+            self._original, self._converted = x, COPIED(x, mesh, 0)
+            self._n_waiting = self.n_modules
+        converted = self._converted
+        self._n_waiting -= 1
         if self._n_waiting == 0:
-            self._given = self._converted = None  # frees both tensors
+            self._original = self._converted = None  # free both tensors
         return converted
 
 
@@ -140,13 +144,14 @@ STYLES = {
     "gptj_attention": Style(None, divided="num_attention_heads"),
 }
 
-# the styles of an adapter's A and B, by the cut of the matrix that they adapt
-BESIDE: dict[str | None, tuple[Style, Style]] = {
+# the styles of an adapter's A and B, by the `cut` of the matrix that they adapt
+ADAPTER_STYLES: dict[str | None, tuple[Style, Style]] = {
     "out": (STYLES["replicated_with_grad_allreduce"], Style("out")),
     "in": (Style("in"), STYLES["replicated_with_grad_allreduce"]),
 }
 
-# for families without a plan in transformers; style names are those of transformers, fused_qkv and two attentions
+# For model types without a plan in transformers, by pattern of module names. The names of styles are those of
+# transformers, and fused_qkv, gpt2_attention and gptj_attention.
 PLANS = {
     "gpt2": {
         "transformer.h.*.attn": "gpt2_attention",
@@ -168,14 +173,14 @@ PLANS = {
 
 
 def check_tensor_parallel(config: Any, size: int) -> None:
-    """Raises InputError if `size` processes cannot share the heads evenly."""
+    """Raise InputError if `size` processes cannot share the heads evenly."""
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % size:
-            fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        n_heads = getattr(config, name, None)
+        if isinstance(n_heads, int) and n_heads % size:
+            divisors = ", ".join(str(n) for n in range(1, n_heads + 1) if n_heads % n == 0)
             raise InputError(
-                f"tensor_parallel_size={size} does not divide the model's {name}={heads}; "
-                f"sizes that do: {fitting}; or use trainer=FSDPTrainer, which shards any model"
+                f"tensor_parallel_size={size} does not divide the model's {name}={n_heads}; "
+                f"sizes that do: {divisors}; or use trainer=FSDPTrainer, which shards any model"
             )
 
 
@@ -184,56 +189,66 @@ def find_plan(model: Any) -> dict[str, Style]:
 
     Raises InputError for an unsupported model.
     """
-    kind = model.config.model_type
-    named = PLANS.get(kind) or dict(getattr(model, "_tp_plan", None) or {})
-    if not named:
+    # names of styles by pattern of module names
+    style_names = PLANS.get(model.config.model_type) or dict(getattr(model, "_tp_plan", None) or {})
+    if not style_names:
         raise InputError(f"{type(model).__name__} has no tensor-parallel plan; use trainer=FSDPTrainer")
-    by_module = {module: name for name, module in model.named_modules()}
-    embedding, head = by_module[model.get_input_embeddings()], by_module[model.get_output_embeddings()]
-    named = {embedding: "embedding_rowwise", **named}  # unless the plan names another
-    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:  # one matrix, sharded one way
-        named |= {embedding: "embedding_rowwise", head: "colwise_gather_output"}
-    unknown = sorted(set(named.values()) - STYLES.keys())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    name_of = {module: name for name, module in model.named_modules()}
+    embedding_name, head_name = name_of[embedding], name_of[head]
+    style_names = {embedding_name: "embedding_rowwise", **style_names}  # the plan may name another style
+    if head.weight is embedding.weight:  # one matrix, which must be sharded in one way
+        style_names |= {embedding_name: "embedding_rowwise", head_name: "colwise_gather_output"}
+    unknown = sorted(set(style_names.values()) - STYLES.keys())
     if unknown:
         raise InputError(
             f"the tensor-parallel plan of {type(model).__name__} uses {', '.join(unknown)}, "
             f"which is not supported here; use trainer=FSDPTrainer"
         )
-    patterns = [(re.compile(re.escape(n).replace(r"\*", r"\d+")), STYLES[style]) for n, style in named.items()]
-    plan = {name: style for name in by_module.values() for p, style in patterns if p.fullmatch(name)}
-    _check_cover(model, plan, ignore={embedding, head})
+    plan: dict[str, Style] = {}
+    for pattern, style_name in style_names.items():
+        regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        plan |= {name: STYLES[style_name] for name in name_of.values() if regex.fullmatch(name)}
+    _check_cover(model, plan, ignore={embedding_name, head_name})
     return plan | _plan_adapters(model, plan)
 
 
 def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The styles of PEFT's LoRA layers and of their parts.
+    """The styles of PEFT's LoRA layers and of the modules inside them.
 
-    A layer computes W x + B A x. As the sum is linear, the style of W converts input and output once, around the sum.
+    A layer computes W x + B A x. The style of W in `plan` converts input and output of the whole layer: as the sum is
+    linear, one conversion after it does for both terms.
     """
     styles = {}
     for name, module in model.named_modules():
-        if hasattr(module, "base_layer"):
-            style = plan.get(name, STYLES["replicate"])
-            w_style = style._replace(enter=None, leave=None)
-            a_style, b_style = BESIDE.get(style.cut, (w_style, w_style))
-            styles |= {name: Style(None, style.enter, style.leave), f"{name}.base_layer": w_style}
-            for adapter in module.lora_A:
-                styles |= {f"{name}.lora_A.{adapter}": a_style, f"{name}.lora_B.{adapter}": b_style}
-                styles[f"{name}.lora_dropout.{adapter}"] = a_style  # of A's input
+        if not hasattr(module, "base_layer"):
+            continue
+        style = plan.get(name, STYLES["replicate"])
+        w_style = style._replace(enter=None, leave=None)
+        a_style, b_style = ADAPTER_STYLES.get(style.cut, (w_style, w_style))
+        styles[name] = Style(None, style.enter, style.leave)
+        styles[f"{name}.base_layer"] = w_style
+        for adapter in module.lora_A:
+            styles[f"{name}.lora_A.{adapter}"] = a_style
+            styles[f"{name}.lora_B.{adapter}"] = b_style
+            styles[f"{name}.lora_dropout.{adapter}"] = a_style  # its output is the input of A
     return styles
 
 
 def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> None:
-    """Raises InputError if a parameter that may see slices has no style.
+    """Raise InputError if a parameter that may see slices has no style.
 
-    Such a parameter would train on wrong gradients.
+    Such a parameter would train on wrong gradients. A module may see slices if it is the parent or a sibling of a
+    module with sliced outputs. `ignore` names modules whose slices no other module sees.
     """
-    slicing = (STYLES["colwise"], STYLES["fused_qkv"])
-    beside = {name.rpartition(".")[0] for name, style in plan.items() if style in slicing and name not in ignore}
+    slicing_styles = (STYLES["colwise"], STYLES["fused_qkv"])
+    slicing_modules = {name for name, style in plan.items() if style in slicing_styles} - ignore
+    parents = {name.rpartition(".")[0] for name in slicing_modules}
     for name, module in model.named_modules():
         name = name.removesuffix(".base_layer")  # the plan names an adapted layer as it was before
-        has_own = next(module.parameters(recurse=False), None) is not None
-        if has_own and name not in plan and (name in beside or name.rpartition(".")[0] in beside):
+        has_parameters = next(module.parameters(recurse=False), None) is not None
+        may_see_slices = name in parents or name.rpartition(".")[0] in parents
+        if has_parameters and may_see_slices and name not in plan:
             raise InputError(
                 f"the tensor-parallel plan of {type(model).__name__} does not say how to shard {name}; "
                 f"use trainer=FSDPTrainer"
@@ -243,70 +258,77 @@ def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> Non
 def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
     """Shard the modules' own parameters, and make forwards compute with slices.
 
-    `modules` maps full names to modules with whole parameters; tied ones must be in the same call to stay tied.
+    `modules` maps full names to modules with whole parameters. Modules that share a tied parameter must be in the same
+    call, or they do not share it afterwards.
     """
     slices: dict[Any, torch.nn.Parameter] = {}  # by whole parameter; keeps these alive, so that no id is reused
-    inputs: dict[str, _SharedInput] = defaultdict(_SharedInput)  # by the parent of the modules that share one
+    shared_inputs: dict[str, _SharedInput] = defaultdict(_SharedInput)  # by the parent of the modules that share it
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
-        shared = inputs[name.rpartition(".")[0]] if style.enter is COPIED else None
-        if shared:
-            shared.takers += 1
-        width = getattr(module, "out_features", 0) or getattr(module, "nf", 0)
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in slices:
                 slices[parameter] = _slice(parameter, _cut_dim(module, key, style), mesh)
             module.register_parameter(key, slices[parameter])
-        if style.enter or style.leave or next(module.parameters(recurse=False), None) is not None:
-            _compute_with_slices(module, style, mesh, width, shared)
-        if style.cut == "in" and (n := getattr(module, "n_features", 0)):  # only the dropout of A's input has it
-            module.first_feature = _own_part(mesh, n).start
+        shared_input = None
+        if style.enter is COPIED:
+            parent = name.rpartition(".")[0]
+            shared_input = shared_inputs[parent]
+            shared_input.n_modules += 1
+        has_parameters = next(module.parameters(recurse=False), None) is not None
+        if style.enter or style.leave or has_parameters:
+            _compute_with_slices(module, style, mesh, shared_input)
+        n_features = getattr(module, "n_features", 0)  # only `adapter_dropout.Dropout` has it
+        if style.cut == "in" and n_features:
+            module.first_feature = _own_slice(n_features, mesh).start
         if style.divided is not None:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
 
 
-def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, width: int, shared: _SharedInput | None) -> None:
+def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, shared_input: _SharedInput | None) -> None:
+    """Replace a module's forward by one that computes with local parameters."""
     forward, rank = module.forward, mesh.get_local_rank()
+    width = getattr(module, "out_features", 0) or getattr(module, "nf", 0)  # nf: transformers' Conv1D
     if style.cut == "out" and hasattr(module, "nf"):
-        module.nf = module.weight.to_local().shape[1]  # the output width of transformers' Conv1D
+        module.nf = module.weight.to_local().shape[1]
     if style.cut == "rows":
-        forward = _look_up_own_rows(module, mesh)
+        forward = _make_sliced_lookup(module, mesh)
 
     def local_forward(*args: Any, **kwargs: Any) -> Any:
         if style.enter:
-            x = shared.convert(args[0], mesh) if shared else style.enter(args[0], mesh, width)
+            x = shared_input.convert(args[0], mesh) if shared_input else style.enter(args[0], mesh, width)
             args = (x, *args[1:])
-        whole = dict(module._parameters)
+        dtensors = dict(module._parameters)
         try:
-            for name, parameter in whole.items():
+            for name, parameter in dtensors.items():
                 if parameter is not None:
                     module._parameters[name] = _local(parameter, name, style, rank)
             y = forward(*args, **kwargs)
         finally:
-            module._parameters.update(whole)
+            module._parameters.update(dtensors)
         return style.leave(y, mesh, width) if style.leave else y
 
     module.forward = local_forward
 
 
 def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
-    """The dim along which a parameter is sharded, or None.
-
-    Linear weights are (out, in), those of transformers' Conv1D (in, out).
-    """
-    if style.cut is None or (name == "bias" and style.cut == "in"):
+    """The dim along which a module's parameter `name` is sharded, or None."""
+    if style.cut is None:
         return None
-    transposed = hasattr(module, "nf")
-    return int(name != "bias" and (style.cut == "in") != transposed)
+    if name == "bias":
+        return None if style.cut == "in" else 0
+    if style.cut == "rows":
+        return 0
+    is_transposed = hasattr(module, "nf")  # weights of Linear are (out, in), those of transformers' Conv1D (in, out)
+    in_dim = 0 if is_transposed else 1
+    return in_dim if style.cut == "in" else 1 - in_dim
 
 
 def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
-    """This process's slice, copied so that the whole can be freed."""
+    """This process's slice along `dim`, or a replica if None."""
     placement = Replicate() if dim is None else Shard(dim)
-    whole = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-    local = whole.to_local()
+    local = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None).to_local()
     if dim is not None:
-        local = local.clone(memory_format=torch.contiguous_format)
+        local = local.clone(memory_format=torch.contiguous_format)  # a copy, so that the whole can be freed
     sliced = DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
@@ -314,14 +336,15 @@ def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> 
 
 
 def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
-    """The local tensor of a parameter, in the graph in its place.
+    """The local tensor of a module's DTensor parameter, made once, in its memory.
 
-    It shares the parameter's memory and is made once. A gradient becomes the parameter's.
+    It stands for the parameter in the graph, and passes its gradient on.
     """
     if not hasattr(parameter, "local"):
-        local = parameter.detach().to_local().detach()  # a leaf of its own
+        local = parameter.detach().to_local().detach()
         if name == "bias" and style.cut == "in" and rank > 0:
-            local = torch.zeros_like(local)  # outputs are added up: only one process may add the bias
+            # where the input is cut, outputs are summed over ranks, and only one rank may add the bias
+            local = torch.zeros_like(local)
         parameter.local = local.requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             placements = [Partial()] if style.grad_is_partial else parameter.placements
@@ -330,7 +353,7 @@ def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
 
 
 def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: torch.Tensor) -> None:
-    """Move a local tensor's gradient to its parameter."""
+    """Move the gradient of a local tensor to the parameter it is of."""
     parameter, grad, local.grad = owner(), local.grad, None
     if parameter.grad is not None:
         parameter.grad.to_local().add_(grad)
@@ -339,15 +362,19 @@ def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: torch.T
     parameter.grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
 
-def _look_up_own_rows(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
-    """Embeddings of the tokens whose rows this process holds, else zeros."""
-    lookup, rows = module.forward, module.weight.to_local().shape[0]
-    first = _own_part(mesh, module.weight.shape[0]).start
-    padding = module.padding_idx
-    module.padding_idx = padding - first if padding is not None and 0 <= padding - first < rows else None
+def _make_sliced_lookup(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
+    """A forward that embeds the tokens of this process's rows.
 
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        own = (ids >= first) & (ids < first + rows)
-        return lookup((ids - first).where(own, 0)) * own.unsqueeze(-1)  # (..., features)
+    The embeddings of other tokens are 0; the sum over processes has all.
+    """
+    lookup, n_rows = module.forward, module.weight.to_local().shape[0]
+    first_row = _own_slice(module.weight.shape[0], mesh).start
+    if module.padding_idx is not None:
+        local_padding_idx = module.padding_idx - first_row
+        module.padding_idx = local_padding_idx if 0 <= local_padding_idx < n_rows else None
+
+    def forward(token_ids: torch.Tensor) -> torch.Tensor:
+        is_here = (token_ids >= first_row) & (token_ids < first_row + n_rows)
+        return lookup((token_ids - first_row).where(is_here, 0)) * is_here.unsqueeze(-1)  # (..., features)
 
     return forward

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.data.collation import find_examples
