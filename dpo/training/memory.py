@@ -1,8 +1,8 @@
 """Prediction of a run's memory, and of the settings that reduce it.
 
-Models without weights run a forward and a backward pass on the largest microbatch, a step of sampling, and the scoring
-of answers, on fake tensors; a tracker records the memory in use. Memory that is held throughout is computed from the
-policy's parameters.
+Fake tensors, which have shapes but no data, run a forward and a backward pass on the largest microbatch, a step of
+sampling, and the scoring of answers, while a tracker records the memory in use. Memory that is held throughout training
+(weights, gradients, optimizer) is computed from the policy's parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dpo.training.optimization import OPTIMIZERS
 
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
 
-PURPOSES = (
+PURPOSES = (  # in the order in which they are printed
     "policy",
     "gradients",
     "optimizer",
@@ -54,20 +54,21 @@ PURPOSES = (
     "kept",  # freed but kept by the allocator, on a CPU
     "process",  # Python, libraries and data, in host memory
 )
-TEMPORARY = ("gradients", "optimizer", "activations", "logits", "kv_cache")  # allocated while training
-# share of TEMPORARY lost to fragmentation in a single process on a CPU, which keeps freed memory; measured on SmolLM2
-KEPT = 0.2
-REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
-ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
-WORTH_A_TRY = 0.03  # least share of the memory, without that of Python and libraries, that a suggestion must save
-FULL = 0.85  # share of a GPU's memory that a suggestion may fill
-LOOKED_AT = 50  # global batches that are searched for the largest microbatch: laying out a whole run takes long
+# purposes whose memory is allocated while training, and so fragments the heap of a process on a CPU
+ALLOCATED_IN_TRAINING = ("gradients", "optimizer", "activations", "logits", "kv_cache")
+# memory lost to fragmentation, as a share of the memory above; measured on SmolLM2 in one process on a CPU
+KEPT_SHARE = 0.2
+REDUCED_ITEMSIZE = torch.float32.itemsize  # of a gradient while it is summed over processes (`sharding.distribute`)
+UPDATES_ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
+MIN_SAVED_SHARE = 0.03  # of the memory other than that of Python and libraries, for a setting to be suggested
+MAX_FILLED_SHARE = 0.85  # of a GPU's memory, by larger microbatches that are suggested
+N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
 
 
 def predict(plan: Plan, data: TrainingData) -> Bytes:
     """Predict the peak memory of a process.
 
-    Too high under tensor parallelism, where it counts the activations of whole layers.
+    The prediction is too high under tensor parallelism, as it counts the activations of whole layers.
     """
     return max(predict_phases(plan, data).values(), key=Bytes.total)
 
@@ -76,18 +77,20 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     """Predict a process's peak memory in each phase of a run."""
     policy = find_policy_structure(plan, plan.model.policy_dtype)
     held = _count_held(plan, policy)
-    reward = find_reward_structure(plan) if plan.online and plan.online.scorer == "reward_model" else None
+    uses_reward_model = plan.online is not None and plan.online.scorer == "reward_model"
+    reward = find_reward_structure(plan) if uses_reward_model else None
     if reward:
         held["scorer"] = _count_bytes((*reward.model.parameters(), *reward.model.buffers()))
-    gathered = DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None
+    gathered_dtype = DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None
     fake, device = FakeTensorMode(), "cuda" if torch.cuda.is_available() else "cpu"
     with fake:
-        policy = on_device(policy, device, gathered)
+        policy = on_device(policy, device, gathered_dtype)
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     train_microbatches, eval_batches = _find_batches(plan, data, layout)
-    n_backwards = min(plan.data.gradient_accumulation_steps, 2)  # the second runs while the first's gradients are held
+    # the second backward pass runs while gradients are held; further ones need no more memory
+    n_backwards = min(plan.data.gradient_accumulation_steps, 2)
     update_peak = _find_microbatch_peak(plan, policy, fake, layout, train_microbatches, n_backwards=n_backwards)
     eval_microbatches = (microbatch for batch in eval_batches for microbatch in batch.microbatches)
     eval_peak = _find_microbatch_peak(plan, policy, fake, layout, eval_microbatches, n_backwards=0)
@@ -101,35 +104,56 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
         held, between_updates = _without(held, "reference"), _without(between_updates, "reference")
     phases["training"] = held + max(update_peak, eval_peak, key=Bytes.total)
     if plan.evaluation.sample_during_eval:
-        # at least 2 tokens, as `_while_sampling` feeds the last two one by one
-        n_prompt = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
-        n_new = plan.data.max_length - n_prompt
-        rows = -(-max(len(batch.examples) for batch in eval_batches) // plan.dims.data_size)
-        sampling = Sampling(min(n_new, plan.evaluation.n_eval_tokens or n_new))
-        phases["samples"] = _while_sampling(
-            plan, policy, fake, between_updates, sampling, rows=rows, n_prompt=n_prompt, autocast=None
-        )
+        phases["samples"] = _predict_samples(plan, policy, fake, between_updates, eval_batches)
     if plan.online:
-        online, rounds, prompts = plan.online, Rounds.of(plan), some_prompts(data)
-        sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p)
-        n_prompt = max(len(encode_prompt(prompt, data, plan).prompt) for prompt in prompts)
-        autocast = plan.model.autocast
-        phases["sampling"] = _while_sampling(
-            plan, policy, fake, between_updates, sampling, rows=rounds.rows, n_prompt=n_prompt, autocast=autocast
-        )
-        if reward:  # a reward model reads whole prompts, which the policy's limits do not truncate
-            longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
-            length = min(longest, reward.limit or longest)
-            peak = _find_scoring_peak(reward.model, fake, device, rows=rounds.scored, length=length)
-            phases["scoring"] = between_updates + peak
+        phases |= _predict_online(plan, data, policy, reward, fake, between_updates)
     if not plan.gpus and plan.dims.world_size == 1:
-        for need in phases.values():
-            need["kept"] = int(KEPT * sum(need[purpose] for purpose in TEMPORARY))
+        for phase in phases.values():
+            phase["kept"] = int(KEPT_SHARE * sum(phase[purpose] for purpose in ALLOCATED_IN_TRAINING))
     return phases
 
 
-def _without(need: Bytes, *purposes: str) -> Bytes:
-    return Counter({purpose: size for purpose, size in need.items() if purpose not in purposes})
+def _predict_samples(
+    plan: Plan, policy: Any, fake: FakeTensorMode, held: Bytes, eval_batches: Sequence[Batch]
+) -> Bytes:
+    """Peak memory of a process while an evaluation draws samples."""
+    # at least 2 tokens, as `_predict_sampling` feeds the last two one by one
+    n_prompt_tokens = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
+    n_left = plan.data.max_length - n_prompt_tokens
+    sampling = Sampling(min(n_left, plan.evaluation.n_eval_tokens or n_left))
+    n_rows = math.ceil(max(len(batch.examples) for batch in eval_batches) / plan.dims.data_size)
+    return _predict_sampling(
+        plan, policy, fake, held, sampling, n_rows=n_rows, n_prompt_tokens=n_prompt_tokens, autocast=None
+    )
+
+
+def _predict_online(
+    plan: Plan, data: TrainingData, policy: Any, reward: Any, fake: FakeTensorMode, held: Bytes
+) -> dict[str, Bytes]:
+    """Peak memory of a process while it samples and scores answers."""
+    online, sizes, prompts = plan.online, OnlineSizes.of(plan), some_prompts(data)
+    sampling = _predict_sampling(
+        plan,
+        policy,
+        fake,
+        held,
+        Sampling(online.max_new_tokens, online.temperature, online.top_p),
+        n_rows=sizes.rows_per_batch,
+        n_prompt_tokens=max(len(encode_prompt(prompt, data, plan).prompt) for prompt in prompts),
+        autocast=plan.model.autocast,
+    )
+    if reward is None:
+        return {"sampling": sampling}
+    # a reward model reads whole prompts, which the policy's limits do not truncate
+    longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
+    n_tokens = min(longest, reward.limit or longest)
+    device = policy.device.type
+    peak = _find_scoring_peak(reward.model, fake, device, n_rows=sizes.scored_rows, n_tokens=n_tokens)
+    return {"sampling": sampling, "scoring": held + peak}
+
+
+def _without(memory: Bytes, *purposes: str) -> Bytes:
+    return Counter({purpose: n_bytes for purpose, n_bytes in memory.items() if purpose not in purposes})
 
 
 def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -142,46 +166,50 @@ def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _count_held(plan: Plan, policy: Any) -> Bytes:
     """Memory held throughout training, by purpose.
 
-    All of it but the process's own, activations, and the freed memory that the allocator keeps.
+    Includes what FSDP gathers and reduces, and an optimizer's temporaries, which come in every update.
     """
-    dims, buffers = plan.dims, _count_bytes(policy.buffers())  # buffers are not sharded
-    shards = dims.shard_size * dims.tensor_size
-    adapter, second = (list(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
-    trained = _count_bytes(trained_parameters(policy)) // shards
-    states, temporaries = _measure_optimizer(plan.training.optimizer)
+    dims, buffer_bytes = plan.dims, _count_bytes(policy.buffers())  # buffers are not sharded
+    n_shards = dims.shard_size * dims.tensor_size
+    policy_adapter, reference_adapter = (list(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
+    trained_bytes = _count_bytes(trained_parameters(policy)) // n_shards
+    state_ratio, temporary_ratio = _measure_optimizer(plan.training.optimizer)
+    policy_bytes = _count_bytes(policy.parameters()) - _count_bytes(reference_adapter)
     held = Counter(
-        policy=(_count_bytes(policy.parameters()) - _count_bytes(second)) // shards + buffers,
-        gradients=trained,
-        optimizer=int(trained * states),
+        policy=policy_bytes // n_shards + buffer_bytes,
+        gradients=trained_bytes,
+        optimizer=int(trained_bytes * state_ratio),
     )
     if plan.reference == "model":
-        base = (_count(policy.parameters()) - _count(adapter)) * DTYPES[plan.reference_dtype].itemsize
-        own = _count_bytes(adapter) if find_adapter(plan.model.archive) else 0
-        held["reference"] = (base + own) // shards + buffers
+        n_base = _count_elements(policy.parameters()) - _count_elements(policy_adapter)
+        base_bytes = n_base * DTYPES[plan.reference_dtype].itemsize
+        # a reference loaded from an adapter has one of the policy's size
+        adapter_bytes = _count_bytes(policy_adapter) if find_adapter(plan.model.archive) else 0
+        held["reference"] = (base_bytes + adapter_bytes) // n_shards + buffer_bytes
     elif plan.reference == "adapter":
-        held["reference"] = _count_bytes(second) // shards
+        held["reference"] = _count_bytes(reference_adapter) // n_shards
     if dims.shard_size > 1:  # FSDP's units are each block, and the root with embeddings and head
-        blocks = [[*block.parameters()] for block in find_blocks(policy, plan.model.block_name)]
+        blocks = [list(block.parameters()) for block in find_blocks(policy, plan.model.block_name)]
         in_blocks = {parameter for block in blocks for parameter in block}
         root = [parameter for parameter in policy.parameters() if parameter not in in_blocks]
-        at_once = _count(root) + 2 * max(map(_count, blocks))  # the running block, and the next, which is prefetched
-        held["gathered"] = at_once * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
-        largest = max(_count(p for p in unit if p.requires_grad) for unit in (root, *blocks))
-        held["reduced"] = largest * REDUCED // dims.tensor_size
+        # the root, the running block, and the next block, which is prefetched
+        n_gathered = _count_elements(root) + 2 * max(map(_count_elements, blocks))
+        held["gathered"] = n_gathered * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
+        n_reduced = max(_count_elements(p for p in unit if p.requires_grad) for unit in (root, *blocks))
+        held["reduced"] = n_reduced * REDUCED_ITEMSIZE // dims.tensor_size
     # an optimizer of shards updates one parameter at a time, without large temporaries
-    if plan.gpus and dims.world_size == 1 and plan.training.optimizer not in ONE_BY_ONE:
-        held["update"] = int(trained * temporaries)
+    if plan.gpus and dims.world_size == 1 and plan.training.optimizer not in UPDATES_ONE_BY_ONE:
+        held["update"] = int(trained_bytes * temporary_ratio)
     return held
 
 
-def _count(parameters: Iterable[torch.Tensor]) -> int:
+def _count_elements(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
 def _measure_optimizer(name: str) -> tuple[float, float]:
-    """Bytes of state and of temporaries per byte of parameter.
+    """Bytes of an optimizer's state and temporaries, per byte of parameter.
 
-    Measured by updating a small parameter.
+    Measured in an update of a small parameter.
     """
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
@@ -198,42 +226,45 @@ def _measure_optimizer(name: str) -> tuple[float, float]:
 
 def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[Microbatch], list[Batch]]:
     """Microbatches of the first training batches, and the evaluation batches."""
-    limit = min(plan.data.n_examples or 10**9, LOOKED_AT * plan.data.batch_size)
-    shortened, make_batches = plan.change("n_examples", limit), LongestAnswers if plan.online else Batches
-    trained, evaluations = [], []
+    n_examples = N_SEARCHED_BATCHES * plan.data.batch_size
+    if plan.data.n_examples is not None:
+        n_examples = min(n_examples, plan.data.n_examples)
+    shortened_plan = plan.change("n_examples", n_examples)
+    batches_class = LongestAnswers if plan.online else Batches
+    train_microbatches, eval_batches = [], []
     for rank in range(min(plan.dims.data_size, 4)):  # microbatches of further ranks are about as large
-        batches = make_batches(shortened, data, layout, seed=plan.run.seed, rank=rank, size=plan.dims.data_size)
-        trained += [microbatch for batch in batches.train() for microbatch in batch.microbatches]
-        evaluations += batches.test()
-    return trained, evaluations
+        batches = batches_class(shortened_plan, data, layout, seed=plan.run.seed, rank=rank, size=plan.dims.data_size)
+        train_microbatches += [microbatch for batch in batches.train() for microbatch in batch.microbatches]
+        eval_batches += batches.test()
+    return train_microbatches, eval_batches
 
 
 class LongestAnswers(Batches):
     """Batches of an online run with the longest possible sequences.
 
-    All answers have `max_new_tokens`. Where `n_offline` prompts of a batch get a pair from the data instead, these are
-    assumed to be the prompts whose longest pair exceeds two such answers by the most tokens.
+    All answers have `max_new_tokens`. The `n_offline` prompts that get a pair from the data are assumed to be those
+    whose longest pair has the most tokens more than two such answers.
     """
 
     def train(self, *, skip: int = 0) -> Iterator[Batch]:
         return self._iterate_train(self._make_longest_batch, [1] * len(self.data.train), skip=skip)
 
-    def _make_longest_batch(self, places: Sequence[tuple[int, int]]) -> Batch:
-        plan, prompts = self.plan, self.read_prompts(places)
+    def _make_longest_batch(self, example_ids: Sequence[tuple[int, int]]) -> Batch:
+        plan, prompts = self.plan, self.read_prompts(example_ids)
         # one answer of tokens 0, one of tokens 1: the shared-prefix layout would pack two equal answers only once
         answers = tuple((token,) * plan.online.max_new_tokens for token in (0, 1))
         examples = [encode_prompt(prompt, self.data, plan)._replace(responses=answers) for prompt in prompts]
         if plan.n_offline:
-            longest_pairs = [
-                max(self.encode(list_examples(prompt)), key=lambda pair: pair.n_tokens) for prompt in prompts
+            pairs_by_prompt = [self.encode(list_examples(prompt)) for prompt in prompts]
+            longest_pairs = [max(pairs, key=lambda pair: pair.n_tokens) for pairs in pairs_by_prompt]
+            n_more_tokens = [
+                pair.n_tokens - example.n_tokens for pair, example in zip(longest_pairs, examples, strict=True)
             ]
-            extra_tokens = [p.n_tokens - e.n_tokens for p, e in zip(longest_pairs, examples, strict=True)]
-            by_extra_tokens = sorted(range(len(prompts)), key=extra_tokens.__getitem__, reverse=True)
-            for index in by_extra_tokens[: plan.n_offline]:
+            indices = sorted(range(len(prompts)), key=lambda index: n_more_tokens[index], reverse=True)
+            for index in indices[: plan.n_offline]:
                 examples[index] = longest_pairs[index]
         microbatches = self.split(examples, plan.data.gradient_accumulation_steps)
-        # no numbers: nothing is scored here, so the reference's cache is not used
-        return Batch(examples, [1.0] * len(examples), microbatches, numbers=())
+        return Batch(examples, [1.0] * len(examples), microbatches, cache_rows=())
 
 
 def _find_microbatch_peak(
@@ -264,97 +295,103 @@ def _find_microbatch_peak(
     return _without(tracker.peak, "gradients")
 
 
-class Rounds(NamedTuple):
-    """Sizes of the batches in which answers are sampled and scored."""
+class OnlineSizes(NamedTuple):
+    """Sizes of an update's sampling and scoring."""
 
-    answers: int  # per update, on all processes
-    batches: int  # sampled by a process per update, each with one forward pass per token
-    rows: int  # answers in a batch
-    scored: int  # texts that a reward model reads at a time
+    answers: int  # on all processes
+    batches: int  # sampled by a process, each with one forward pass per token
+    rows_per_batch: int  # answers that a process samples at a time
+    scored_rows: int  # texts that a reward model reads at a time
 
     @classmethod
-    def of(cls, plan: Plan) -> Rounds:
+    def of(cls, plan: Plan) -> OnlineSizes:
         n_samples, n_prompts = plan.online.n_samples, plan.data.batch_size - plan.n_offline
-        own_prompts = math.ceil(n_prompts / plan.dims.data_size)
-        at_once = max(1, plan.data.eval_batch_size // plan.dims.data_size)
-        own_answers = math.ceil(n_prompts * n_samples / plan.dims.world_size)
+        prompts_per_process = math.ceil(n_prompts / plan.dims.data_size)
+        prompts_at_a_time = max(1, plan.data.eval_batch_size // plan.dims.data_size)
+        scored_per_process = math.ceil(n_prompts * n_samples / plan.dims.world_size)
         return cls(
             answers=n_prompts * n_samples,
-            batches=math.ceil(own_prompts / at_once),
-            rows=min(own_prompts, at_once) * n_samples,
-            scored=min(at_once, own_answers),
+            batches=math.ceil(prompts_per_process / prompts_at_a_time),
+            rows_per_batch=min(prompts_per_process, prompts_at_a_time) * n_samples,
+            scored_rows=min(prompts_at_a_time, scored_per_process),
         )
 
 
-def _while_sampling(
+def _predict_sampling(
     plan: Plan,
     policy: Any,
     fake: FakeTensorMode,
     held: Bytes,
     sampling: Sampling,
     *,
-    rows: int,
-    n_prompt: int,
+    n_rows: int,
+    n_prompt_tokens: int,
     autocast: str | None,
 ) -> Bytes:
-    """Memory of a process that samples `rows` answers at once.
+    """Peak memory of a process that samples `n_rows` answers at once.
 
-    The prompts have `n_prompt` tokens. The peak comes while the prompts are read, or at the last token. All weights are
-    gathered if they fit (`sharding.gathered_weights`).
+    Each prompt has `n_prompt_tokens`. `held` is the memory in use besides. The peak comes while the prompts are read,
+    or at the last token, when the KV cache is largest. Sharded weights are all gathered if they fit
+    (`sharding.gathered_weights`).
     """
-    device, n_new, peaks = policy.device, sampling.max_new_tokens, []
+    device, n_new_tokens = policy.device, sampling.max_new_tokens
     with (
         fake,
         torch.no_grad(),
         generating_with_sdpa(policy.eval()),
         torch.autocast(device.type, dtype=DTYPES.get(autocast), enabled=autocast is not None),
     ):
-        choose = choosing(sampling, range(rows), n_prompt=n_prompt)
+        choose = choosing(sampling, range(n_rows), n_prompt=n_prompt_tokens)
 
-        def forward(n_tokens: int, n_before: int, cache: Any) -> Any:
-            """Run the policy on `n_tokens`, draw a token, and return the cache.
+        def forward(n_tokens: int, n_cached: int, cache: Any) -> Any:
+            """Run the policy on `n_tokens`; return the new cache.
 
-            The cache has `n_before` tokens. Only the memory that this takes matters: ids are zeros, and the token is
-            dropped.
+            `cache` has keys and values of `n_cached` tokens. A token is drawn too. Only the memory in
+            use matters, so token ids are zeros, and the drawn token is not used.
             """
-            ids = torch.zeros(rows, n_tokens, dtype=torch.long, device=device)
+            token_ids = torch.zeros(n_rows, n_tokens, dtype=torch.long, device=device)
             only_last_logits = {"logits_to_keep": 1} if policy._supports_logits_to_keep() else {}
-            out = policy(input_ids=ids, past_key_values=cache, use_cache=True, **only_last_logits)
-            ids_so_far = torch.zeros(rows, n_before + n_tokens, dtype=torch.long, device=device)
+            out = policy(input_ids=token_ids, past_key_values=cache, use_cache=True, **only_last_logits)
+            ids_so_far = torch.zeros(n_rows, n_cached + n_tokens, dtype=torch.long, device=device)
             choose(ids_so_far, out.logits[:, -1].to(copy=True, dtype=torch.float32)).argmax(-1)
             return out.past_key_values
 
-        for n_before in (0, n_new - 1):
-            cache = None if n_before == 0 else forward(n_prompt + n_before - 2, 0, None)
+        with MemoryTracker.of(policy) as tracker:
+            cache = forward(n_prompt_tokens, 0, None)
+        peaks = [_separate_cache(tracker.peak, cache)]
+        if n_new_tokens > 1:
+            n_cached = n_prompt_tokens + n_new_tokens - 3  # before the last two forwards, of one token each
+            cache = forward(n_cached, 0, None)
             with MemoryTracker.of(policy) as tracker:
-                if n_before == 0:
-                    cache = forward(n_prompt, 0, None)
-                else:  # two tokens: the first replaces the cache by one that is tracked, the second is the last of all
-                    for n_remaining in (2, 1):
-                        cache = forward(1, n_prompt + n_before - n_remaining, cache)
-            layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "keys")]
-            # the tracker cannot tell the cache from other activations
-            kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-            peaks.append(tracker.peak + Counter(kv_cache=kv) - Counter(activations=kv))
-            del cache, layers
+                cache = forward(1, n_cached, cache)  # replaces the cache by one that is tracked
+                cache = forward(1, n_cached + 1, cache)
+            peaks.append(_separate_cache(tracker.peak, cache))
     peak, dims = max(peaks, key=Bytes.total), plan.dims
     peak["kv_cache"] //= dims.tensor_size
     if dims.shard_size > 1:
-        gathered = _count(policy.parameters()) * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
-        if gathered <= (_device_memory(plan) - held.total()) / 2:
-            held = held | Counter(gathered=gathered)
+        n_elements = _count_elements(policy.parameters())
+        gathered_bytes = n_elements * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
+        if gathered_bytes <= (_find_device_memory(plan) - held.total()) / 2:
+            held = held | Counter(gathered=gathered_bytes)
     return held + peak
 
 
-def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, rows: int, length: int) -> Bytes:
-    """Peak of a reward model's forward pass on `rows` texts.
+def _separate_cache(peak: Bytes, cache: Any) -> Bytes:
+    """Separate the KV cache from the activations, among which it was counted."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "keys")]
+    n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    return peak + Counter(kv_cache=n_bytes) - Counter(activations=n_bytes)
 
-    The texts have `length` tokens, and the model has no weights.
+
+def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, n_rows: int, n_tokens: int) -> Bytes:
+    """Peak of a reward model's forward pass on `n_rows` texts.
+
+    Each text has `n_tokens`. The model is on the meta device.
     """
     model.config.get_text_config().pad_token_id = 0  # classifiers refuse several rows without one
     with fake, torch.no_grad():
         model = on_device(model, device, None)
-        ids = torch.ones(rows, length, dtype=torch.long, device=device)
+        ids = torch.ones(n_rows, n_tokens, dtype=torch.long, device=device)
         with MemoryTracker((*model.parameters(), *model.buffers())) as tracker:
             model(input_ids=ids)
     return tracker.peak
@@ -362,7 +399,15 @@ def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, rows: i
 
 # --- reports -------------------------------------------------------------------------------------------------------
 
-HELP = (  # settings that may save memory: the key, and the value to try (None: not applicable)
+
+def _find_small_reference(plan: Plan) -> str | None:
+    """The `lora.reference` that needs no second model; None without an adapter."""
+    if plan.lora is None:
+        return None
+    return "adapter" if find_adapter(plan.model.archive) else "base"
+
+
+SUGGESTIONS = (  # settings that may save memory: the key, and the value to try by the plan (None: not applicable)
     ("gradient_accumulation_steps", lambda plan: 2 * plan.data.gradient_accumulation_steps),
     ("activation_checkpointing", lambda plan: True),
     ("model.attn_implementation", lambda plan: "sdpa"),
@@ -377,76 +422,82 @@ HELP = (  # settings that may save memory: the key, and the value to try (None: 
     ("online.max_new_tokens", lambda plan: plan.online.max_new_tokens // 2 if plan.online else None),
     ("lora", lambda plan: "lora" if plan.lora is None else None),
     ("lora", lambda plan: None if plan.quantized else "qlora"),
-    # takes the place of a second model
-    ("lora.reference", lambda plan: plan.lora and ("adapter" if find_adapter(plan.model.archive) else "base")),
+    ("lora.reference", _find_small_reference),
 )
 
 
 def suggest(plan: Plan, data: TrainingData) -> list[str]:
     """The three settings that save most, with the memory then needed."""
-    need, helpful = predict(plan, data), []
-    for key, change in HELP:
-        value = change(plan)
+    memory, suggestions = predict(plan, data), []
+    min_saved = MIN_SAVED_SHARE * (memory.total() - memory["process"])
+    for key, choose_value in SUGGESTIONS:
+        value = choose_value(plan)
         if value is None or plan.values.get(key) == value:
             continue
-        other = plan.change(key, value)
-        if find_problems(other.values, other):
+        changed_plan = plan.change(key, value)
+        if find_problems(changed_plan.values, changed_plan):
             continue
         try:
-            total = predict(other, data).total()
+            total = predict(changed_plan, data).total()
         except InputError:  # as for lora=qlora, if bitsandbytes has no kernels for this machine
             continue
-        saved, reducible = need.total() - total, need.total() - need["process"]
-        if saved > WORTH_A_TRY * reducible:
-            written = str(value).lower() if isinstance(value, bool) else value  # as on the command line
-            helpful.append((total, f"{key}={written} (then {total / 1e9:.2f} GB in all)"))
-    return [text for _, text in sorted(helpful)[:3]]
+        if memory.total() - total > min_saved:
+            value_text = str(value).lower() if isinstance(value, bool) else value  # as on the command line
+            suggestions.append((total, f"{key}={value_text} (then {total / 1e9:.2f} GB in all)"))
+    suggestions.sort()  # by the memory then needed
+    return [text for _, text in suggestions[:3]]
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the memory needed and, if it won't fit, helpful settings."""
-    phases, available = predict_phases(plan, data), _device_memory(plan)
-    need = max(phases.values(), key=Bytes.total)
+    phases, available = predict_phases(plan, data), _find_device_memory(plan)
+    memory = max(phases.values(), key=Bytes.total)
     for purpose in PURPOSES:
-        if need[purpose]:
-            print(f"{purpose:>12} {need[purpose] / 1e9:8.2f} GB")
-    print(f"{'total':>12} {need.total() / 1e9:8.2f} GB per process; its device has {available / 1e9:.2f} GB")
+        if memory[purpose]:
+            print(f"{purpose:>12} {memory[purpose] / 1e9:8.2f} GB")
+    print(f"{'total':>12} {memory.total() / 1e9:8.2f} GB per process; its device has {available / 1e9:.2f} GB")
     if plan.online:
-        for phase, peak in phases.items():
-            shown = {"gathered": "gathered", "activations": "activations", "logits": "logits", "kv_cache": "KV cache"}
-            parts = [f"{text} {peak[purpose] / 1e9:.2f}" for purpose, text in shown.items() if peak[purpose]]
-            details = f", of which {', '.join(parts)}" if parts else ""
-            print(f"{phase:>12} {peak.total() / 1e9:8.2f} GB at its peak{details}")
-        rounds, n_new = Rounds.of(plan), plan.online.max_new_tokens
-        print(
-            f"an update samples up to {rounds.answers * n_new:,} tokens, of {rounds.answers:,} answers, in "
-            f"{rounds.batches * n_new:,} forwards of each process, of {rounds.rows:,} rows"
-        )
-    if need.total() > available:
+        _print_online_phases(plan, phases)
+    if memory.total() > available:
         print("won't fit; looking for settings that would help", flush=True)  # a prediction for each takes a while
         print(f"try {_join(suggest(plan, data))}")
 
 
+def _print_online_phases(plan: Plan, phases: dict[str, Bytes]) -> None:
+    labels = {"gathered": "gathered", "activations": "activations", "logits": "logits", "kv_cache": "KV cache"}
+    for phase, peak in phases.items():
+        parts = [f"{label} {peak[purpose] / 1e9:.2f}" for purpose, label in labels.items() if peak[purpose]]
+        details = f", of which {', '.join(parts)}" if parts else ""
+        print(f"{phase:>12} {peak.total() / 1e9:8.2f} GB at its peak{details}")
+    sizes, n_new_tokens = OnlineSizes.of(plan), plan.online.max_new_tokens
+    print(
+        f"an update samples {sizes.answers:,} answers, of up to {sizes.answers * n_new_tokens:,} tokens in all; each "
+        f"process makes up to {sizes.batches * n_new_tokens:,} forward passes of {sizes.rows_per_batch:,} rows"
+    )
+
+
 @contextmanager
 def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
-    """Raise RunError with advice where memory runs out inside.
+    """Raise RunError with advice if memory runs out inside.
 
     The message says how much memory a process needs, and which settings would reduce that.
     """
     try:
         yield
-    except RunError:  # already explains itself
+    except RunError:  # a RuntimeError too, but its message needs no explanation
         raise
-    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeErrors, on a GPU and on a CPU
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "t allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        # on a CPU torch raises a plain RuntimeError: "can't allocate memory", "couldn't allocate memory"
+        is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_out_of_memory and "t allocate memory" not in str(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # frees the tensors they hold
+        traceback.clear_frames(error.__traceback__)  # frees the tensors that local variables hold
         torch.cuda.empty_cache()
-        need, available = predict(plan, data).total(), _device_memory(plan)
-        original = " ".join(str(error).split())[:200]
+        needed, available = predict(plan, data).total(), _find_device_memory(plan)
+        original_message = " ".join(str(error).split())[:200]
         raise RunError(
-            f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
-            f"try {_join(suggest(plan, data))} ({original})"
+            f"out of memory: a process needs about {needed / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
+            f"try {_join(suggest(plan, data))} ({original_message})"
         ) from error
 
 
@@ -471,7 +522,9 @@ def find_fewest_steps(steps: int, *, held: int, peak: int, total: int) -> int:
 
     Memory beyond what is `held` between updates is taken to grow as microbatches do.
     """
-    fitting = [n for n in range(1, steps) if steps % n == 0 and held + (peak - held) * steps / n <= FULL * total]
+    fitting = [
+        n for n in range(1, steps) if steps % n == 0 and held + (peak - held) * steps / n <= MAX_FILLED_SHARE * total
+    ]
     return min(fitting, default=steps)
 
 
@@ -479,7 +532,7 @@ def _join(suggestions: list[str]) -> str:
     return ", ".join(suggestions) or "a smaller model, or more processes with trainer=FSDPTrainer"
 
 
-def _device_memory(plan: Plan) -> int:
+def _find_device_memory(plan: Plan) -> int:
     """Bytes available to one process.
 
     With GPUs, the memory of its GPU, or of all GPUs if it is the only process; without, its share of host memory.
@@ -487,6 +540,5 @@ def _device_memory(plan: Plan) -> int:
     if torch.cuda.is_available():
         gpus = range(1 if plan.trainer.multi_process else torch.cuda.device_count())
         return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
-    return (host_memory().available + resident_memory()) // int(
-        os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world_size)
-    )
+    n_processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world_size))  # the launchers set it
+    return (host_memory().available + resident_memory()) // n_processes_here

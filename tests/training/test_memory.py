@@ -347,8 +347,8 @@ def test_microbatches_are_of_prompts_with_the_longest_answers(compose):
 
 
 def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
-    online = [row for row in memory.HELP if row[0] in ("eval_batch_size", "online.max_new_tokens")]
-    monkeypatch.setattr(memory, "HELP", online)
+    online = [row for row in memory.SUGGESTIONS if row[0] in ("eval_batch_size", "online.max_new_tokens")]
+    monkeypatch.setattr(memory, "SUGGESTIONS", online)
     plan = resolve(compose(*ONLINE, "online.n_samples=64", "gradient_accumulation_steps=4"))
     offered = [text.split(" (")[0] for text in suggest(plan, load_data(plan, silent=True))]
     assert sorted(offered) == ["eval_batch_size=2", "online.max_new_tokens=20"]
@@ -367,7 +367,7 @@ def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
 )
 def test_answers_are_sampled_in_rounds(world_size, settings, sizes, compose):
     config = compose(*ONLINE, "trainer=FSDPTrainer", "batch_size=10", *settings)
-    assert memory.Rounds.of(resolve(config, world_size=world_size)) == sizes
+    assert memory.OnlineSizes.of(resolve(config, world_size=world_size)) == sizes
 
 
 def test_a_dry_run_says_what_drawing_needs(run, capsys, tokenizer, tmp_path):
@@ -377,7 +377,9 @@ def test_a_dry_run_says_what_drawing_needs(run, capsys, tokenizer, tmp_path):
     said = capsys.readouterr().out
     for line in ("scorer", "training", "sampling", "scoring"):
         assert re.search(rf"^ *{line} +[\d.]+ GB", said, re.MULTILINE), line
-    assert "an update samples up to 320 tokens, of 8 answers, in 40 forwards of each process, of 8 rows" in said
+    assert (
+        "an update samples 8 answers, of up to 320 tokens in all; each process makes up to 40 forward passes of 8 rows"
+    ) in said
     assert "the reward model sees the last 44 tokens of a prompt with its answer" in said
 
 
