@@ -30,7 +30,7 @@ from dpo.models.scoring import ScorerFailed
 from dpo.numbers import clock_time
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
-from dpo.parallel.state import clip_gradient, step
+from dpo.parallel.state import clip_gradient, step_optimizer
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.anomalies import NonFinite
 from dpo.reporting.events import Callbacks, Evaluation, RunContext, Update
@@ -217,7 +217,7 @@ class Trainer:
                 batch = self.batches.make_batch(item, update=self.state.batch_counter)
                 update = self.train_step(batch)
                 self.callbacks.emit("update", update)
-                if update.number == done + 1:
+                if update.number == 1:
                     for note in notes_on_free_memory(self.plan):
                         self.progress.line(note)
                 self.checkpoints.check()  # a checkpoint that cannot be written ends the run now, not at the next save
@@ -245,7 +245,7 @@ class Trainer:
         update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
         has_loss = any(batch.weights)  # false if all pairs are ties: a step would move the weights by momentum alone
         if self.callbacks.allow(update) and has_loss:
-            step(self.optimizer)
+            step_optimizer(self.optimizer)
             self.scheduler.step()
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)

@@ -10,6 +10,8 @@ the seed, the update, the layer, and the token with all tokens before it; b_i of
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,14 +25,17 @@ from dpo.models.packing import NONE, Packed
 
 
 class Pattern(NamedTuple):
-    """The features of a layer's input to drop, with a and b of the module's docstring."""
+    """The features that dropout drops from a layer's input.
+
+    a and b are those of the module's docstring.
+    """
 
     a: torch.Tensor  # (..., 1)
     b: torch.Tensor  # (features,)
     least: int  # product of a kept feature
 
     def drop(self, x: torch.Tensor, *, onto: torch.Tensor | None = None) -> torch.Tensor:
-        """`x` with zeros for dropped features, which is not scaled, plus `onto`."""
+        """`x` with zeros for dropped features, not scaled, plus `onto`."""
         return (_fused_drop() if x.is_cuda else _drop)(x, *self, onto)
 
 
@@ -41,8 +46,9 @@ def _drop(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, least: int, onto: t
 
 @cache
 def _fused_drop() -> Callable:
-    """`_drop` as one kernel, with the same results."""
-    return torch.compile(_drop, dynamic=True)
+    """`_drop` as one kernel with the same results, given a compiler."""
+    can_compile = any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang")))  # as Triton looks for one
+    return torch.compile(_drop, dynamic=True) if can_compile else _drop
 
 
 class Dropout(torch.nn.Module):

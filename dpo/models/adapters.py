@@ -229,7 +229,7 @@ def _replace_parts(layer: Any, name: str, dropout: float, targets: str) -> None:
 
 
 def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """W x + B A dropout(x), scaled, with fewer passes over memory than PEFT's forward takes."""
+    """Compute an adapted layer in fewer operations than PEFT."""
     name = next(iter(layer.active_adapters), None)
     if name not in layer.lora_A:  # switched off, or of other layers
         return layer.base_layer(x)
@@ -251,18 +251,24 @@ class Factor(torch.nn.Linear):
 
 class FactorA(Factor):
     def forward(self, x: torch.Tensor, scale: float, pattern: Pattern | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x` for the base layer, and scale * dropout(x) @ A.T, (tokens, r)."""
+        """Return `x` for the base layer, and scale * dropout(x) @ A.T.
+
+        The product is (tokens, r).
+        """
         return _MultiplyA.apply(x, self.weight.to(x.dtype), scale, pattern)  # a small copy
 
 
 class FactorB(Factor):
     def forward(self, product: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        """base + product @ B.T, of the shape of `base`."""
+        """Return base + product @ B.T."""
         return torch.addmm(base.flatten(0, -2), product, self.weight.to(product.dtype).T).view_as(base)
 
 
 class _MultiplyA(torch.autograd.Function):
-    """`FactorA.forward`. As x passes through, its two gradients are added up in the product that makes one of them."""
+    """`FactorA.forward`, through which x passes on to the base layer.
+
+    So the gradients of both paths are added up by the product that makes one of them.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float, pattern: Pattern | None) -> Any:
@@ -289,7 +295,7 @@ class _MultiplyA(torch.autograd.Function):
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * a @ b, in one operation."""
+    """Return scale * a @ b, from one operation."""
     return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 

@@ -1,4 +1,4 @@
-"""States of sharded models and optimizers: gathered, sharded again, and updated shard by shard."""
+"""States of sharded models and optimizers: gathered, sharded again, and updated."""
 
 from __future__ import annotations
 
@@ -69,13 +69,12 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
     return visit(state)
 
 
-# Clipping and stepping on DTensors give the same numbers, and plan an operation on every tensor: about 100 calls of
-# Python functions each
-
-
 @torch.no_grad()
 def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Clip a gradient by its global norm; return the norm before clipping."""
+    """Clip a gradient by its global norm; return the norm before clipping.
+
+    As torch does it, but on local shards: DTensor plans every operation on every tensor.
+    """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -99,8 +98,11 @@ def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.
 
 
 @torch.no_grad()
-def step(optimizer: torch.optim.Optimizer) -> None:
-    """Step on this process's shards; parameters and states stay DTensors."""
+def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer's step on local shards.
+
+    For the optimizer, parameters and states are DTensors before and after it.
+    """
     groups, states = optimizer.param_groups, optimizer.state
     shards = {parameter: local_tensor(parameter) for group in groups for parameter in group["params"]}
     if all(parameter is shard for parameter, shard in shards.items()):
@@ -121,16 +123,13 @@ def step(optimizer: torch.optim.Optimizer) -> None:
         shard.grad = None
         for key, value in local[shard].items():
             if local_tensor(states[parameter].get(key)) is not value:  # new, or replaced
-                states[parameter][key] = _sharded_alike(value, parameter) if _has_shape(value, shard) else value
+                is_sharded = torch.is_tensor(value) and value.shape == shard.shape  # unlike a counter of steps
+                states[parameter][key] = _shard_like(parameter, value) if is_sharded else value
 
 
-def _has_shape(value: Any, shard: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and value.shape == shard.shape
-
-
-def _sharded_alike(shard: torch.Tensor, parameter: DTensor) -> DTensor:
+def _shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     layout = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False, **layout)
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **layout)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:

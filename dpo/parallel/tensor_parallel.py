@@ -40,7 +40,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Add(torch.autograd.Function):
-    """Megatron's g: the sum over processes, each of which has its whole gradient."""
+    """Megatron's g: the sum over processes, which have its whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
@@ -52,7 +52,7 @@ class _Add(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The slices of all processes, each of which has the whole gradient."""
+    """The slices of all processes, which have the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ def SLICED(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
 
 
 def OWN_HEADS(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-    """(..., 3 * heads * head size) to (..., 3 * own heads * head size).
+    """Select this process's heads from (..., 3 * heads * head size).
 
     For GPT-2, where one matrix gives queries, keys and values side by side.
     """
@@ -89,7 +89,7 @@ def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _own_slice(size: int, mesh: DeviceMesh) -> slice:
-    """This process's slice of a dim of `size`; the last slices may end beyond it."""
+    """This process's slice of a dim; the last may end beyond it."""
     length = -(-size // mesh.size())  # DTensor cuts as torch.chunk does, into rounded-up sizes
     return slice(mesh.get_local_rank() * length, (mesh.get_local_rank() + 1) * length)
 
@@ -336,7 +336,7 @@ def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> 
 
 
 def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
-    """The local tensor of a module's DTensor parameter, made once, in its memory.
+    """The local tensor of a DTensor parameter, made once, in its memory.
 
     It stands for the parameter in the graph, and passes its gradient on.
     """
@@ -353,7 +353,7 @@ def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
 
 
 def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: torch.Tensor) -> None:
-    """Move the gradient of a local tensor to the parameter it is of."""
+    """Move a local tensor's gradient to its parameter."""
     parameter, grad, local.grad = owner(), local.grad, None
     if parameter.grad is not None:
         parameter.grad.to_local().add_(grad)

@@ -502,12 +502,12 @@ def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
 
 
 def notes_on_free_memory(plan: Plan) -> list[str]:
-    """A message after an update whose microbatches could have been larger, on a GPU."""
+    """A message if, after an update, larger microbatches would fit."""
     if not torch.cuda.is_available():
         return []
     gpus = range(torch.cuda.device_count())
     held, peak = (sum(map(measure, gpus)) for measure in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
-    total = _device_memory(plan)
+    total = _find_device_memory(plan)
     steps = find_fewest_steps(plan.data.gradient_accumulation_steps, held=held, peak=peak, total=total)
     if steps == plan.data.gradient_accumulation_steps:
         return []

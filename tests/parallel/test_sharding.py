@@ -32,7 +32,7 @@ from dpo.models.loading import model_loaders
 from dpo.parallel import sharding
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute, find_blocks
-from dpo.parallel.state import clip_gradient, full_state, full_tensor, step
+from dpo.parallel.state import clip_gradient, full_state, full_tensor, step_optimizer
 from dpo.settings.choices import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
 from dpo.system.host import HostMemory
@@ -148,7 +148,7 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
             for _ in range(2):  # the first makes the optimizer's states
                 loss_of(part, of_part).backward()
                 clip_gradient(part.parameters(), 1.0)
-                step(optimizer)
+                step_optimizer(optimizer)
                 optimizer.zero_grad()
         for parameter, state in optimizer.state.items():
             for value in state.values():
