@@ -502,7 +502,10 @@ def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
 
 
 def notes_on_free_memory(plan: Plan) -> list[str]:
-    """A message if, after an update, larger microbatches would fit."""
+    """A message if, after an update, larger microbatches would fit.
+
+    Not yet run on a GPU.
+    """
     if not torch.cuda.is_available():
         return []
     gpus = range(torch.cuda.device_count())
