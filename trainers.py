@@ -30,7 +30,7 @@ from dpo.models.scoring import ScorerFailed
 from dpo.numbers import clock_time
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
-from dpo.parallel.state import full_tensor
+from dpo.parallel.state import clip_gradient, step_optimizer
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.anomalies import NonFinite
 from dpo.reporting.events import Callbacks, Evaluation, RunContext, Update
@@ -45,6 +45,7 @@ from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
+from dpo.training.memory import notes_on_free_memory
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, peak_memory_gb
 from dpo.training.objective import BatchContext, NamedTensors, make_objective
 from dpo.training.online import OnlineBatches
@@ -216,6 +217,9 @@ class Trainer:
                 batch = self.batches.make_batch(item, update=self.state.batch_counter)
                 update = self.train_step(batch)
                 self.callbacks.emit("update", update)
+                if update.number == 1:
+                    for note in notes_on_free_memory(self.plan):
+                        self.progress.line(note)
                 self.checkpoints.check()  # a checkpoint that cannot be written ends the run now, not at the next save
                 self.stop.raise_if_agreed()
             self.save_if_due(metrics=self.evaluate_if_due(is_last=True), is_last=True)
@@ -241,7 +245,7 @@ class Trainer:
         update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
         has_loss = any(batch.weights)  # false if all pairs are ties: a step would move the weights by momentum alone
         if self.callbacks.allow(update) and has_loss:
-            self.optimizer.step()
+            step_optimizer(self.optimizer)
             self.scheduler.step()
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
@@ -287,8 +291,7 @@ class Trainer:
 
     def clip_gradient(self) -> torch.Tensor:
         """Clip the gradient by its global norm; return the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.plan.training.max_grad_norm)
-        return full_tensor(norm)
+        return clip_gradient(self.policy.parameters(), self.plan.training.max_grad_norm)
 
     # --- before, between and after updates ---------------------------------------------------------------------------
 

@@ -10,14 +10,45 @@ the seed, the update, the layer, and the token with all tokens before it; b_i of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from dpo.errors import InputError
 from dpo.models.layouts import PaddedRows
 from dpo.models.packing import NONE, Packed
+
+
+class Pattern(NamedTuple):
+    """The features that dropout drops from a layer's input.
+
+    a and b are those of the module's docstring.
+    """
+
+    a: torch.Tensor  # (..., 1)
+    b: torch.Tensor  # (features,)
+    least: int  # product of a kept feature
+
+    def drop(self, x: torch.Tensor, *, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """`x` with zeros for dropped features, not scaled, plus `onto`."""
+        return (_fused_drop() if x.is_cuda else _drop)(x, *self, onto)
+
+
+def _drop(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, least: int, onto: torch.Tensor | None) -> torch.Tensor:
+    kept = x.where(a * b >= least, 0)  # the product overflows, like a random int32
+    return kept if onto is None else kept.add_(onto)
+
+
+@cache
+def _fused_drop() -> Callable:
+    """`_drop` as one kernel with the same results, given a compiler."""
+    can_compile = any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang")))  # as Triton looks for one
+    return torch.compile(_drop, dynamic=True) if can_compile else _drop
 
 
 class Dropout(torch.nn.Module):
@@ -33,9 +64,10 @@ class Dropout(torch.nn.Module):
         self.token_hashes: torch.Tensor | None = None  # a of the module's docstring, (R, L) int32; None: off
         self.feature_hashes: torch.Tensor | None = None  # b, int32, for as many features as the widest layer has
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def find_pattern(self, x: torch.Tensor) -> Pattern | None:
+        """The features of `x` to drop, or None if dropout is off."""
         if self.token_hashes is None or self.feature_hashes is None:
-            return x
+            return None
         # layers get (R, L, features) or, in some models, (R * L, features)
         if x.shape[:-1] not in (self.token_hashes.shape, (self.token_hashes.numel(),)):
             raise InputError(
@@ -45,8 +77,7 @@ class Dropout(torch.nn.Module):
             )
         a = self.token_hashes.to(x.device).view(*x.shape[:-1], 1)
         b = self.feature_hashes.to(x.device)[self.first_feature : self.first_feature + x.shape[-1]]
-        is_kept = a * b >= int(self.p * 2**32) - 2**31  # the product overflows, like a random int32
-        return x.where(is_kept, 0) / (1 - self.p)
+        return Pattern(a, b, int(self.p * 2**32) - 2**31)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from safetensors.torch import load_file, save
 
 from dpo.checkpoint.parts import ModelPart
 from dpo.errors import InputError, explaining
-from dpo.models.adapter_dropout import Dropout
+from dpo.models.adapter_dropout import Dropout, Pattern
 from dpo.parallel.state import full_state, local_tensor
 from dpo.settings.keys import read_rule
 from dpo.system.host import silence_bitsandbytes
@@ -221,9 +222,23 @@ def _replace_parts(layer: Any, name: str, dropout: float, targets: str) -> None:
     layer.cast_input_dtype_enabled = False  # or q, k and v would each keep a float32 copy of their input
     if dropout > 0:
         layer.lora_dropout[name] = Dropout(dropout, layer.in_features)
-    for matrices in (layer.lora_A, layer.lora_B):
+    for matrices, factor in ((layer.lora_A, FactorA), (layer.lora_B, FactorB)):
         if name in matrices:
-            matrices[name] = Factor(matrices[name])
+            matrices[name] = factor(matrices[name])
+    layer.forward = MethodType(_forward, layer)
+
+
+def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute an adapted layer in fewer operations than PEFT."""
+    name = next(iter(layer.active_adapters), None)
+    if name not in layer.lora_A:  # switched off, or of other layers
+        return layer.base_layer(x)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    dropout, scale = layer.lora_dropout[name], layer.scaling[name]
+    pattern = dropout.find_pattern(x) if isinstance(dropout, Dropout) else None
+    x, product = layer.lora_A[name](x, scale / (1 - dropout.p) if pattern else scale, pattern)
+    return layer.lora_B[name](product, layer.base_layer(x))
 
 
 class Factor(torch.nn.Linear):
@@ -233,8 +248,55 @@ class Factor(torch.nn.Linear):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight = torch.nn.Parameter(layer.weight.detach().float(), requires_grad=layer.weight.requires_grad)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(input, self.weight.to(input.dtype))  # a small copy
+
+class FactorA(Factor):
+    def forward(self, x: torch.Tensor, scale: float, pattern: Pattern | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `x` for the base layer, and scale * dropout(x) @ A.T.
+
+        The product is (tokens, r).
+        """
+        return _MultiplyA.apply(x, self.weight.to(x.dtype), scale, pattern)  # a small copy
+
+
+class FactorB(Factor):
+    def forward(self, product: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        """Return base + product @ B.T."""
+        return torch.addmm(base.flatten(0, -2), product, self.weight.to(product.dtype).T).view_as(base)
+
+
+class _MultiplyA(torch.autograd.Function):
+    """`FactorA.forward`, through which x passes on to the base layer.
+
+    So the gradients of both paths are added up by the product that makes one of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float, pattern: Pattern | None) -> Any:
+        seen = pattern.drop(x) if pattern else x
+        ctx.save_for_backward(seen, weight)
+        ctx.scale, ctx.pattern = scale, pattern
+        passed = x.view_as(x)
+        if not ctx.needs_input_grad[0]:  # then the base layer computes no gradient of it either
+            ctx.mark_non_differentiable(passed)
+        return passed, _multiply(seen.flatten(0, -2), weight.T, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad_passed: torch.Tensor, grad: torch.Tensor) -> Any:
+        (seen, weight), scale, pattern = ctx.saved_tensors, ctx.scale, ctx.pattern
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = _multiply(grad.T, seen.flatten(0, -2), scale)
+        if ctx.needs_input_grad[0]:
+            if pattern:
+                grad_x = pattern.drop(_multiply(grad, weight, scale).view_as(seen), onto=grad_passed)
+            else:
+                grad_x = torch.addmm(grad_passed.flatten(0, -2), grad, weight, alpha=scale).view_as(seen)
+        return grad_x, grad_weight, None, None
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return scale * a @ b, from one operation."""
+    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
 def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:

@@ -1,11 +1,13 @@
-"""Whole states of sharded models and optimizers: gathered, and sharded again."""
+"""States of sharded models and optimizers: gathered, sharded again, and updated."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
@@ -83,6 +85,69 @@ def copy_to_host(tensor: torch.Tensor, *, pinned: bool = True) -> torch.Tensor:
     for piece, place in zip(source.split(PIECE_BYTES), target.split(PIECE_BYTES), strict=True):
         place.copy_(buffer[: len(piece)].copy_(piece))
     return whole
+
+
+@torch.no_grad()
+def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Clip a gradient by its global norm; return the norm before clipping.
+
+    As torch does it, but on local shards: DTensor plans every operation on every tensor.
+    """
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    shards = defaultdict(list)  # by the groups of processes that hold the others
+    for parameter in parameters:
+        if parameter.grad.placements != parameter.placements:  # still to be summed: tensor parallelism alone
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+        mesh = parameter.device_mesh
+        axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+        shards[tuple(mesh.get_group(axis) for axis in axes)].append(parameter.grad.to_local())
+    total = torch.zeros((), device=parameters[0].device)
+    for groups, local in shards.items():
+        squares = torch.nn.utils.get_total_norm(local).square()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total += squares
+    norm = total.sqrt()
+    for local in shards.values():
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+@torch.no_grad()
+def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer's step on local shards.
+
+    For the optimizer, parameters and states are DTensors before and after it.
+    """
+    groups, states = optimizer.param_groups, optimizer.state
+    shards = {parameter: local_tensor(parameter) for group in groups for parameter in group["params"]}
+    if all(parameter is shard for parameter, shard in shards.items()):
+        optimizer.step()
+        return
+    for parameter, shard in shards.items():
+        shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+    local = {shards[p]: {key: local_tensor(value) for key, value in state.items()} for p, state in states.items()}
+    whole_groups = [group["params"] for group in groups]
+    optimizer.state = defaultdict(dict, local)
+    for group in groups:
+        group["params"] = [shards[parameter] for parameter in group["params"]]
+    optimizer.step()
+    local, optimizer.state = optimizer.state, states
+    for group, parameters in zip(groups, whole_groups, strict=True):
+        group["params"] = parameters
+    for parameter, shard in shards.items():
+        shard.grad = None
+        for key, value in local[shard].items():
+            if local_tensor(states[parameter].get(key)) is not value:  # new, or replaced
+                is_sharded = torch.is_tensor(value) and value.shape == shard.shape  # unlike a counter of steps
+                states[parameter][key] = _shard_like(parameter, value) if is_sharded else value
+
+
+def _shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **layout)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:

@@ -1,33 +1,97 @@
 """Tensor parallelism: every process of a group computes with slices of layers.
 
 A plan maps the names of modules to styles, which say how to shard a module. It comes from the model itself or from
-`PLANS`. Parameters become DTensors, so that clipping, optimizer and checkpoints account for the slices. Inside a
-module's forward, parameters are plain local tensors, so that a layer costs no more than its one collective (Shoeybi et
-al. 2019, arXiv 1909.08053).
+`PLANS`. Parameters become DTensors, so that clipping, optimizer and checkpoints account for the slices. Forward and
+backward passes use their local tensors alone, so that a layer costs no more than its one collective (Shoeybi et al.
+2019, arXiv 1909.08053).
 """
 
 from __future__ import annotations
 
 import re
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from dpo.errors import InputError
 
-WHOLE, SUMMED, LAST = Replicate(), Partial(), Shard(-1)
+COLLECTIVES = torch.ops._c10d_functional
 
-# conversions of activations: (placement before, placement after, placement of the gradient after)
-COPIED = (WHOLE, WHOLE, SUMMED)  # processes compute different features from the whole input, so gradients are summed
-SLICED = (WHOLE, LAST, LAST)
-ADDED = (SUMMED, WHOLE, WHOLE)
-JOINED = (LAST, WHOLE, WHOLE)
-OWN_HEADS = (LAST, WHOLE, SUMMED)  # for GPT-2, where one matrix gives queries, keys and values side by side
+# conversions of a local tensor, (..., features) before and after; the whole tensor has `width` features
+
+
+class _Copy(torch.autograd.Function):
+    """Megatron's f: processes compute different features, so gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _sum(grad, ctx.mesh), None, None
+
+
+class _Add(torch.autograd.Function):
+    """Megatron's g: the sum over processes, which have its whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+        return _sum(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
+
+
+class _Join(torch.autograd.Function):
+    """The slices of all processes, which have the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+        ctx.own = _own_slice(width, mesh)
+        longest = ctx.own.stop - ctx.own.start
+        x = torch.nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
+        gathered = COLLECTIVES.all_gather_into_tensor(x, mesh.size(), mesh.get_group().group_name)
+        slices = enumerate(COLLECTIVES.wait_tensor(gathered).chunk(mesh.size()))
+        return torch.cat([part[..., : max(0, width - i * longest)] for i, part in slices], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad[..., ctx.own], None, None
+
+
+COPIED, ADDED, JOINED = _Copy.apply, _Add.apply, _Join.apply
+
+
+def SLICED(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    return COPIED(x, mesh, width)[..., _own_slice(x.shape[-1], mesh)]
+
+
+def OWN_HEADS(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    """Select this process's heads from (..., 3 * heads * head size).
+
+    For GPT-2, where one matrix gives queries, keys and values side by side.
+    """
+    whole = COPIED(JOINED(x, mesh, width), mesh, width)
+    return whole.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
+
+
+def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x.contiguous(), "sum", mesh.get_group().group_name))
+
+
+def _own_slice(size: int, mesh: DeviceMesh) -> slice:
+    """This process's slice of a dim; the last may end beyond it."""
+    length = -(-size // mesh.size())  # DTensor cuts as torch.chunk does, into rounded-up sizes
+    return slice(mesh.get_local_rank() * length, (mesh.get_local_rank() + 1) * length)
 
 
 class Style(NamedTuple):
@@ -37,26 +101,10 @@ class Style(NamedTuple):
     """
 
     cut: str | None  # the sharded dim: "out" features, "in" features, the "rows" of an embedding, or None
-    enter: tuple | None = None  # the conversion of the module's input, before its local forward
-    leave: tuple | None = None  # the conversion of the output, after the local forward
+    enter: Callable | None = None  # the conversion of the module's input, before its local forward
+    leave: Callable | None = None  # the conversion of the output, after the local forward
     grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
     divided: str | None = None  # an attribute of the module that holds a size, to be divided by the group's size
-
-
-def _convert(x: torch.Tensor, mesh: DeviceMesh, conversion: tuple, *, width: int = 0) -> Any:
-    """Convert a local tensor, (..., features) before and after.
-
-    `width` is the number of features of the whole tensor if `x` is a slice. It is needed, as slices may differ in
-    width. 0 if `x` has all features.
-    """
-    before, after, grad = (Shard(x.ndim - 1) if placement == LAST else placement for placement in conversion)
-    shape = (*x.shape[:-1], width) if width else None
-    stride = torch.empty(shape, device="meta").stride() if shape else None
-    distributed = DTensor.from_local(x, mesh, [before], run_check=False, shape=shape, stride=stride)
-    local = distributed.redistribute(placements=[after]).to_local(grad_placements=[grad])
-    if conversion is OWN_HEADS:  # (..., 3 * heads * head size) to (..., 3 * own heads * head size)
-        return local.unflatten(-1, (3, mesh.size(), -1))[..., mesh.get_local_rank(), :].flatten(-2)
-    return local
 
 
 class _SharedInput:
@@ -74,7 +122,7 @@ class _SharedInput:
     def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Convert `x` for the first module; return the same to others."""
         if self._original is not x:
-            self._original, self._converted = x, _convert(x, mesh, COPIED)
+            self._original, self._converted = x, COPIED(x, mesh, 0)
             self._n_waiting = self.n_modules
         converted = self._converted
         self._n_waiting -= 1
@@ -231,21 +279,15 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
             _compute_with_slices(module, style, mesh, shared_input)
         n_features = getattr(module, "n_features", 0)  # only `adapter_dropout.Dropout` has it
         if style.cut == "in" and n_features:
-            module.first_feature = _first_index(n_features, mesh)
+            module.first_feature = _own_slice(n_features, mesh).start
         if style.divided is not None:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
-
-
-def _first_index(size: int, mesh: DeviceMesh) -> int:
-    """Index at which this process's slice of a dim of `size` begins."""
-    return mesh.get_local_rank() * -(-size // mesh.size())  # DTensor cuts as torch.chunk does, into rounded-up sizes
 
 
 def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, shared_input: _SharedInput | None) -> None:
     """Replace a module's forward by one that computes with local parameters."""
     forward, rank = module.forward, mesh.get_local_rank()
-    out_features = getattr(module, "out_features", 0) or getattr(module, "nf", 0)  # nf: transformers' Conv1D
-    width = out_features if style.leave and style.leave[0] == LAST else 0  # of the whole output, if slices leave
+    width = getattr(module, "out_features", 0) or getattr(module, "nf", 0)  # nf: transformers' Conv1D
     if style.cut == "out" and hasattr(module, "nf"):
         module.nf = module.weight.to_local().shape[1]
     if style.cut == "rows":
@@ -253,11 +295,17 @@ def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, shared_inp
 
     def local_forward(*args: Any, **kwargs: Any) -> Any:
         if style.enter:
-            x = shared_input.convert(args[0], mesh) if shared_input else _convert(args[0], mesh, style.enter)
+            x = shared_input.convert(args[0], mesh) if shared_input else style.enter(args[0], mesh, width)
             args = (x, *args[1:])
-        with _local_parameters(module, style, rank):
+        dtensors = dict(module._parameters)
+        try:
+            for name, parameter in dtensors.items():
+                if parameter is not None:
+                    module._parameters[name] = _local(parameter, name, style, rank)
             y = forward(*args, **kwargs)
-        return _convert(y, mesh, style.leave, width=width) if style.leave else y
+        finally:
+            module._parameters.update(dtensors)
+        return style.leave(y, mesh, width) if style.leave else y
 
     module.forward = local_forward
 
@@ -277,7 +325,7 @@ def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
 
 def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
     """This process's slice along `dim`, or a replica if None."""
-    placement = WHOLE if dim is None else Shard(dim)
+    placement = Replicate() if dim is None else Shard(dim)
     local = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None).to_local()
     if dim is not None:
         local = local.clone(memory_format=torch.contiguous_format)  # a copy, so that the whole can be freed
@@ -287,25 +335,31 @@ def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> 
     return torch.nn.Parameter(sliced, requires_grad=parameter.requires_grad)
 
 
-@contextmanager
-def _local_parameters(module: torch.nn.Module, style: Style, rank: int) -> Iterator[None]:
-    """Replace a module's DTensors by local tensors inside.
+def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
+    """The local tensor of a DTensor parameter, made once, in its memory.
 
-    Gradients flow to the DTensors.
+    It stands for the parameter in the graph, and passes its gradient on.
     """
-    dtensors = dict(module._parameters)
-    for name, parameter in dtensors.items():
-        if parameter is None:
-            continue
-        # where the input is cut, outputs are summed over ranks, and only one rank may add the bias
-        is_added_once = name == "bias" and style.cut == "in"
-        grad_is_partial = style.grad_is_partial or is_added_once
-        local = parameter.to_local(grad_placements=[SUMMED] if grad_is_partial else None)
-        module._parameters[name] = local * (rank == 0) if is_added_once else local
-    try:
-        yield
-    finally:
-        module._parameters.update(dtensors)
+    if not hasattr(parameter, "local"):
+        local = parameter.detach().to_local().detach()
+        if name == "bias" and style.cut == "in" and rank > 0:
+            # where the input is cut, outputs are summed over ranks, and only one rank may add the bias
+            local = torch.zeros_like(local)
+        parameter.local = local.requires_grad_(parameter.requires_grad)
+        if parameter.requires_grad:
+            placements = [Partial()] if style.grad_is_partial else parameter.placements
+            local.register_post_accumulate_grad_hook(partial(_pass_on, weakref.ref(parameter), placements))
+    return parameter.local
+
+
+def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: torch.Tensor) -> None:
+    """Move a local tensor's gradient to its parameter."""
+    parameter, grad, local.grad = owner(), local.grad, None
+    if parameter.grad is not None:
+        parameter.grad.to_local().add_(grad)
+        return
+    mesh, shape = parameter.device_mesh, parameter.shape
+    parameter.grad = DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
 
 def _make_sliced_lookup(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
@@ -314,7 +368,7 @@ def _make_sliced_lookup(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callabl
     The embeddings of other tokens are 0; the sum over processes has all.
     """
     lookup, n_rows = module.forward, module.weight.to_local().shape[0]
-    first_row = _first_index(module.weight.shape[0], mesh)
+    first_row = _own_slice(module.weight.shape[0], mesh).start
     if module.padding_idx is not None:
         local_padding_idx = module.padding_idx - first_row
         module.padding_idx = local_padding_idx if 0 <= local_padding_idx < n_rows else None

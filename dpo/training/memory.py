@@ -60,6 +60,7 @@ KEPT_SHARE = 0.2
 REDUCED_ITEMSIZE = torch.float32.itemsize  # of a gradient while it is summed over processes (`sharding.distribute`)
 UPDATES_ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters, or shards, at once on a GPU
 MIN_SAVED_SHARE = 0.03  # of the memory other than that of Python and libraries, for a setting to be suggested
+MAX_FILLED_SHARE = 0.85  # of a GPU's memory, by larger microbatches that are suggested
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
 
 
@@ -508,6 +509,36 @@ def _advise(plan: Plan, data: TrainingData) -> str:
         )
     except Exception as error:  # a model that cannot be predicted has run out of memory all the same
         return f"what a process needs could not be predicted ({one_sentence(error)})"
+
+
+def notes_on_free_memory(plan: Plan) -> list[str]:
+    """A message if, after an update, larger microbatches would fit.
+
+    Not yet run on a GPU.
+    """
+    if not torch.cuda.is_available():
+        return []
+    gpus = range(torch.cuda.device_count())
+    held, peak = (sum(map(measure, gpus)) for measure in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
+    total = _find_device_memory(plan)
+    steps = find_fewest_steps(plan.data.gradient_accumulation_steps, held=held, peak=peak, total=total)
+    if steps == plan.data.gradient_accumulation_steps:
+        return []
+    return [
+        f"{peak / 1e9:.3g} of {total / 1e9:.3g} GB of GPU memory were used; gradient_accumulation_steps={steps} "
+        f"should fit too, and larger microbatches keep a GPU busier"
+    ]
+
+
+def find_fewest_steps(steps: int, *, held: int, peak: int, total: int) -> int:
+    """The fewest accumulation steps that should fit, a divisor of `steps`.
+
+    Memory beyond what is `held` between updates is taken to grow as microbatches do.
+    """
+    fitting = [
+        n for n in range(1, steps) if steps % n == 0 and held + (peak - held) * steps / n <= MAX_FILLED_SHARE * total
+    ]
+    return min(fitting, default=steps)
 
 
 def _join(suggestions: list[str]) -> str:

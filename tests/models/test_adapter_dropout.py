@@ -9,6 +9,7 @@ import torch
 from support.models import build, list_examples
 
 from dpo.errors import InputError
+from dpo.models import adapter_dropout
 from dpo.models.adapter_dropout import AdapterDropout, Dropout
 from dpo.models.adapters import POLICY, REFERENCE, add_adapter, make_adapter_config, switch
 from dpo.models.layouts import Padded, SharedPrefix, pad
@@ -46,7 +47,11 @@ def find_masks(*, seed: int = 0, update: int = 0, layers: int = 2) -> list[torch
     """The features that each layer keeps, (rows, tokens, 512)."""
     modules = torch.nn.ModuleList(Dropout(P, 512) for _ in range(layers))
     with AdapterDropout(modules, seed=seed).on(ROWS, update=update):
-        return [(module(torch.ones(*ROWS.input_ids.shape, 512)) > 0).double() for module in modules]
+        return [drop(module, torch.ones(*ROWS.input_ids.shape, 512)).double() for module in modules]
+
+
+def drop(layer: Dropout, x: torch.Tensor) -> torch.Tensor:
+    return layer.find_pattern(x).drop(x)
 
 
 def test_features_are_dropped_at_the_rate_asked_for_anew_in_each_layer_update_and_token():
@@ -57,15 +62,38 @@ def test_features_are_dropped_at_the_rate_asked_for_anew_in_each_layer_update_an
         assert (text * other).mean().item() == pytest.approx((1 - P) ** 2, abs=0.04)  # independent
 
 
+@pytest.mark.parametrize("p", [0.0, P])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_is_kept_is_scaled_up_and_so_is_its_gradient(dtype):
-    layer, x = Dropout(P, 32), torch.randn(16, 12, 32).to(dtype).requires_grad_()
-    with AdapterDropout(layer, seed=0).on(ROWS, update=0):
-        y, mask = layer(x), layer(torch.ones(16, 12, 32)) > 0
-        torch.testing.assert_close(layer(x.flatten(0, 1)), y.flatten(0, 1))  # as some models have it
-    y.sum().backward()
-    torch.testing.assert_close(y, x * mask / torch.tensor(1 - P, dtype=dtype))
-    torch.testing.assert_close(x.grad, mask / torch.tensor(1 - P, dtype=dtype))
+def test_an_adapted_layer_has_the_values_and_gradients_of_the_formula(dtype, p):
+    """W x + B A dropout(x) * alpha / r; dropout scales what it keeps by 1 / (1 - p)."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(32, 24, dtype=dtype)})
+    model.get_output_embeddings = model.get_input_embeddings = lambda: None
+    add_adapter(model, make_adapter_config(4, 8, ["layer"]), dropout=p)
+    layer = model["layer"]
+    a, b = (part[POLICY].weight for part in (layer.lora_A, layer.lora_B))
+    b.data = torch.randn(24, 4)
+    x = torch.randn(16, 12, 32).to(dtype).requires_grad_()
+    with AdapterDropout(model, seed=0).on(ROWS, update=0):
+        mask = drop(layer.lora_dropout[POLICY], torch.ones(16, 12, 32)) if p else torch.ones(16, 12, 32)
+        rows = layer(x.flatten(0, 1))  # as some models have it
+        y = layer(x)
+    torch.testing.assert_close(rows, y.flatten(0, 1), rtol=0, atol=0)
+    seen = x * (mask / (1 - p)).to(dtype)
+    expected = layer.base_layer(x) + seen @ a.to(dtype).T @ b.to(dtype).T * 2
+    gradient = torch.randn_like(y)
+    ours, theirs = (torch.autograd.grad(output, (x, a, b), gradient) for output in (y, expected))
+    limit = 0.02 if dtype == torch.bfloat16 else 1e-6
+    for mine, its in zip((y, *ours), (expected, *theirs), strict=True):
+        assert (mine - its).norm() < limit * its.norm()
+
+
+def test_a_frozen_input_gets_no_gradient():
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(32, 24)})
+    model.get_output_embeddings = model.get_input_embeddings = lambda: None
+    add_adapter(model, make_adapter_config(4, 8, ["layer"]))
+    passed, product = model["layer"].lora_A[POLICY](torch.randn(5, 32), 1.0, None)
+    assert (passed.requires_grad, product.requires_grad) == (False, True)
 
 
 def test_layouts_and_microbatches_drop_alike_and_so_do_activations_that_are_computed_again():
@@ -81,12 +109,14 @@ def test_layouts_and_microbatches_drop_alike_and_so_do_activations_that_are_comp
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU code is compiled by a C++ compiler")
 def test_compiled_code_drops_alike_and_is_not_compiled_again_for_each_update(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    layer, x = Dropout(P, 32), torch.randn(16, 12, 32)
-    compiled = torch.compile(layer, dynamic=True, fullgraph=True)
+    layer, x, y = Dropout(P, 32), torch.randn(16, 12, 32), torch.randn(16, 12, 32)
+    fused = adapter_dropout._fused_drop()  # as on a GPU
     for update in range(3):
         with AdapterDropout(layer, seed=0).on(ROWS, update=update):
-            torch.testing.assert_close(compiled(x), layer(x))
+            pattern = layer.find_pattern(x)
+            assert torch.equal(fused(x, *pattern, None), pattern.drop(x))
+            assert torch.equal(fused(x, *pattern, y), pattern.drop(x, onto=y))
+        monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
 
 
 @torch.no_grad()
@@ -114,4 +144,4 @@ def test_a_layer_that_is_given_some_tokens_only_is_refused():
         AdapterDropout(layer, seed=0).on(ROWS, update=0),
         pytest.raises(InputError, match=r"lora.dropout=0.3 .* has \(16, 12\) tokens, .* input for \(7,\):"),
     ):
-        layer(torch.ones(7, 32))
+        layer.find_pattern(torch.ones(7, 32))

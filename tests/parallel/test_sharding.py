@@ -34,7 +34,7 @@ from dpo.models.loading import model_loaders
 from dpo.parallel import sharding, state
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute, find_blocks, release_gathered
-from dpo.parallel.state import full_state, full_tensor
+from dpo.parallel.state import clip_gradient, full_state, full_tensor, step_optimizer
 from dpo.settings.choices import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
 from dpo.system.host import HostMemory
@@ -122,8 +122,10 @@ def compare_with_one_process(family: str, mesh: Mesh, *, activation_checkpointin
             assert torch.equal(full_tensor(parameter.detach()), whole.get_parameter(name)), f"{family} {name}"
             off = (full_tensor(parameter.grad) - gradients[name]).norm() / gradients[name].norm()
             assert off < 1e-5, f"{family}, {type(layout).__name__}: gradient of {name} is off by {off:.1g}"
-    clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert torch.allclose(full_tensor(clipped), norm, rtol=1e-5), family
+    assert torch.allclose(clip_gradient(model.parameters(), 1.0), norm, rtol=1e-5), family
+    for name, parameter in model.named_parameters():
+        clipped = whole.get_parameter(name).grad
+        assert (full_tensor(parameter.grad) - clipped).norm() < 1e-5 * clipped.norm(), f"{family} {name}"
     assert is_tied(model) == is_tied(whole)
     saved = full_state(model.state_dict(), copy=True)  # while it is written, training goes on
     with torch.no_grad():
@@ -202,9 +204,14 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
         model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
         for part, of_part in ((whole, examples), (model, examples[rows])):
             optimizer = OPTIMIZERS[name](part.parameters(), lr=1e-3)
-            loss_of(part, of_part).backward()
-            torch.nn.utils.clip_grad_norm_(part.parameters(), 1.0)
-            optimizer.step()
+            for _ in range(2):  # the first makes the optimizer's states
+                loss_of(part, of_part).backward()
+                clip_gradient(part.parameters(), 1.0)
+                step_optimizer(optimizer)
+                optimizer.zero_grad()
+        for parameter, state in optimizer.state.items():
+            for value in state.values():
+                assert isinstance(value, DTensor) == (torch.is_tensor(value) and value.shape == parameter.shape), name
         for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(
                 full_tensor(ours.detach()),

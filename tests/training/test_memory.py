@@ -31,7 +31,15 @@ from dpo.models.pretrained import load_model
 from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 from dpo.training import memory
-from dpo.training.memory import LongestAnswers, explaining_out_of_memory, predict, predict_phases, suggest
+from dpo.training.memory import (
+    LongestAnswers,
+    explaining_out_of_memory,
+    find_fewest_steps,
+    notes_on_free_memory,
+    predict,
+    predict_phases,
+    suggest,
+)
 from dpo.training.memory_tracker import MemoryTracker
 from preference_datasets import load_data
 from trainers import BasicTrainer
@@ -535,3 +543,31 @@ def test_a_dry_run_refuses_directory_and_checkpoint_as_the_run_would(run, comman
                 run(name, "dry_run=true", *overrides)
     (tmp_path / "file").unlink()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("steps", "held", "peak", "fewest"),
+    [
+        (8, 20, 25, 1),  # 20 + 8 * 5 = 60
+        (8, 20, 32, 2),  # 20 + 4 * 12 = 68, which is all that may be filled
+        (8, 20, 33, 4),
+        (6, 20, 40, 3),  # the fewest, 2, would take 80, and 4 is no divisor
+        (8, 40, 75, 8),
+        (1, 20, 25, 1),
+    ],
+)
+def test_the_fewest_accumulation_steps_that_fill_no_more_than_85_of_100(steps, held, peak, fewest):
+    assert find_fewest_steps(steps, held=held, peak=peak, total=80) == fewest
+
+
+def test_a_gpu_with_free_memory_is_told_of(monkeypatch, compose):
+    plan = resolve(compose("gradient_accumulation_steps=4"))
+    assert notes_on_free_memory(plan) == []
+    gpu = {"memory_allocated": 20e9, "max_memory_allocated": 32e9}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(memory, "_find_device_memory", lambda plan: 80e9)
+    for name, size in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, lambda i, size=size: size)
+    [note] = notes_on_free_memory(plan)
+    assert note.startswith("32 of 80 GB of GPU memory were used; gradient_accumulation_steps=1 should fit too")
