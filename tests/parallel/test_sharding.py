@@ -209,8 +209,8 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
                 clip_gradient(part.parameters(), 1.0)
                 step_optimizer(optimizer)
                 optimizer.zero_grad()
-        for parameter, state in optimizer.state.items():
-            for value in state.values():
+        for parameter, values in optimizer.state.items():
+            for value in values.values():
                 assert isinstance(value, DTensor) == (torch.is_tensor(value) and value.shape == parameter.shape), name
         for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(
