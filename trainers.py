@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
 from dpo.models.scoring import ScorerFailed
 from dpo.numbers import clock_time
-from dpo.parallel.mesh import Mesh
+from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
 from dpo.parallel.state import full_tensor
 from dpo.parallel.tensor_parallel_package import split_over_devices
@@ -45,6 +45,7 @@ from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
+from dpo.training.memory import Communication, decide_communication
 from dpo.training.metrics import REFERENCE, peak_memory_gb
 from dpo.training.objective import BatchContext, Columns, make_objective
 from dpo.training.online import OnlineBatches
@@ -221,7 +222,7 @@ class Trainer:
         context = objective.prepare(batch, update=self.state.batch_counter)
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
-            accumulate(self.policy, last=i == len(batch.microbatches))  # reduce over replicas once per update
+            accumulate(self.policy, last=i == len(batch.microbatches), reduce_once=self.plan.fsdp.reduce_once)
             metrics.append(self._backward(microbatch, context))  # tensors on the device, so the host runs ahead
             self.progress.part(i, len(batch.microbatches), "microbatch")
         release_gathered(self.reference_model)  # a backward pass would do this, but the reference has none
@@ -460,20 +461,36 @@ class FSDPTrainer(BasicTrainer):
 
     spec = choices.FSDP
 
+    @cached_property
+    def communication(self) -> Communication:
+        """What processes gather and reduce, as rank 0 decides."""
+        decide = partial(decide_communication, self.plan, self.data)
+        return from_rank_0(after_rank_0("the predicted memory", lambda: decide() if self.rank == 0 else None))
+
     def notes(self) -> list[str]:
+        notes = [*super().notes(), *self.communication.notes]
         chosen = self.plan.model.fsdp_policy_mp or self.plan.model.autocast
         shards = self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
         if chosen or not shards or self.plan.compute_dtype != "float32":
-            return super().notes()
+            return notes
         gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
         return [
-            *super().notes(),
+            *notes,
             f"the policy is gathered and computed in float32; model.fsdp_policy_mp=bfloat16 would halve the "
             f"{gathered_gb:.3g} GB that each forward and backward pass gathers, and multiply matrices faster",
         ]
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
-        return distribute(model, self.mesh, block_name=self.plan.model.block_name, compute_dtype=compute_dtype)
+        fsdp = self.plan.fsdp
+        return distribute(
+            model,
+            self.mesh,
+            block_name=self.plan.model.block_name,
+            compute_dtype=compute_dtype,
+            reduce_dtype=DTYPES[fsdp.reduce_dtype],
+            reshard_after_forward=fsdp.reshard_after_forward,
+            frozen_whole=self.communication.frozen_weights == "whole",
+        )
 
 
 class TensorParallelTrainer(FSDPTrainer):

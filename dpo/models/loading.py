@@ -211,7 +211,8 @@ def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | Non
     """
     adapter = find_weights(plan).adapter
     name = None if adapter is None else REFERENCE
-    model = _prepare(model, plan, {} if adapter is None else {REFERENCE: adapter}, rank=rank).eval()
+    model = _prepare(model, plan, {} if adapter is None else {REFERENCE: adapter}, rank=rank)
+    model.eval().requires_grad_(False)
     return model, digest_reference(model, plan, name) if rank == 0 and plan.follow_every is None else None
 
 

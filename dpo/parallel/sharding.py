@@ -26,37 +26,56 @@ from dpo.system.host import host_memory
 OR_DECLARED = "or set model.block_name=null, for the blocks that the model's class declares"
 
 
-def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
+def distribute(
+    model: Any,
+    mesh: Mesh,
+    *,
+    block_name: str | None,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool = True,
+    frozen_whole: bool = False,
+) -> Any:
     """Distribute a model's weights, one FSDP unit per transformer block.
 
     Rank 0's weights are broadcast; those of other ranks may be on the meta device. Each unit is broadcast, sharded
     along `tensor` and then by FSDP before the next one, so that a process never holds more than its shards and one
     unit. Blocks are the modules of class `block_name`, or those the model declares unsplittable; embeddings and head,
-    tied or not, belong to the root unit. Computes in `compute_dtype` and reduces gradients in float32. Raises
+    tied or not, belong to the root unit. Computes in `compute_dtype` and reduces gradients in `reduce_dtype`. Raises
     InputError for a class that the model does not have, and for a model that cannot be sharded along `tensor`.
+
+    Without `reshard_after_forward` blocks stay gathered until their backward pass, as the root unit always does. With
+    `frozen_whole` FSDP leaves parameters alone that are not trained: they are whole on every process (or slices along
+    `tensor`), in `compute_dtype`, and a model in which all are frozen has no units.
     """
     blocks = find_blocks(model, block_name)
     plan = find_plan(model) if mesh.tensor_size > 1 else {}
     fsdp_mesh = (
         mesh.device_mesh["replicate", "shard"] if mesh.data_size > mesh.shard_size else mesh.device_mesh["shard"]
     )
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     # a single tensor-parallel group that computes in the weights' own dtype does not need FSDP
     sharded = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
     specs = _agree_on_tensors(model)
     names = {module: name for name, module in model.named_modules()}
     done: set[torch.nn.Module] = set()
+    whole: set[torch.nn.Parameter] = set()
+    n_gathered = 0  # elements that a process holds when all units are gathered
     for unit in (*reversed(blocks), model):  # reversed, so that a block inside another one comes before it
         remaining = {*unit.modules()} - done
         modules = {names[module]: module for module in unit.modules() if module in remaining}
-        _receive(modules, specs, mesh)
+        _receive(modules, specs, mesh, frozen_dtype=compute_dtype if frozen_whole else None)
         if plan:
             cut_modules(modules, plan, mesh.device_mesh["tensor"])
-        if sharded:
-            fully_shard(unit, mesh=fsdp_mesh, mp_policy=policy)
+        own = {parameter for module in remaining for parameter in module.parameters(recurse=False)}
+        whole |= {parameter for parameter in own if frozen_whole and not parameter.requires_grad}
+        n_gathered += sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in own - whole)
+        if sharded and (own - whole or (unit is model and n_gathered)):  # the root joins the units below it
+            keep = None if reshard_after_forward else False  # None: all but the root reshard
+            fully_shard(unit, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=keep, ignored_params=whole)
         done |= remaining
-    if sharded:
-        model.compute_dtype = compute_dtype
+    if isinstance(model, FSDPModule):
+        model.gathered_bytes, model.reshards_after_forward = n_gathered * compute_dtype.itemsize, reshard_after_forward
         model.apply_to_itself = lambda function, *args: function(model, *args)
         register_fsdp_forward_method(model, "apply_to_itself")
     return model
@@ -101,8 +120,13 @@ def _agree_on_tensors(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return specs
 
 
-def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh) -> None:
-    """Replace the modules' parameters and buffers with rank 0's."""
+def _receive(
+    modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh, *, frozen_dtype: torch.dtype | None
+) -> None:
+    """Replace the modules' parameters and buffers with rank 0's.
+
+    Frozen parameters get the dtype `frozen_dtype`; None keeps their own.
+    """
     received: dict[torch.Tensor, torch.Tensor] = {}  # by the tensor replaced: tied ones are sent once, and stay tied
     for module_name, module in modules.items():
         for tensors in (module._parameters, module._buffers):
@@ -113,6 +137,7 @@ def _receive(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple],
                     shape, dtype = specs[f"{module_name}.{name}".lstrip(".")]  # the model itself has the name ""
                     data = broadcast(tensor, shape, dtype, mesh)
                     if isinstance(tensor, torch.nn.Parameter):
+                        data = data if tensor.requires_grad else data.to(frozen_dtype)  # as FSDP does; not buffers
                         data = torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
                     received[tensor] = data
                 tensors[name] = received[tensor]
@@ -129,29 +154,45 @@ def broadcast(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
     return data
 
 
-def accumulate(model: torch.nn.Module, *, last: bool) -> None:
+def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool = False) -> None:
     """Declare whether the next backward is the `last` of an update.
 
     The root unit (embeddings and head) is resharded, and gradients are reduced over `replicate`, only after the last.
+    With `reduce_once` they are reduced over `shard` only then too, and every process adds up whole gradients until it.
     """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last, recurse=False)
-        model.set_requires_all_reduce(last)
+        if reduce_once:
+            model.set_requires_gradient_sync(last)
+        else:
+            model.set_requires_all_reduce(last)
 
 
-def release_gathered(model: torch.nn.Module | None) -> None:
-    """Reshard the root unit, which a forward without a backward leaves gathered."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+def release_gathered(model: Any) -> None:
+    """Reshard what a forward without a backward leaves gathered.
+
+    Also empties the list of the units that such forwards have run, which FSDP keeps for a backward to prefetch them.
+    """
+    units = _list_units(model)
+    for unit in units:
+        unit.reshard()
+    # of torch 2.13 on; it needs a model that has run
+    if units and hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root:
+        model.reset_iter_state()
+
+
+def _list_units(model: Any) -> list[Any]:
+    """The FSDP units of a model, the root first."""
+    return [] if model is None else [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextmanager
-def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
+def gathered_weights(model: Any) -> Iterator[bool]:
     """Inside, every process holds all weights, if they fit.
 
     Yields whether they do. Sampling runs a forward per token, and each would otherwise gather every block again.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = _list_units(model)
     if not units:
         yield True
         return
@@ -166,11 +207,11 @@ def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
     finally:
         for unit in units:
             unit.reshard()
-            # as FSDP does by default: the root stays gathered, as the backward pass starts with it
-            unit.set_reshard_after_forward(unit is not model, recurse=False)
+            # the root stays gathered, as the backward pass starts with it
+            unit.set_reshard_after_forward(unit is not model and model.reshards_after_forward, recurse=False)
 
 
-def _fits(model: torch.nn.Module) -> bool:
+def _fits(model: Any) -> bool:
     """Return whether all processes have twice the memory that gathering takes."""
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -178,22 +219,9 @@ def _fits(model: torch.nn.Module) -> bool:
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = host_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    answer = torch.tensor(int(gathered_size(model) <= free / 2), device=device)
+    answer = torch.tensor(int(model.gathered_bytes <= free / 2), device=device)
     dist.all_reduce(answer, op=dist.ReduceOp.MIN)
     return bool(answer.item())
-
-
-def gathered_size(model: Any) -> int:
-    """Bytes that a process holds when all FSDP shards are gathered."""
-    n_elements = 0
-    for parameter in model.parameters():
-        n_slices = 1  # by tensor parallelism, whose slices stay slices
-        if isinstance(parameter, DTensor):  # otherwise the parameter's unit is gathered already
-            mesh = parameter.device_mesh
-            for axis, size, placement in zip(mesh.mesh_dim_names, mesh.shape, parameter.placements, strict=True):
-                n_slices *= size if axis == "tensor" and placement.is_shard() else 1
-        n_elements += parameter.numel() // n_slices
-    return n_elements * model.compute_dtype.itemsize
 
 
 def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) -> type[torch.nn.Module]:

@@ -20,13 +20,26 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def hold_the_same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], mesh: Mesh) -> bool:
     """Return whether two models hold equal weights.
 
-    Every process compares its own shards, in the dtype of `theirs`.
+    Every process compares the parts that it has of `theirs`, in the dtype of `theirs`.
     """
-    own_shards, other_shards = ([local_tensor(weight) for weight in weights] for weights in (ours, theirs))
-    are_equal = len(own_shards) == len(other_shards) and all(
-        torch.equal(own.to(other), other) for own, other in zip(own_shards, other_shards, strict=True)
+    own_weights, other_weights = list(ours), list(theirs)
+    if mesh.any(len(own_weights) != len(other_weights)):  # if on one, then on all, as all must take part in gathering
+        return False
+    pairs = (
+        (gather_like(own, other), local_tensor(other)) for own, other in zip(own_weights, other_weights, strict=True)
     )
-    return not mesh.any(not are_equal)
+    return not mesh.any(not all(torch.equal(own.to(other), other) for own, other in pairs))
+
+
+def gather_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process has of `other`, which may be less sharded.
+
+    The axes of the mesh along which `other` is not sharded come first.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    n_axes = tensor.device_mesh.ndim - (other.device_mesh.ndim if isinstance(other, DTensor) else 0)
+    return tensor.redistribute(placements=[Replicate()] * n_axes + [*tensor.placements[n_axes:]]).to_local()
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

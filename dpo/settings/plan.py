@@ -83,6 +83,16 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
+class FSDPPlan:
+    """What processes that share a model gather and reduce; the keys begin with `fsdp_`."""
+
+    frozen_weights: str | None
+    reshard_after_forward: bool
+    reduce_once: bool
+    reduce_dtype: str
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """The policy's model: where it comes from, and how it computes."""
 
@@ -212,6 +222,7 @@ class Plan:
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # of this machine
     run: RunPlan
+    fsdp: FSDPPlan
     model: ModelPlan
     lora: AdapterPlan | None  # None: all weights are trained
     online: OnlinePlan | None  # None: the pairs are those of the data
@@ -226,6 +237,17 @@ class Plan:
     @property
     def quantized(self) -> bool:
         return self.lora is not None and self.lora.name in QUANTIZED
+
+    @property
+    def has_frozen_weights(self) -> bool:
+        """Return whether there is a separate reference, or a base under an adapter."""
+        return self.reference == "model" or self.lora is not None
+
+    @property
+    def can_hold_frozen_whole(self) -> bool:
+        """Return whether a base that is rounded to its compute dtype can still equal a separate reference."""
+        dtypes = self.model.policy_dtype, self.reference_dtype
+        return self.lora is None or self.reference != "model" or self.compute_dtype in dtypes
 
     @property
     def follow_every(self) -> int | None:
@@ -304,6 +326,7 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         launched=rank_env is not None,
         gpus=gpus,
         run=_read(RunPlan, values),
+        fsdp=_read(FSDPPlan, values, "fsdp_"),
         model=_read(ModelPlan, values, "model."),
         lora=_read(AdapterPlan, values, "lora.") if is_adapted else None,
         online=_read(OnlinePlan, values, "online.") if values.get("online.name") == "online" else None,

@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.data.examples import list_examples
 from dpo.data.preflight import TrainingData
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError, RunError, one_sentence
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter, trained_parameters
 from dpo.models.answers import Sampling, choosing
 from dpo.models.generation import generating_with_sdpa
@@ -29,6 +30,7 @@ from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations
 from dpo.models.reward_model import find_reward_structure
 from dpo.parallel.sharding import find_blocks
+from dpo.settings.choices import FROZEN_WEIGHTS
 from dpo.settings.plan import Plan
 from dpo.settings.validation import find_problems
 from dpo.system.host import host_memory, resident_memory
@@ -46,7 +48,7 @@ PURPOSES = (
     "reference",  # a separate model, or a second adapter
     "scorer",  # a reward model, whole on every process
     "gathered",  # weights gathered from other processes' shards
-    "reduced",  # a unit's gradients while they are reduced, in float32
+    "reduced",  # a unit's gradients while they are reduced
     "activations",
     "logits",
     "kv_cache",  # keys and values of the tokens so far, while answers are sampled
@@ -57,7 +59,9 @@ PURPOSES = (
 TEMPORARY = ("gradients", "optimizer", "activations", "logits", "kv_cache")  # allocated while training
 # share of TEMPORARY lost to fragmentation in a single process on a CPU, which keeps freed memory; measured on SmolLM2
 KEPT = 0.2
-REDUCED = torch.float32.itemsize  # bytes of a gradient while it is summed over processes (`sharding.distribute`)
+SPARE = 0.15  # share of a GPU's memory for what is not predicted: the CUDA context, NCCL's buffers, fragmentation
+SAVERS = {"reshard_after_forward": False, "reduce_once": True}  # keys `fsdp_` that take memory and save communication
+WORTH_A_NOTE = 1e8  # bytes per update; a key that saves less is not recommended
 ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
 WORTH_A_TRY = 0.03  # least share of the memory, without that of Python and libraries, that a suggestion must save
 LOOKED_AT = 50  # global batches that are searched for the largest microbatch: laying out a whole run takes long
@@ -73,11 +77,27 @@ def predict(plan: Plan, data: TrainingData) -> Bytes:
 
 def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     """Predict a process's peak memory in each phase of a run."""
-    policy = find_policy_structure(plan, plan.model.policy_dtype)
-    held = _count_held(plan, policy)
+    passes = _run_passes(plan, data)
+    return _add_up(_decide(plan, passes), passes)
+
+
+class Passes(NamedTuple):
+    """Peaks of a run's forward and backward passes, without the memory that is held throughout."""
+
+    policy: Any  # without weights
+    update: Bytes
+    evaluation: Bytes
+    sampling: dict[str, Bytes]  # by phase
+    scoring: Bytes | None  # of a reward model
+    scorer: int  # its weights
+    process: int
+
+
+def _run_passes(plan: Plan, data: TrainingData) -> Passes:
+    """Run the passes of each phase, on fake tensors."""
     reward = find_reward_structure(plan) if plan.online and plan.online.scorer == "reward_model" else None
-    if reward:
-        held["scorer"] = _count_bytes((*reward.model.parameters(), *reward.model.buffers()))
+    scorer = _count_bytes((*reward.model.parameters(), *reward.model.buffers())) if reward else 0
+    policy = find_policy_structure(plan, plan.model.policy_dtype)
     gathered = DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None
     fake, device = FakeTensorMode(), "cuda" if torch.cuda.is_available() else "cpu"
     with fake:
@@ -90,37 +110,54 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     update_peak = _find_microbatch_peak(plan, policy, fake, layout, train_microbatches, n_backwards=n_backwards)
     eval_microbatches = (microbatch for batch in eval_batches for microbatch in batch.microbatches)
     eval_peak = _find_microbatch_peak(plan, policy, fake, layout, eval_microbatches, n_backwards=0)
-    held["process"] = 0 if plan.gpus else resident_memory()  # measured here, with all libraries imported
 
-    phases: dict[str, Bytes] = {}
-    between_updates = _without(held, "gradients", "reduced", "update")
-    if plan.reference == "model" and plan.caches_reference_first:
-        phases["scoring the reference"] = _without(between_updates, "optimizer") + eval_peak
-        # the reference is freed before training
-        held, between_updates = _without(held, "reference"), _without(between_updates, "reference")
-    phases["training"] = held + max(update_peak, eval_peak, key=Bytes.total)
+    sampling_peaks, scoring_peak = {}, None
     if plan.evaluation.sample_during_eval:
         # at least 2 tokens, as `_while_sampling` feeds the last two one by one
         n_prompt = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
         n_new = plan.data.max_length - n_prompt
         rows = -(-max(len(batch.examples) for batch in eval_batches) // plan.dims.data_size)
         sampling = Sampling(min(n_new, plan.evaluation.n_eval_tokens or n_new))
-        phases["samples"] = _while_sampling(
-            plan, policy, fake, between_updates, sampling, rows=rows, n_prompt=n_prompt, autocast=None
+        sampling_peaks["samples"] = _while_sampling(
+            plan, policy, fake, sampling, rows=rows, n_prompt=n_prompt, autocast=None
         )
     if plan.online:
         online, rounds, prompts = plan.online, Rounds.of(plan), some_prompts(data)
         sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p)
         n_prompt = max(len(encode_prompt(prompt, data, plan).prompt) for prompt in prompts)
         autocast = plan.model.autocast
-        phases["sampling"] = _while_sampling(
-            plan, policy, fake, between_updates, sampling, rows=rounds.rows, n_prompt=n_prompt, autocast=autocast
+        sampling_peaks["sampling"] = _while_sampling(
+            plan, policy, fake, sampling, rows=rounds.rows, n_prompt=n_prompt, autocast=autocast
         )
         if reward:  # a reward model reads whole prompts, which the policy's limits do not truncate
             longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
             length = min(longest, reward.limit or longest)
-            peak = _find_scoring_peak(reward.model, fake, device, rows=rounds.scored, length=length)
-            phases["scoring"] = between_updates + peak
+            scoring_peak = _find_scoring_peak(reward.model, fake, device, rows=rounds.scored, length=length)
+    return Passes(
+        policy=find_policy_structure(plan, plan.model.policy_dtype),  # anew, as the other has another dtype
+        update=update_peak,
+        evaluation=eval_peak,
+        sampling=sampling_peaks,
+        scoring=scoring_peak,
+        scorer=scorer,
+        process=0 if plan.gpus else resident_memory(),  # measured here, with all libraries imported
+    )
+
+
+def _add_up(plan: Plan, passes: Passes) -> dict[str, Bytes]:
+    """The memory of each phase: what is held, and its passes."""
+    held = _count_held(plan, passes.policy) | Counter(scorer=passes.scorer, process=passes.process)
+    phases: dict[str, Bytes] = {}
+    between_updates = _without(held, "gradients", "reduced", "update")
+    if plan.reference == "model" and plan.caches_reference_first:
+        phases["scoring the reference"] = _without(between_updates, "optimizer") + passes.evaluation
+        # the reference is freed before training
+        held, between_updates = _without(held, "reference"), _without(between_updates, "reference")
+    phases["training"] = held + max(passes.update, passes.evaluation, key=Bytes.total)
+    for phase, peak in passes.sampling.items():
+        phases[phase] = _gather_all(plan, passes.policy, between_updates) + peak
+    if passes.scoring is not None:
+        phases["scoring"] = between_updates + passes.scoring
     if not plan.gpus and plan.dims.world_size == 1:
         for need in phases.values():
             need["kept"] = int(KEPT * sum(need[purpose] for purpose in TEMPORARY))
@@ -143,34 +180,67 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
 
     All of it but the process's own, activations, and the freed memory that the allocator keeps.
     """
-    dims, buffers = plan.dims, _count_bytes(policy.buffers())  # buffers are not sharded
-    shards = dims.shard_size * dims.tensor_size
+    dims, fsdp, buffers = plan.dims, plan.fsdp, _count_bytes(policy.buffers())  # buffers are not sharded
+    shards, is_whole = dims.shard_size * dims.tensor_size, fsdp.frozen_weights == "whole"
+
+    def count_frozen(n_bytes: int, n_elements: int, dtype: str) -> int:
+        return n_elements * DTYPES[dtype].itemsize // dims.tensor_size if is_whole else n_bytes // shards
+
+    weights, trained = [*policy.parameters()], trained_parameters(policy)
     adapter, second = (list(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
-    trained = _count_bytes(trained_parameters(policy)) // shards
+    base_bytes, n_base = (count(weights) - count(trained) - count(second) for count in (_count_bytes, _count))
+    gradients = _count_bytes(trained) // shards
     states, temporaries = _measure_optimizer(plan.training.optimizer)
     held = Counter(
-        policy=(_count_bytes(policy.parameters()) - _count_bytes(second)) // shards + buffers,
-        gradients=trained,
-        optimizer=int(trained * states),
+        policy=gradients + count_frozen(base_bytes, n_base, plan.compute_dtype) + buffers,
+        gradients=gradients,
+        optimizer=int(gradients * states),
     )
     if plan.reference == "model":
-        base = (_count(policy.parameters()) - _count(adapter)) * DTYPES[plan.reference_dtype].itemsize
-        own = _count_bytes(adapter) if find_adapter(plan.model.archive) else 0
-        held["reference"] = (base + own) // shards + buffers
+        own = adapter if find_adapter(plan.model.archive) else []
+        n_plain = _count(weights) - _count(adapter)
+        n_bytes = n_plain * DTYPES[plan.reference_dtype].itemsize + _count_bytes(own)
+        held["reference"] = count_frozen(n_bytes, n_plain + _count(own), plan.reference_dtype) + buffers
     elif plan.reference == "adapter":
-        held["reference"] = _count_bytes(second) // shards
-    if dims.shard_size > 1:  # FSDP's units are each block, and the root with embeddings and head
-        blocks = [[*block.parameters()] for block in find_blocks(policy, plan.model.block_name)]
-        in_blocks = {parameter for block in blocks for parameter in block}
-        root = [parameter for parameter in policy.parameters() if parameter not in in_blocks]
-        at_once = _count(root) + 2 * max(map(_count, blocks))  # the running block, and the next, which is prefetched
-        held["gathered"] = at_once * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
+        held["reference"] = count_frozen(_count_bytes(second), _count(second), plan.compute_dtype)
+    if dims.shard_size > 1:
+        root, *blocks = _list_units(plan, policy)
+        sizes, reduce_size = [*map(_count, blocks)], DTYPES[fsdp.reduce_dtype].itemsize
+        # the running block and the next, which is prefetched; or all, which stay until their backward pass
+        in_blocks = 2 * max(sizes) if fsdp.reshard_after_forward else sum(sizes)
+        gathered = (_count(root) + in_blocks) * DTYPES[plan.compute_dtype].itemsize
+        if plan.reference == "model" and not is_whole:  # the reference's root unit stays until the update ends
+            gathered += _count(root) * DTYPES[plan.reference_dtype].itemsize
+        held["gathered"] = gathered // dims.tensor_size
         largest = max(_count(p for p in unit if p.requires_grad) for unit in (root, *blocks))
-        held["reduced"] = largest * REDUCED // dims.tensor_size
+        held["reduced"] = largest * reduce_size // dims.tensor_size
+        if fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1:  # whole ones, until they are reduced
+            held["gradients"] += _count(trained) * reduce_size // dims.tensor_size
     # an optimizer of shards updates one parameter at a time, without large temporaries
     if plan.gpus and dims.world_size == 1 and plan.training.optimizer not in ONE_BY_ONE:
-        held["update"] = int(trained * temporaries)
+        held["update"] = int(gradients * temporaries)
     return held
+
+
+def _list_units(plan: Plan, policy: Any) -> list[list[torch.Tensor]]:
+    """The parameters that FSDP gathers: of the root unit, with embeddings and head, then of each block."""
+    is_whole, remaining = plan.fsdp.frozen_weights == "whole", dict.fromkeys(policy.parameters())
+    blocks = [[*block.parameters()] for block in find_blocks(policy, plan.model.block_name)]
+    for parameter in (parameter for block in blocks for parameter in block):
+        remaining.pop(parameter, None)
+    return [[p for p in unit if p.requires_grad or not is_whole] for unit in (remaining, *blocks)]
+
+
+def _gather_all(plan: Plan, policy: Any, held: Bytes) -> Bytes:
+    """What is held while answers are sampled: all weights gathered, if they fit (`sharding.gathered_weights`)."""
+    gathered = _count_gathered(plan, policy)
+    return held | Counter(gathered=gathered) if gathered <= (_device_memory(plan) - held.total()) / 2 else held
+
+
+def _count_gathered(plan: Plan, policy: Any) -> int:
+    """Bytes of the policy's weights when all are gathered."""
+    n_elements = sum(map(_count, _list_units(plan, policy))) if plan.dims.shard_size > 1 else 0
+    return n_elements * DTYPES[plan.compute_dtype].itemsize // plan.dims.tensor_size
 
 
 def _count(parameters: Iterable[torch.Tensor]) -> int:
@@ -289,17 +359,15 @@ def _while_sampling(
     plan: Plan,
     policy: Any,
     fake: FakeTensorMode,
-    held: Bytes,
     sampling: Sampling,
     *,
     rows: int,
     n_prompt: int,
     autocast: str | None,
 ) -> Bytes:
-    """Memory of a process that samples `rows` answers at once.
+    """Peak of the passes of a process that samples `rows` answers at once.
 
-    The prompts have `n_prompt` tokens. The peak comes while the prompts are read, or at the last token. All weights are
-    gathered if they fit (`sharding.gathered_weights`).
+    The prompts have `n_prompt` tokens. The peak comes while the prompts are read, or at the last token.
     """
     device, n_new, peaks = policy.device, sampling.max_new_tokens, []
     with (
@@ -336,13 +404,9 @@ def _while_sampling(
             kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
             peaks.append(tracker.peak + Counter(kv_cache=kv) - Counter(activations=kv))
             del cache, layers
-    peak, dims = max(peaks, key=Bytes.total), plan.dims
-    peak["kv_cache"] //= dims.tensor_size
-    if dims.shard_size > 1:
-        gathered = _count(policy.parameters()) * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
-        if gathered <= (_device_memory(plan) - held.total()) / 2:
-            held = held | Counter(gathered=gathered)
-    return held + peak
+    peak = max(peaks, key=Bytes.total)
+    peak["kv_cache"] //= plan.dims.tensor_size
+    return peak
 
 
 def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, rows: int, length: int) -> Bytes:
@@ -359,6 +423,115 @@ def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, rows: i
     return tracker.peak
 
 
+# --- what processes gather and reduce -------------------------------------------------------------------------------
+
+
+class Communication(NamedTuple):
+    """The decision of `fsdp_frozen_weights`, and messages about what processes gather and reduce."""
+
+    frozen_weights: str
+    notes: list[str]
+
+
+def decide_communication(plan: Plan, data: TrainingData) -> Communication:
+    """Decide what processes gather and reduce, by the predicted memory.
+
+    Nothing is predicted on CPUs, nor if no key could save communication.
+    """
+    chosen, is_shared = plan.fsdp.frozen_weights, plan.dims.shard_size > 1
+    savers = {name: value for name, value in SAVERS.items() if is_shared and getattr(plan.fsdp, name) != value}
+    if plan.data.gradient_accumulation_steps == 1:
+        savers.pop("reduce_once", None)
+    is_open = chosen is None and plan.has_frozen_weights
+    if not plan.gpus or not (is_open or savers):
+        return Communication(chosen or "sharded", [])
+    try:
+        passes = _run_passes(plan, data)
+    except Exception as error:  # from a model that does not run on fake tensors: it may train nevertheless
+        why = f"{type(error).__name__}: {one_sentence(error)}"
+        note = f"warning: the memory cannot be predicted, so frozen weights are {chosen or 'sharded'} ({why})"
+        return Communication(chosen or "sharded", [note])
+    plan = _decide(plan, passes)
+    frozen = plan.fsdp.frozen_weights or "sharded"
+    notes = [_explain_decision(plan, passes)] if is_open and is_shared else []
+    most, fitting = (1 - SPARE) * _device_memory(plan), []
+    for name, value in savers.items():
+        other = _set(plan, **{name: value})
+        more = _find_peak(other, passes) - _find_peak(plan, passes)
+        less = count_communication(plan).total() - count_communication(other).total()
+        if _find_peak(other, passes) <= most and less >= WORTH_A_NOTE:
+            setting = f"fsdp_{name}={str(value).lower()}"
+            fitting.append(f"{setting} ({less / 1e9:.3g} GB per update, for {more / 1e9:.3g} GB of memory)")
+            plan = other  # the next must fit beside it
+    if fitting:
+        notes.append(f"there is memory to communicate less, with {_join(fitting)}")
+    return Communication(frozen, notes)
+
+
+def _decide(plan: Plan, passes: Passes) -> Plan:
+    """The plan with `fsdp_frozen_weights` decided: whole on GPUs, if there is room."""
+    is_open = plan.trainer.multi_process and plan.fsdp.frozen_weights is None and plan.has_frozen_weights
+    if not (is_open and plan.gpus and plan.can_hold_frozen_whole):
+        return plan
+    whole, sharded = (_set(plan, frozen_weights=value) for value in FROZEN_WEIGHTS)
+    if _gathers_to_sample(sharded, passes) and not _gathers_to_sample(whole, passes):
+        return sharded
+    # a process that shares its weights with no other needs no more for whole ones, which are not copied
+    most = max((1 - SPARE) * _device_memory(plan), _find_peak(sharded, passes))
+    return whole if _find_peak(whole, passes) <= most else sharded
+
+
+def _gathers_to_sample(plan: Plan, passes: Passes) -> bool:
+    """Return whether there is memory to gather the policy's weights once for all sampled tokens."""
+    phases, gathered = _add_up(plan, passes), _count_gathered(plan, passes.policy)
+    return all(phases[phase]["gathered"] >= gathered for phase in passes.sampling)
+
+
+def _explain_decision(plan: Plan, passes: Passes) -> str:
+    frozen = plan.fsdp.frozen_weights or "sharded"
+    other = FROZEN_WEIGHTS[frozen == FROZEN_WEIGHTS[0]]
+    needs = [_find_peak(_set(plan, frozen_weights=value), passes) for value in (frozen, other)]
+    sent = [count_communication(_set(plan, frozen_weights=value)).total() for value in (frozen, other)]
+    return (
+        f"frozen weights are {frozen} on every GPU: {needs[0] / 1e9:.3g} of {_device_memory(plan) / 1e9:.3g} GB, as "
+        f"predicted, and {sent[0] / 1e9:.3g} GB communicated per update; fsdp_frozen_weights={other} would take "
+        f"{needs[1] / 1e9:.3g} GB, and communicate {sent[1] / 1e9:.3g} GB"
+    )
+
+
+def _find_peak(plan: Plan, passes: Passes) -> int:
+    return max(need.total() for need in _add_up(plan, passes).values())
+
+
+def _set(plan: Plan, **fields: Any) -> Plan:
+    return replace(plan, fsdp=replace(plan.fsdp, **fields))
+
+
+def count_communication(plan: Plan) -> Bytes:
+    """Bytes that FSDP sends from each process in an update, gathered and reduced.
+
+    Counts the passes over an update's microbatches, with no log-probability of the reference cached. Collectives pass
+    the shards around in a ring.
+    """
+    dims, fsdp, steps = plan.dims, plan.fsdp, plan.data.gradient_accumulation_steps
+    policy = find_policy_structure(plan, plan.model.policy_dtype)
+    root, *blocks = map(_count, _list_units(plan, policy))
+    in_blocks, per_update = sum(blocks), Counter()
+    n_passes = 2  # forward and backward
+    if plan.reference in ("base", "adapter"):
+        n_passes += 1  # by the same weights
+    n_gathers = steps * (n_passes if fsdp.reshard_after_forward else 1)
+    per_update["gathered"] = (root + in_blocks * n_gathers) * DTYPES[plan.compute_dtype].itemsize
+    if plan.reference == "model" and fsdp.frozen_weights != "whole":
+        per_update["gathered"] += (root + in_blocks * steps) * DTYPES[plan.reference_dtype].itemsize
+    trained, reduce_size = _count(trained_parameters(policy)), DTYPES[fsdp.reduce_dtype].itemsize
+    per_update["reduced"] = trained * reduce_size * (1 if fsdp.reduce_once else steps)
+    ring = {name: n_bytes * (dims.shard_size - 1) // dims.shard_size for name, n_bytes in per_update.items()}
+    copies = dims.replicate_size  # their shards' gradients are added up once per update
+    ring["reduced"] += 2 * trained * reduce_size // dims.shard_size * (copies - 1) // copies
+    return Counter({name: n_bytes // dims.tensor_size for name, n_bytes in ring.items()})
+
+
 # --- reports -------------------------------------------------------------------------------------------------------
 
 HELP = (  # settings that may save memory: the key, and the value to try (None: not applicable)
@@ -368,6 +541,9 @@ HELP = (  # settings that may save memory: the key, and the value to try (None: 
     ("model.autocast", lambda plan: "bfloat16"),
     ("cache_reference_logps", lambda plan: "all"),
     ("max_length", lambda plan: plan.data.max_length // 2),
+    ("fsdp_frozen_weights", lambda plan: "sharded" if plan.dims.shard_size > 1 and plan.has_frozen_weights else None),
+    ("fsdp_reshard_after_forward", lambda plan: True),
+    ("fsdp_reduce_once", lambda plan: False),
     (
         "eval_batch_size",
         lambda plan: plan.data.eval_batch_size // 2 if plan.evaluation.sample_during_eval or plan.online else None,
@@ -404,7 +580,9 @@ def suggest(plan: Plan, data: TrainingData) -> list[str]:
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the memory needed and, if it won't fit, helpful settings."""
-    phases, available = predict_phases(plan, data), _device_memory(plan)
+    passes, available = _run_passes(plan, data), _device_memory(plan)
+    decided = _decide(plan, passes)
+    phases = _add_up(decided, passes)
     need = max(phases.values(), key=Bytes.total)
     for purpose in PURPOSES:
         if need[purpose]:
@@ -420,6 +598,13 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
         print(
             f"an update samples up to {rounds.answers * n_new:,} tokens, of {rounds.answers:,} answers, in "
             f"{rounds.batches * n_new:,} forwards of each process, of {rounds.rows:,} rows"
+        )
+    if plan.dims.shard_size > 1:
+        sent, frozen = count_communication(decided), decided.fsdp.frozen_weights or "sharded"
+        where = f" (frozen weights are {frozen})" if plan.has_frozen_weights else ""
+        print(
+            f"FSDP sends {sent.total() / 1e9:.2f} GB from each process in an update, of which gathered weights "
+            f"{sent['gathered'] / 1e9:.2f}, reduced gradients {sent['reduced'] / 1e9:.2f}{where}"
         )
     if need.total() > available:
         print("won't fit; looking for settings that would help", flush=True)  # a prediction for each takes a while

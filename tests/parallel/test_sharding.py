@@ -30,14 +30,15 @@ from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import model_loaders
 from dpo.parallel import sharding
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import distribute, find_blocks
-from dpo.parallel.state import full_state, full_tensor
+from dpo.parallel.sharding import distribute, find_blocks, release_gathered
+from dpo.parallel.state import full_state, full_tensor, hold_the_same
 from dpo.settings.choices import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
 from dpo.system.host import HostMemory
 from dpo.system.launching import get_open_port
 from dpo.system.signals import Stopped
 from dpo.training.optimization import OPTIMIZERS
+from dpo.training.reference import Reference, ReferenceLogps
 from trainers import TRAINERS, BasicTrainer
 
 GRIDS = {  # processes, and what the command line says
@@ -160,6 +161,41 @@ def test_every_optimizer_that_the_config_allows_updates_shards(mesh):
     launch(update_with_every_optimizer, 2, GRIDS[mesh][1], process_group=True)
 
 
+def hold_the_reference_whole(rank: int, world_size: int, sizes: dict, families: list[str]) -> None:
+    mesh, examples = Mesh(rank, ParallelDims.of(world_size, **sizes)), list_examples(rows=4)
+    for family in families:
+        policy, whole, sharded = (
+            distribute(
+                build(family, on_meta=rank != 0).requires_grad_(trains),
+                mesh,
+                block_name=None,
+                compute_dtype=torch.float32 if trains else torch.bfloat16,
+                frozen_whole=frozen_whole,
+            )
+            for trains, frozen_whole in ((True, False), (False, True), (False, False))
+        )
+        assert not any(isinstance(module, FSDPModule) for module in whole.modules())
+        assert {p.dtype for p in whole.parameters()} == {torch.bfloat16}
+        assert {b.dtype for b in whole.buffers()} == {b.dtype for b in build(family).buffers()}
+        with torch.no_grad():
+            assert torch.equal(plain_logps(whole, examples), plain_logps(sharded, examples)), family
+        release_gathered(sharded)
+        assert hold_the_same(policy.parameters(), whole.parameters(), mesh), family
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                getattr(parameter, "_local_tensor", parameter).mul_(2)
+        assert not hold_the_same(policy.parameters(), whole.parameters(), mesh), family
+        Reference(whole, None, ReferenceLogps(0, 1)).follow(policy)
+        assert hold_the_same(policy.parameters(), whole.parameters(), mesh), family
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[] if mesh == "sharded" else SLOW) for mesh in GRIDS])
+def test_a_whole_reference_gives_the_numbers_of_a_sharded_one_and_follows_the_policy(mesh):
+    processes, sizes, _ = GRIDS[mesh]
+    families = [family for family in FAMILIES if mesh != "sharded" or family not in ALIKE]
+    launch(hold_the_reference_whole, processes, sizes, families, process_group=True)
+
+
 def send_different_models(rank: int, world_size: int) -> None:
     family = ("llama", "gpt-neox")[rank]
     distribute(build(family), Mesh(rank, ParallelDims.of(world_size)), block_name=None, compute_dtype=torch.float32)
@@ -183,7 +219,7 @@ def hold_shards_alone(rank: int, world_size: int, sizes: dict) -> None:
         assert held <= whole * 0.6 or local.ndim == 1, f"{name} holds {held} of {whole} bytes"
     # float32 weights are gathered in bfloat16; slices of 101 rows are not equal
     gathered = sum((p.to_local() if "tensor_size" in sizes else p).numel() for p in model.parameters())
-    assert sharding.gathered_size(model) == pytest.approx(2 * gathered, rel=0.03)
+    assert model.gathered_bytes == pytest.approx(2 * gathered, rel=0.03)
 
 
 @pytest.mark.parametrize("mesh", ["sharded", "cut"])
@@ -285,9 +321,16 @@ def flat(state: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, value in items for k, v in flat(value, f"{prefix}/{key}").items()}
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[] if mesh == "sharded" else SLOW) for mesh in GRIDS])
+LESS = ("fsdp_frozen_weights=whole", "fsdp_reshard_after_forward=false", "fsdp_reduce_once=true")
+COMMUNICATING_LESS = {f"{mesh}, less": (n, sizes, (*overrides, *LESS)) for mesh, (n, sizes, overrides) in GRIDS.items()}
+SAMPLED = {**GRIDS, **COMMUNICATING_LESS}
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=[] if m in ("sharded", "sharded, less") else SLOW) for m in SAMPLED]
+)
 def test_samples_metrics_and_checkpoints_are_those_of_one_process(mesh, greedy_model, of_one_process, tmp_path):
-    processes, _, overrides = GRIDS[mesh]
+    processes, _, overrides = SAMPLED[mesh]
     overrides = (*overrides, f"model.name_or_path={greedy_model}")
     launch(sample_train_and_save, processes, tmp_path, overrides, process_group=True)
 
