@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,12 +74,20 @@ def distribute(
         if sharded and (own - whole or (unit is model and n_gathered)):  # the root joins the units below it
             keep = None if reshard_after_forward else False  # None: all but the root reshard
             fully_shard(unit, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=keep, ignored_params=whole)
+        elif sharded:  # the policy's units cast their inputs too
+            unit.register_forward_pre_hook(partial(_cast_inputs, compute_dtype), prepend=True, with_kwargs=True)
         done |= remaining
     if isinstance(model, FSDPModule):
         model.gathered_bytes, model.reshards_after_forward = n_gathered * compute_dtype.itemsize, reshard_after_forward
         model.apply_to_itself = lambda function, *args: function(model, *args)
         register_fsdp_forward_method(model, "apply_to_itself")
     return model
+
+
+@torch.compiler.disable
+def _cast_inputs(dtype: torch.dtype, unit: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Cast the floating-point inputs of a unit, as FSDP does."""
+    return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs))
 
 
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:

@@ -77,8 +77,8 @@ def predict(plan: Plan, data: TrainingData) -> Bytes:
 
 def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     """Predict a process's peak memory in each phase of a run."""
-    passes = _run_passes(plan, data)
-    return _add_up(_decide(plan, passes), passes)
+    passes = run_passes(plan, data)
+    return add_up(_decide(plan, passes), passes)
 
 
 class Passes(NamedTuple):
@@ -93,7 +93,7 @@ class Passes(NamedTuple):
     process: int
 
 
-def _run_passes(plan: Plan, data: TrainingData) -> Passes:
+def run_passes(plan: Plan, data: TrainingData) -> Passes:
     """Run the passes of each phase, on fake tensors."""
     reward = find_reward_structure(plan) if plan.online and plan.online.scorer == "reward_model" else None
     scorer = _count_bytes((*reward.model.parameters(), *reward.model.buffers())) if reward else 0
@@ -144,7 +144,7 @@ def _run_passes(plan: Plan, data: TrainingData) -> Passes:
     )
 
 
-def _add_up(plan: Plan, passes: Passes) -> dict[str, Bytes]:
+def add_up(plan: Plan, passes: Passes) -> dict[str, Bytes]:
     """The memory of each phase: what is held, and its passes."""
     held = _count_held(plan, passes.policy) | Counter(scorer=passes.scorer, process=passes.process)
     phases: dict[str, Bytes] = {}
@@ -446,7 +446,7 @@ def decide_communication(plan: Plan, data: TrainingData) -> Communication:
     if not plan.gpus or not (is_open or savers):
         return Communication(chosen or "sharded", [])
     try:
-        passes = _run_passes(plan, data)
+        passes = run_passes(plan, data)
     except Exception as error:  # from a model that does not run on fake tensors: it may train nevertheless
         why = f"{type(error).__name__}: {one_sentence(error)}"
         note = f"warning: the memory cannot be predicted, so frozen weights are {chosen or 'sharded'} ({why})"
@@ -483,7 +483,7 @@ def _decide(plan: Plan, passes: Passes) -> Plan:
 
 def _gathers_to_sample(plan: Plan, passes: Passes) -> bool:
     """Return whether there is memory to gather the policy's weights once for all sampled tokens."""
-    phases, gathered = _add_up(plan, passes), _count_gathered(plan, passes.policy)
+    phases, gathered = add_up(plan, passes), _count_gathered(plan, passes.policy)
     return all(phases[phase]["gathered"] >= gathered for phase in passes.sampling)
 
 
@@ -500,7 +500,7 @@ def _explain_decision(plan: Plan, passes: Passes) -> str:
 
 
 def _find_peak(plan: Plan, passes: Passes) -> int:
-    return max(need.total() for need in _add_up(plan, passes).values())
+    return max(need.total() for need in add_up(plan, passes).values())
 
 
 def _set(plan: Plan, **fields: Any) -> Plan:
@@ -580,9 +580,9 @@ def suggest(plan: Plan, data: TrainingData) -> list[str]:
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the memory needed and, if it won't fit, helpful settings."""
-    passes, available = _run_passes(plan, data), _device_memory(plan)
+    passes, available = run_passes(plan, data), _device_memory(plan)
     decided = _decide(plan, passes)
-    phases = _add_up(decided, passes)
+    phases = add_up(decided, passes)
     need = max(phases.values(), key=Bytes.total)
     for purpose in PURPOSES:
         if need[purpose]:
