@@ -122,7 +122,7 @@ def main() -> None:
             model.config.save_pretrained(folder / name)
             for file in GOLDEN.glob("tiny-llama/*token*"):
                 shutil.copy(file, folder / name)
-        passes = {}  # by model, with an adapter and without: they are as large on any number of GPUs, whatever they send
+        passes = {}  # by model, with an adapter and without; on any number of GPUs they are as large
         for what, settings in SETTINGS.items():
             cells = []
             for (name, model), gpus in itertools.product(MODELS.items(), GPUS):

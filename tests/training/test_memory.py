@@ -357,6 +357,24 @@ def test_keys_that_save_communication_are_recommended_while_they_fit(on_gpus, mo
         assert expected is None or re.search(expected, notes[0])
 
 
+def test_a_dry_run_prints_what_is_communicated(on_gpus, capsys):
+    memory.print_prediction(*on_gpus())
+    sent = (
+        r"FSDP sends ([\d.]+) GB from each process in an update, of which gathered weights ([\d.]+), reduced gradients"
+    )
+    assert re.search(sent + r" [\d.]+ \(frozen weights are whole\)", capsys.readouterr().out)
+
+
+def test_keys_that_take_memory_are_offered_back_where_it_runs_out(on_gpus, monkeypatch):
+    monkeypatch.setattr(memory, "HELP", [row for row in memory.HELP if row[0].startswith("fsdp")])
+    offered = suggest(*on_gpus("fsdp_reshard_after_forward=false", "fsdp_reduce_once=true"))
+    assert {text.split(" (")[0] for text in offered} == {
+        "fsdp_frozen_weights=sharded",
+        "fsdp_reshard_after_forward=true",
+        "fsdp_reduce_once=false",
+    }
+
+
 def test_nothing_is_predicted_where_nothing_is_to_choose(on_gpus, compose, monkeypatch):
     monkeypatch.setattr(memory, "run_passes", None)
     lora = ("lora=lora", "fsdp_reshard_after_forward=false", "fsdp_reduce_once=true", "fsdp_frozen_weights=whole")
