@@ -463,7 +463,7 @@ class FSDPTrainer(BasicTrainer):
 
     @cached_property
     def communication(self) -> Communication:
-        """What processes gather and reduce, as rank 0 decides."""
+        """Rank 0's decision on frozen weights, with its notes."""
         decide = partial(decide_communication, self.plan, self.data)
         return from_rank_0(after_rank_0("the predicted memory", lambda: decide() if self.rank == 0 else None))
 

@@ -1,4 +1,4 @@
-"""Memory and communication of FSDP by model, number of GPUs and keys, predicted on a CPU.
+"""Predicted memory and communication of FSDP, by model and keys.
 
     python -m benchmarks.communication
 
@@ -32,9 +32,9 @@ GPUS = (2, 8)
 
 
 class Model(NamedTuple):
-    """A model's shape, and seconds of compute per pair on an H100 in bfloat16.
+    """A model's shape, and seconds of compute per pair.
 
-    These are matrix products at 550 and 600 TFLOP/s, attention over whole rows of 800 tokens at 100, and elementwise
+    These are, on an H100 in bfloat16: matrix products at 550 and 600 TFLOP/s, attention over whole rows of 800 tokens at 100, and elementwise
     passes at 2.5 TB/s. An adapter saves a quarter of the products, the gradients of the weights.
     """
 

@@ -32,7 +32,7 @@ def hold_the_same(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor], 
 
 
 def gather_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process has of `other`, which may be less sharded.
+    """This process's part of a tensor, gathered as far as `other` is.
 
     The axes of the mesh along which `other` is not sharded come first.
     """

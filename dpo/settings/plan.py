@@ -84,7 +84,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class FSDPPlan:
-    """What processes that share a model gather and reduce; the keys begin with `fsdp_`."""
+    """Communication of processes that share a model; keys begin with `fsdp_`."""
 
     frozen_weights: str | None
     reshard_after_forward: bool
@@ -240,12 +240,15 @@ class Plan:
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Return whether there is a separate reference, or a base under an adapter."""
+        """Return whether there is a separate reference, or an adapter's base."""
         return self.reference == "model" or self.lora is not None
 
     @property
     def can_hold_frozen_whole(self) -> bool:
-        """Return whether a base that is rounded to its compute dtype can still equal a separate reference."""
+        """Return whether a base that is whole can equal a separate reference.
+
+        It is rounded to its compute dtype.
+        """
         dtypes = self.model.policy_dtype, self.reference_dtype
         return self.lora is None or self.reference != "model" or self.compute_dtype in dtypes
 

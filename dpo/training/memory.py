@@ -82,9 +82,9 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
 
 
 class Passes(NamedTuple):
-    """Peaks of a run's forward and backward passes, without the memory that is held throughout."""
+    """Peaks of a run's passes, without the memory that is held throughout."""
 
-    policy: Any  # without weights
+    policy: Any  # its structure, without weights
     update: Bytes
     evaluation: Bytes
     sampling: dict[str, Bytes]  # by phase
@@ -223,7 +223,10 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
 
 
 def _list_units(plan: Plan, policy: Any) -> list[list[torch.Tensor]]:
-    """The parameters that FSDP gathers: of the root unit, with embeddings and head, then of each block."""
+    """The parameters that FSDP gathers, by unit.
+
+    First those of the root unit, such as embeddings and head, then those of each block.
+    """
     is_whole, remaining = plan.fsdp.frozen_weights == "whole", dict.fromkeys(policy.parameters())
     blocks = [[*block.parameters()] for block in find_blocks(policy, plan.model.block_name)]
     for parameter in (parameter for block in blocks for parameter in block):
@@ -232,7 +235,10 @@ def _list_units(plan: Plan, policy: Any) -> list[list[torch.Tensor]]:
 
 
 def _gather_all(plan: Plan, policy: Any, held: Bytes) -> Bytes:
-    """What is held while answers are sampled: all weights gathered, if they fit (`sharding.gathered_weights`)."""
+    """The memory held while answers are sampled.
+
+    All weights are gathered, if they fit (`sharding.gathered_weights`).
+    """
     gathered = _count_gathered(plan, policy)
     return held | Counter(gathered=gathered) if gathered <= (_device_memory(plan) - held.total()) / 2 else held
 
@@ -365,7 +371,7 @@ def _while_sampling(
     n_prompt: int,
     autocast: str | None,
 ) -> Bytes:
-    """Peak of the passes of a process that samples `rows` answers at once.
+    """Peak of a process's passes that sample `rows` answers at once.
 
     The prompts have `n_prompt` tokens. The peak comes while the prompts are read, or at the last token.
     """
@@ -427,16 +433,16 @@ def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, rows: i
 
 
 class Communication(NamedTuple):
-    """The decision of `fsdp_frozen_weights`, and messages about what processes gather and reduce."""
+    """The decision on frozen weights, and notes on what is communicated."""
 
     frozen_weights: str
     notes: list[str]
 
 
 def decide_communication(plan: Plan, data: TrainingData) -> Communication:
-    """Decide what processes gather and reduce, by the predicted memory.
+    """Decide `fsdp_frozen_weights` by the predicted memory.
 
-    Nothing is predicted on CPUs, nor if no key could save communication.
+    Also recommends keys that fit and save communication. Nothing is predicted on CPUs, nor if no key could save any.
     """
     chosen, is_shared = plan.fsdp.frozen_weights, plan.dims.shard_size > 1
     savers = {name: value for name, value in SAVERS.items() if is_shared and getattr(plan.fsdp, name) != value}
@@ -482,7 +488,7 @@ def _decide(plan: Plan, passes: Passes) -> Plan:
 
 
 def _gathers_to_sample(plan: Plan, passes: Passes) -> bool:
-    """Return whether there is memory to gather the policy's weights once for all sampled tokens."""
+    """Return whether sampling has memory for all of the policy's weights."""
     phases, gathered = add_up(plan, passes), _count_gathered(plan, passes.policy)
     return all(phases[phase]["gathered"] >= gathered for phase in passes.sampling)
 
@@ -508,10 +514,10 @@ def _set(plan: Plan, **fields: Any) -> Plan:
 
 
 def count_communication(plan: Plan) -> Bytes:
-    """Bytes that FSDP sends from each process in an update, gathered and reduced.
+    """Bytes that FSDP sends from each process in an update.
 
-    Counts the passes over an update's microbatches, with no log-probability of the reference cached. Collectives pass
-    the shards around in a ring.
+    Counts the passes over an update's microbatches, with no log-probability of the reference cached, and none for a
+    loss's statistic of the batch. Collectives pass the shards around in a ring.
     """
     dims, fsdp, steps = plan.dims, plan.fsdp, plan.data.gradient_accumulation_steps
     policy = find_policy_structure(plan, plan.model.policy_dtype)

@@ -15,7 +15,7 @@ from support.runs import small_run
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpo.models.adapters import switch
+from dpo.models.adapters import POLICY, AdapterPart, adapter_weights, switch
 from dpo.models.layouts import SharedPrefix
 from dpo.models.loading import find_structure, load_policy, load_reference
 from dpo.models.pretrained import DTYPES
@@ -125,6 +125,18 @@ def test_the_collectives_of_an_update_and_their_bytes(settings, gathers, reducti
     if plan.lora and plan.fsdp.frozen_weights == "whole":
         sent["gathered"] *= BLOCKS * 3 / (BLOCKS * 3 + 1)
     assert sent == pytest.approx(count_communication(plan), rel=1e-3)
+
+
+def test_an_adapter_is_saved_in_its_own_dtype_while_its_weights_are_gathered(plan_of, group):
+    plan = plan_of(f"{LORA} fsdp_reshard_after_forward=false")
+    source = find_structure(plan, "float32").to_empty(device="cpu")
+    policy = place(plan, Mesh(0, plan.dims), load_policy(source, plan, rank=1, resume_from=None)[0], "bfloat16")
+    layout = SharedPrefix({"full_attention": None}, max_length=32)
+    [microbatch] = layout.split(list_examples(4), 1)
+    with torch.no_grad():
+        layout.forward(policy, microbatch.inputs)
+    assert {parameter.dtype for parameter in adapter_weights(policy, POLICY).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in AdapterPart("policy", policy).gather(copy=True).values()} == {torch.float32}
 
 
 def test_a_reference_that_stays_sharded_does_not_keep_a_list_of_all_its_forwards(plan_of, group):
