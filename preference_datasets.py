@@ -1,7 +1,7 @@
 """The datasets as `{prompt: {responses, pairs, sft_target}}`, and the reference's batch iterator.
 
-`hh`, `shp` and `se` are the paper's; `demo` is ours; any other name is the user's own data (see `dpo/data/custom.py`).
-Modules that only `se` needs are imported where they are used, for a quick start.
+`hh`, `shp` and `se` are the paper's datasets, and `demo` is made up here. Any other name is custom data, see
+`dpo/data/custom.py`. Modules that only `se` needs are imported where they are used, for a quick start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dpo.data.collation import (
     tokenize_batch_element,  # noqa: F401  (the reference has it here)
 )
 from dpo.data.columns import ColumnsError, find_columns
-from dpo.data.custom import get_own
+from dpo.data.custom import get_custom
 from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
@@ -38,16 +38,16 @@ from dpo.settings.plan import Plan
 if TYPE_CHECKING:
     import datasets
 
-ROWS_PER_WORKER = 5000  # rows of Stack Exchange, a few seconds of work: more than it takes to start a worker
+ROWS_PER_WORKER = 5000  # of Stack Exchange: a few seconds of work, more than it takes to start a worker
 
 
 def _progress(rows: Sequence, name: str, silent: bool) -> Iterable:
-    # disable=None shows the bar only on a terminal
-    return tqdm.tqdm(rows, desc=f"Processing {name}", disable=True if silent else None)
+    disable = True if silent else None  # None: disabled unless stderr is a terminal
+    return tqdm.tqdm(rows, desc=f"Processing {name}", disable=disable)
 
 
 def extract_anthropic_prompt(prompt_and_response: str) -> str:
-    """The dialogue up to and including its last `\\n\\nAssistant:`."""
+    """Return a dialogue up to and including its last `\\n\\nAssistant:`."""
     marker = "\n\nAssistant:"
     start = prompt_and_response.rfind(marker)
     if start < 0:
@@ -56,19 +56,16 @@ def extract_anthropic_prompt(prompt_and_response: str) -> str:
 
 
 def strings_match_up_to_spaces(str_a: str, str_b: str) -> bool:
-    """Return whether two texts are equal except for spaces.
-
-    They are compared up to the length of the shorter one.
-    """
+    """Return whether, without spaces, one text begins with the other."""
     shorter, longer = sorted((text.replace(" ", "") for text in (str_a, str_b)), key=len)
     return longer.startswith(shorter)
 
 
 def strip_html_tags(html_string: str) -> str:
-    """Convert Stack Exchange HTML to text.
+    """Convert Stack Exchange HTML to text, as the reference does.
 
-    Keeps top-level `p` (its direct text only), `pre > code` and `code` elements, in order, with a blank line between
-    them. Code stays inside `<code>`; everything else (lists, quotes, links) is dropped.
+    Keeps the top-level elements `p` (only the text directly in it), `pre > code` and `code`, in order, with a blank
+    line between them. Code stays inside `<code>`. Lists, quotes, links and all other elements are dropped.
     """
     from bs4 import BeautifulSoup, NavigableString
 
@@ -88,12 +85,12 @@ def strip_html_tags(html_string: str) -> str:
 def get_hh(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["hh"])
 ) -> PreferenceData:
-    """Anthropic's helpful and harmless dialogues: one pair per row.
+    """Load Anthropic's helpful and harmless dialogues: one pair per row.
 
     A prompt's SFT target is the chosen response of its last row.
     """
     data = PreferenceData(truncation_mode="keep_end")
-    diverged = 0
+    n_diverged = 0  # rows whose two dialogues have different prompts
     for number, row in enumerate(_progress(load_rows(source, split, cache_dir), "HH", silent), start=1):
         where = f"record {number} of {source.path} ({split})"
         chosen, rejected = (get_field(row, key, where) for key in ("chosen", "rejected"))
@@ -101,12 +98,12 @@ def get_hh(
             prompt = extract_anthropic_prompt(chosen)
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
-        diverged += not rejected.startswith(prompt)
+        n_diverged += not rejected.startswith(prompt)
         data.add_pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
-    if diverged:
+    if n_diverged:
         data.notes.append(
-            f"HH {split}: in {diverged} rows the rejected dialogue does not begin with the chosen one's prompt; it is "
-            f"cut like the others"
+            f"HH {split}: in {n_diverged} rows the rejected dialogue does not begin with the prompt of the chosen one; "
+            f"its first len(prompt) characters are removed all the same, as in the reference"
         )
     return data
 
@@ -114,12 +111,12 @@ def get_hh(
 def get_shp(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["shp"])
 ) -> PreferenceData:
-    """Stanford Human Preferences: pairs of replies whose scores differ at least twofold.
+    """Load Stanford Human Preferences: pairs whose scores differ at least twofold.
 
     A prompt's SFT target is the reply with the highest score.
     """
     data = PreferenceData(truncation_mode="keep_start")
-    scores: dict[str, dict[str, float]] = defaultdict(dict)
+    scores: dict[str, dict[str, float]] = defaultdict(dict)  # by prompt and response
     for number, row in enumerate(_progress(load_rows(source, split, cache_dir), "SHP", silent), start=1):
         where = f"record {number} of {source.path} ({split})"
         prompt = f"\n\nHuman: {get_field(row, 'history', where)}\n\nAssistant:"
@@ -127,7 +124,7 @@ def get_shp(
         score_a, score_b = (get_field(row, f"score_{side}", where, (int, float)) for side in "AB")
         label = get_field(row, "labels", where, int)
         if not (score_a and score_b):
-            raise InputError(f"{where}: score_A={score_a} and score_B={score_b} must not be 0 to have a ratio")
+            raise InputError(f"{where}: score_A={score_a} and score_B={score_b} must not be 0, to have a ratio")
         if max(score_a / score_b, score_b / score_a) < 2:
             continue
         data.add_pair(prompt, *responses, better=0 if label == 1 else 1)  # label 1 means that A is preferred
@@ -154,45 +151,49 @@ def _strip_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _strip_in_processes(rows: datasets.Dataset, where: str) -> datasets.Dataset:
-    """Apply `_strip_row` to all rows, on all CPUs if worthwhile; cached."""
+    """Apply `_strip_row` to all rows, in several processes if there are many.
+
+    `datasets` caches the result.
+    """
     workers = min(len(os.sched_getaffinity(0)), len(rows) // ROWS_PER_WORKER)
     if workers < 2:
         return rows.map(_strip_row, fn_kwargs={"where": where})
-    import multiprocess  # used by datasets for its workers
+    import multiprocess  # with which `datasets` starts its workers
 
-    # forkserver: children must not inherit this process's GPU, threads or lock on its run directory
-    before = multiprocess.get_start_method(allow_none=True)
+    # forkserver: the workers must not inherit this process's GPU, threads or lock on its run directory
+    previous_method = multiprocess.get_start_method(allow_none=True)
     multiprocess.set_start_method("forkserver", force=True)
     multiprocess.set_forkserver_preload([__name__])
     try:
         return rows.map(_strip_row, num_proc=workers, fn_kwargs={"where": where})
     finally:
-        multiprocess.set_start_method(before, force=True)
+        multiprocess.set_start_method(previous_method, force=True)
 
 
 def get_se(
     split: str, silent: bool = False, cache_dir: str | None = None, source: Source = Source(HUB_IDS["se"])
 ) -> PreferenceData:
-    """Stack Exchange: every pair of a question's answers.
+    """Load Stack Exchange: every pair of a question's answers.
 
-    A tie counts as (later, earlier). The source has one split, `train`: shuffled with seed 42, its first 1 % is our
-    test split. A repeated question keeps its last row.
+    Of two answers with the same score the later one is preferred. The source has one split, `train`, which is shuffled
+    with seed 42; the first 1 % is our test split. If a question is repeated, its last row counts.
     """
     rows = load_rows(source, "train", cache_dir)
     order = np.random.default_rng(42).permutation(len(rows))  # the same as datasets.Dataset.shuffle(seed=42)
     n_test = int(len(rows) * 0.01)
-    order = order[:n_test] if split == "test" else order[n_test:]
-    if not isinstance(rows, list):  # from the Hub, ten million rows of HTML: convert on every core, and cache
-        stripped: Any = _strip_in_processes(rows.select(order), source.path)
+    row_indices = order[:n_test] if split == "test" else order[n_test:]
+    if not isinstance(rows, list):  # a datasets.Dataset from the Hub, ten million rows of HTML
+        stripped: Any = _strip_in_processes(rows.select(row_indices), source.path)
     else:
-        stripped = (_strip_row(rows[i], f"record {i + 1} of {source.path}") for i in order)
+        stripped = (_strip_row(rows[i], f"record {i + 1} of {source.path}") for i in row_indices)
 
     data = PreferenceData(truncation_mode="keep_start")
     for row in _progress(stripped, "SE", silent):
         responses = [" " + answer["text"] for answer in row["answers"]]
         scores = [answer["pm_score"] for answer in row["answers"]]
         index_pairs = itertools.combinations(range(len(scores)), 2)  # (earlier, later)
-        first_score = dict(zip(reversed(responses), reversed(scores), strict=True))  # a repeated text keeps its first
+        # a repeated text has its first score: in reversed order the first one comes last, and replaces the others
+        first_score = dict(zip(reversed(responses), reversed(scores), strict=True))
         data[f"\n\nHuman: {row['question']}\n\nAssistant:"] = {
             "responses": responses,
             "pairs": [(i, j) if scores[i] > scores[j] else (j, i) for i, j in index_pairs],
@@ -216,28 +217,32 @@ def get_dataset(
 ) -> PreferenceData:
     """Load a split of a dataset as `{prompt: {responses, pairs, sft_target}}`.
 
-    Per prompt: responses, a list of str; pairs (better, worse) of indices into it; and the SFT target, a str.
+    Each prompt has responses, a list of str; pairs (better, worse) of indices into that list; and the SFT target, a
+    str.
 
-    `dataset_sources[name]` redirects a built-in dataset and is required for any other name. `tokenizer` renders the
-    user's own data if it has chat messages; such data needs the columns of what a loss `trains_on`. A source without
-    splits, such as one file, is split by prompt: a tenth, at least one, drawn with seed 42, is the test split. Raises
+    `dataset_sources[name]` says where a dataset is; only built-in datasets need none. For custom data, `tokenizer`
+    renders chat messages, and `trains_on` says what kind of examples its columns must provide. A source without splits,
+    such as one file, is split by prompt: a tenth, at least one, drawn with seed 42, is the test split. Raises
     InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
-    value = (dataset_sources or {}).get(name)
+    configured_source = (dataset_sources or {}).get(name)
     if name == "demo":
-        if value is not None:
+        if configured_source is not None:
             raise InputError(
-                f"dataset_sources.demo={value}: the demo data is generated; choose another name for your own data"
+                f"dataset_sources.demo={configured_source}: the demo data is generated; choose another name for custom "
+                f"data"
             )
         return get_demo(split)
-    if value is None and name not in HUB_IDS:
-        known = ", ".join(BUILT_IN)
-        raise InputError(f"dataset {name!r} is not one of {known}; for own data give dataset_sources.{name}=PATH_OR_ID")
-    source = Source.parse(name, HUB_IDS[name] if value is None else value)
+    if configured_source is None and name not in HUB_IDS:
+        raise InputError(
+            f"dataset {name!r} is not one of {', '.join(BUILT_IN)}; for custom data give "
+            f"dataset_sources.{name}=DIR_FILE_OR_HUB_ID"
+        )
+    source = Source.parse(name, HUB_IDS[name] if configured_source is None else configured_source)
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
-        data = _load_own(name, split, source, cache_dir, tokenizer, trains_on)
+        data = _load_custom(name, split, source, cache_dir, tokenizer, trains_on)
     if source.has_no_splits and name != "se":  # se makes its own test split
         data = _hold_out(data, name, split, source)
     if not data:
@@ -249,17 +254,17 @@ def get_dataset(
     return data
 
 
-def _load_own(
+def _load_custom(
     name: str, split: str, source: Source, cache_dir: str | None, tokenizer: Any, trains_on: str
 ) -> PreferenceData:
-    rows, origin = load_rows(source, split, cache_dir), source.path
-    if not source.has_no_splits:
-        origin += f" ({split})"
+    rows = load_rows(source, split, cache_dir)
+    origin = source.path if source.has_no_splits else f"{source.path} ({split})"
     try:
-        return get_own(rows, origin, tokenizer, source.columns, name=name, trains_on=trains_on)
+        return get_custom(rows, origin, tokenizer, source.columns, name=name, trains_on=trains_on)
     except ColumnsError as error:
         if split == "train" or source.has_no_splits:
             raise
+        # the train split was loaded before, so its columns are recognized: if the test split's differ, say so
         columns, train_columns = find_columns(rows), find_columns(load_rows(source, "train", cache_dir))
         if columns.keys() == train_columns.keys():
             raise
@@ -270,28 +275,33 @@ def _load_own(
 
 
 def _hold_out(data: PreferenceData, name: str, split: str, source: Source) -> PreferenceData:
-    """One split of a source without splits."""
+    """Select a split from the data of a source without splits."""
     part = data.select_split(split)
     if len(data) == 1 and not part:
         raise InputError(
             f"dataset {name} ({source.path}) has no examples in its train split, as its only prompt is held out as "
             f"test split: add prompts, or give a directory of train and test files"
         )
-    if split == "test":  # the notes on the records themselves are printed with the train split
-        share = f"{len(part):,} of {len(data):,}"
-        part.notes = [f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {share}"]
+    if split == "test":  # the notes about the records are printed with the train split
+        part.notes = [
+            f"test split of {name}: a tenth of the prompts of {source.path}, at least one: "
+            f"{len(part):,} of {len(data):,}"
+        ]
     return part
 
 
 def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:
-    """A JSON value that changes with a dataset's content.
+    """Make a JSON value that changes whenever a dataset's content changes.
 
-    None if that is not known, as for loaders that are not ours.
+    None if that is not known, as for a loader that the user has put into LOADERS.
     """
-    if LOADERS.get(name, get_own).__module__ not in (__name__, get_own.__module__):
+    loader = LOADERS.get(name, get_custom)
+    if loader.__module__ not in (__name__, get_custom.__module__):
         return None
-    value = dataset_sources.get(name) or HUB_IDS.get(name)
-    return name if value is None else [name, identify_source(Source.parse(name, value), cache_dir)]
+    source = dataset_sources.get(name) or HUB_IDS.get(name)
+    if source is None:  # the demo, whose content changes only with the code
+        return name
+    return [name, identify_source(Source.parse(name, source), cache_dir)]
 
 
 def load_data(plan: Plan, *, silent: bool = False) -> TrainingData:
@@ -317,9 +327,9 @@ def get_batch_iterator(
 ) -> Iterator[PaddedBatch]:
     """Load the datasets, tokenize, and yield batches, as the reference does.
 
-    The order is that of `iterate_examples`. As in the reference, batches of both splits are whole, and with
-    `n_examples` alone the data is repeated. The trainers evaluate differently, on each example once (`iterate_once`).
-    Raises InputError if neither `n_epochs` nor `n_examples` is given, or no epoch would fill a single batch.
+    The order is that of `iterate_examples`. As in the reference, partial batches of either split are dropped, and with
+    `n_examples` alone the data is repeated. The trainers do not use this function: they evaluate each test example
+    once. Raises InputError if neither `n_epochs` nor `n_examples` is given, or if an epoch does not fill one batch.
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
@@ -327,11 +337,12 @@ def get_batch_iterator(
     options |= {"silent": silent, "trains_on": "targets" if sft_mode else "pairs"}
     prompts = list(iterate_prompts(get_dataset, names, split, **options))
     counts = [len(prompt.examples) for prompt in prompts]
-    available = sum(counts)
-    if available < batch_size:
-        raise InputError(f"the {split} split has {available} examples, too few for one batch of {batch_size}")
+    if sum(counts) < batch_size:
+        raise InputError(
+            f"the {split} split has {sum(counts)} examples, too few for one batch of batch_size={batch_size}"
+        )
     encode = TextEncoder(tokenizer)
     order = {"batch_size": batch_size, "shuffle": shuffle, "n_epochs": n_epochs, "n_examples": n_examples, "seed": seed}
     lengths = {"max_length": max_length, "max_prompt_length": max_prompt_length}
-    for places in iterate_examples(counts, **order):
-        yield padded_batch(read_examples(prompts, places), encode, **lengths)
+    for example_ids in iterate_examples(counts, **order):
+        yield padded_batch(read_examples(prompts, example_ids), encode, **lengths)

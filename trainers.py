@@ -47,7 +47,7 @@ from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
 from dpo.training.memory import Communication, decide_communication
 from dpo.training.metrics import REFERENCE, peak_memory_gb
-from dpo.training.objective import BatchContext, Columns, make_objective
+from dpo.training.objective import BatchContext, NamedTensors, make_objective
 from dpo.training.online import OnlineBatches
 from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import Reference, ReferenceLogps
@@ -256,7 +256,7 @@ class Trainer:
         }
         return update._replace(metrics={**update.metrics, **further_metrics})
 
-    def _backward(self, microbatch: Microbatch, context: BatchContext) -> tuple[torch.Tensor, Columns]:
+    def _backward(self, microbatch: Microbatch, context: BatchContext) -> tuple[torch.Tensor, NamedTensors]:
         """Add a microbatch's gradient; return its indices and metrics.
 
         As a function of its own, it frees the inputs and the graph when it returns.

@@ -34,8 +34,9 @@ GPUS = (2, 8)
 class Model(NamedTuple):
     """A model's shape, and seconds of compute per pair.
 
-    These are, on an H100 in bfloat16: matrix products at 550 and 600 TFLOP/s, attention over whole rows of 800 tokens at 100, and elementwise
-    passes at 2.5 TB/s. An adapter saves a quarter of the products, the gradients of the weights.
+    These are, on an H100 in bfloat16: matrix products at 550 and 600 TFLOP/s, attention over whole rows of 800 tokens
+    at 100, and elementwise passes at 2.5 TB/s. An adapter saves a quarter of the products, the gradients of the
+    weights.
     """
 
     config: transformers.PretrainedConfig

@@ -61,7 +61,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
         for prompt in iterate_prompts(get_dataset, [name], split, trains_on="pairs", **options):
             for index in range(len(prompt.examples)):
                 responses = prompt.texts(index)
-                digest = text_digest(prompt.text, responses.values())
+                digest = text_digest(prompt.text, responses)
                 if digest in digests:
                     texts[digest] = {"prompt": prompt.text, **responses}
     return texts

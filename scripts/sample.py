@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dpo.data.asking import AUTO, FORMS, MEANINGS, RAW
+from dpo.data.asking import AUTO, FORMATS, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.keys import read_rule
@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--top-p", "--top_p", type=share, default=1.0, help="0.9: only the most probable 90 percent")
     option("--seed", type=_value(int, "int [0, 4294967295]"), default=0)
     option("--max-new-tokens", "--max_new_tokens", type=at_least_1, default=256, help="(default: 256)")
-    option("--format", choices=FORMS, default=AUTO, help="form of prompts; see above")
+    option("--format", choices=FORMATS, default=AUTO, help="form of prompts; see above")
     option("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     add_trust_option(parser)

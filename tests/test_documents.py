@@ -49,7 +49,7 @@ def compose(arguments: list[str]) -> DictConfig:
     line = parse(arguments)
     overrides = [o.partition(",")[0] if line.is_sweep and "[" not in o else o for o in line.overrides]
     with hydra.initialize_config_dir(str(ROOT / "config"), version_base="1.3"):
-        return hydra.compose("config", [*line.search, *overrides])
+        return hydra.compose("config", [*line.search_path, *overrides])
 
 
 # --- train.py ------------------------------------------------------------------------------------------------------

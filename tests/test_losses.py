@@ -102,8 +102,8 @@ def test_every_loss_takes_exactly_the_keys_of_its_config_file():
         parameters = inspect.signature(loss.fn).parameters.values() if name != "mix" else ()
         assert name == "mix" or {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == loss.options.keys()
         takes = OPTIONS_OF_ALL if LOSSES[name].reference else {"sft_weight"} - {name + "_weight"}
-        assert {*loss.common} == {*takes}
-        assert [*config] == ["name", *loss.options, *loss.common]
+        assert {*loss.shared_options} == {*takes}
+        assert [*config] == ["name", *loss.options, *loss.shared_options]
 
 
 def test_the_table_of_losses_hands_its_options_on():

@@ -217,9 +217,9 @@ def test_a_bad_se_row_is_named_by_a_worker_too(hub_rows, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("hh", {"chosen": "\n\nAssistant: a"}, "rejected is missing, and must be text; there is chosen: add"),
+        ("hh", {"chosen": "\n\nAssistant: a"}, "rejected is missing, and must be text; the record has chosen: add"),
         ("shp", shp_row("q", ("x", "4"), ("y", 2), 1), "score_A must be a number, and is '4'"),
-        ("se", {"question": "q", "answers": [{"text": "a"}]}, "pm_score is missing, and must be a number; there is"),
+        ("se", {"question": "q", "answers": [{"text": "a"}]}, "pm_score is missing, and must be a number; the"),
         ("se", {"question": "q", "answers": []}, "answers is empty"),
         ("own", {"prompt": "a", "chosen": 3, "rejected": "c"}, "chosen must be text or a list of messages, and is 3"),
     ],
@@ -239,7 +239,7 @@ def test_hub_rows_of_stack_exchange_are_checked_like_local_ones(monkeypatch):
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_choices():
-    with pytest.raises(InputError, match=r"'hhh' is not one of hh, shp, se, demo; .*dataset_sources\.hhh=PATH_OR_ID"):
+    with pytest.raises(InputError, match=r"'hhh' is not one of hh, shp, se, demo; .*dataset_sources\.hhh=DIR_FILE"):
         get_dataset("hhh", "train")
 
 
@@ -255,7 +255,7 @@ def prompts_of(*sizes: int) -> list[Prompt]:
             examples=[{"chosen": 2 * j, "rejected": 2 * j + 1} for j in range(size)],
             truncation_mode="keep_end",
             rendered=False,
-            number=i,
+            index_in_split=i,
         )
         for i, size in enumerate(sizes)
     ]
@@ -394,7 +394,7 @@ def test_batches_that_would_never_end_or_never_come_are_errors(tokenizer, tmp_pa
 
     with pytest.raises(InputError, match="n_epochs or n_examples"):
         next(get_batch_iterator(["hh"], tokenizer, **options))
-    with pytest.raises(InputError, match="train split has 2 examples, too few for one batch of 3"):
+    with pytest.raises(InputError, match="train split has 2 examples, too few for one batch of batch_size=3"):
         next(get_batch_iterator(["hh"], tokenizer, batch_size=3, n_examples=9, **options))
     with pytest.raises(InputError, match="has 1 examples"):  # SFT counts prompts, and both rows have the same
         next(get_batch_iterator(["hh"], tokenizer, batch_size=2, n_examples=9, sft_mode=True, **options))

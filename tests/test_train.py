@@ -207,7 +207,7 @@ def test_a_bad_command_line_gets_every_problem_at_once_and_status_2(tmp_path):
     for line, start in zip(
         lines[1:],
         [
-            "model=pythia2 is not there: did you mean pythia28, ",
+            "model=pythia2 does not exist: did you mean pythia28, ",
             "unknown key exp_nam: did you mean exp_name?",
             "unknown key lrr: did you mean lr?",
             "exp_name is not set",

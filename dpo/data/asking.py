@@ -1,4 +1,4 @@
-"""Prompts asked outside of training, in the form used in training."""
+"""A user's prompts, in the format that the model was trained on."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from dpo.data.table import Prompt
 from dpo.errors import InputError
 
 HUMAN = "\n\nHuman:"
-IN_HH_FORM = frozenset((*HUB_IDS, "demo"))  # datasets whose prompts are dialogues in HH's form
-CHAT, HH, RAW = "chat", "hh", "raw"
-AUTO = "auto"
-FORMS = (AUTO, CHAT, HH, RAW)
+DATASETS_IN_HH_FORMAT = frozenset((*HUB_IDS, "demo"))
+AUTO, CHAT, HH, RAW = "auto", "chat", "hh", "raw"
+FORMATS = (AUTO, CHAT, HH, RAW)
 MEANINGS = {
     CHAT: "the tokenizer's chat template",
     HH: r"\n\nHuman: ...\n\nAssistant:",
     RAW: "plain text, as it is",
 }
-Asked = str | list[Mapping[str, str]]
-TURN = re.compile(f"({HUMAN}|{ASSISTANT})")
+UserPrompt = str | list[Mapping[str, str]]  # a text, or chat messages {role, content}
+SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
 
 
 def find_format(prompt: str, *, rendered: bool) -> str:
-    """The form of a prompt in training: `chat`, `hh` or `raw`.
+    """Find the format of a training prompt: `chat`, `hh` or `raw`.
 
-    `chat` if `rendered` by a chat template, `hh` for a dialogue.
+    It is `chat` if a chat template `rendered` the prompt, and `hh` for a dialogue of Human and Assistant.
     """
     if rendered:
         return CHAT
@@ -38,51 +37,52 @@ def find_format(prompt: str, *, rendered: bool) -> str:
 
 
 def common_format(formats: Mapping[str, str | None], datasets: Iterable[str]) -> str | None:
-    """The form shared by a run's datasets; None if they differ.
+    """The format that all datasets of a run share.
 
-    None too if one is unknown. `formats` has the forms of the user's own data, as the preflight recorded them.
+    None if they differ or one is unknown. `formats` has the formats of custom datasets, as the preflight recorded them.
     """
-    distinct = {HH if name in IN_HH_FORM else formats.get(name) for name in datasets}
+    distinct = {HH if name in DATASETS_IN_HH_FORMAT else formats.get(name) for name in datasets}
     return distinct.pop() if len(distinct) == 1 else None
 
 
-def choose_form(form: str, trained_on: str | None, tokenizer: Any) -> str:
-    """Resolve `auto` to a form.
+def choose_format(requested: str, trained_on: str | None, tokenizer: Any) -> str:
+    """Resolve the format `auto`; return any other format as it is.
 
-    If known, it is the one that the model was trained on; else `chat` if the tokenizer has a template; else `raw`.
-    Raises InputError for `chat` without a template.
+    `auto` is the format `trained_on`, if known. Otherwise it is `chat` if the tokenizer has a chat template, and `raw`
+    if it has none. Raises InputError for `chat` without a template.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
-    if form == CHAT and not has_template:
+    if requested == CHAT and not has_template:
         raise InputError("the tokenizer has no chat template: give --format hh or --format raw")
-    if form != AUTO:
-        return form
+    if requested != AUTO:
+        return requested
     if trained_on in (HH, RAW):
         return trained_on
     return CHAT if has_template else RAW
 
 
-def render(asked: Asked, form: str, tokenizer: Any, where: str) -> str:
-    """Render a prompt as the text that the model is fed.
+def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str) -> str:
+    """Render a user's prompt as the text that the model gets.
 
-    The prompt is a string or chat messages `{role, content}`. A string is the human's turn, except in `raw`, and in
-    `hh` if it is a dialogue already: then it is fed as it is. Raises InputError that names `where` the prompt is from.
+    A text becomes the human's turn. It stays as it is in the format `raw`, and in `hh` if it is a dialogue already.
+    Raises InputError, which says `where` the prompt is from.
     """
-    if isinstance(asked, str):
-        if not asked.strip():
+    if isinstance(prompt, str):
+        if not prompt.strip():
             raise InputError(f"{where}: the prompt is empty")
-        if form == RAW or (form == HH and asked.startswith(HUMAN)):
-            return asked
-        asked = [{"role": "user", "content": asked}]
-    messages = [{key: get_field(message, key, where) for key in ("role", "content")} for message in asked]
+        is_dialogue = prompt_format == HH and prompt.startswith(HUMAN)
+        if prompt_format == RAW or is_dialogue:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    messages = [{key: get_field(message, key, where) for key in ("role", "content")} for message in prompt]
     if not messages:
         raise InputError(f"{where}: the prompt has no messages")
-    if form == RAW:
+    if prompt_format == RAW:
         raise InputError(f"{where}: the prompt holds chat messages: give --format chat or --format hh")
-    return _as_dialogue(messages, where) if form == HH else _as_chat(messages, tokenizer, where)
+    return _render_dialogue(messages, where) if prompt_format == HH else _render_chat(messages, tokenizer, where)
 
 
-def _as_dialogue(messages: list[dict[str, str]], where: str) -> str:
+def _render_dialogue(messages: list[dict[str, str]], where: str) -> str:
     speakers = {"user": HUMAN, "assistant": ASSISTANT}
     if unknown := sorted({message["role"] for message in messages} - speakers.keys()):
         raise InputError(f"{where}: a dialogue of Human and Assistant has no role {', '.join(unknown)}")
@@ -90,33 +90,38 @@ def _as_dialogue(messages: list[dict[str, str]], where: str) -> str:
     return "".join(turns) + ASSISTANT
 
 
-def _as_chat(messages: list[dict[str, str]], tokenizer: Any, where: str) -> str:
+def _render_chat(messages: list[dict[str, str]], tokenizer: Any, where: str) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on odd content
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on unusual content
         raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:
-    """A prompt and its answer as messages.
+    """Convert a prompt and an answer to chat messages.
 
-    The prompt becomes the messages it was rendered from, a dialogue's turns, or one user turn.
+    The prompt becomes the messages from which it was rendered, the turns of a dialogue, or one user turn.
     """
-    form = find_format(prompt.text, rendered=prompt.rendered)
-    if form == HH:
-        return _turns(prompt.text, answer)
-    asked = prompt.messages if form == CHAT and prompt.messages else [{"role": "user", "content": prompt.text}]
-    return [*asked, {"role": "assistant", "content": answer.strip()}]
+    prompt_format = find_format(prompt.text, rendered=prompt.rendered)
+    if prompt_format == HH:
+        return _split_turns(prompt.text, answer)
+    if prompt_format == CHAT and prompt.messages:
+        prompt_messages = prompt.messages
+    else:
+        prompt_messages = [{"role": "user", "content": prompt.text}]
+    return [*prompt_messages, {"role": "assistant", "content": answer.strip()}]
 
 
-def _turns(dialogue: str, answer: str) -> Messages:
-    """Turns of an open dialogue, and the answer.
+def _split_turns(dialogue: str, answer: str) -> Messages:
+    """Split a dialogue in HH's format into messages, the answer last.
 
-    Successive turns of one speaker are joined, as templates demand that speakers alternate.
+    Successive turns of one speaker are joined, because chat templates want speakers to alternate.
     """
-    _, *parts, _ = TURN.split(dialogue)
+    # the split gives "", a speaker, a text, a speaker, a text, ..., "Assistant:", "": the last turn is the answer's
+    _, *speakers_and_texts, _ = SPEAKER.split(dialogue)
+    speakers = speakers_and_texts[::2]
+    texts = [*speakers_and_texts[1::2], answer]
     messages: Messages = []
-    speakers, texts = parts[::2], [*parts[1::2], answer]  # the last speaker is the assistant, whose turn is open
     for speaker, text in zip(speakers, texts, strict=True):
         role = "user" if speaker == HUMAN else "assistant"
         if messages and messages[-1]["role"] == role:

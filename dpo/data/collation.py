@@ -16,11 +16,11 @@ from dpo.losses import IGNORE_INDEX
 
 
 class PaddedBatch(TypedDict):
-    """Rows of a collated batch.
+    """Texts and padded tensors of a batch, a row for each example.
 
-    In SFT mode there are no `rejected` keys, and `chosen` holds the SFT target. Texts: `chosen` is prompt plus
-    response. Tensors (rows, tokens), int64: chosen and rejected padded on the right, prompt on the left (as generation
-    wants it), with the pad token, 0 in masks and -100 in labels.
+    In SFT mode `chosen` is the SFT target, and there are no `rejected` keys. The text `chosen` is the prompt and the
+    response; so is `rejected`. Tensors are int64, (rows, tokens). Chosen and rejected are padded on the right, and the
+    prompt on the left, as generation needs it. The padding is the pad token in ids, 0 in masks, and -100 in labels.
     """
 
     prompt: list[str]
@@ -38,17 +38,20 @@ class PaddedBatch(TypedDict):
     rejected_labels: NotRequired[torch.Tensor]
 
 
-def batch_element(
+def make_batch_element(
     prompt: str, texts: Mapping[str, str], prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """One element of a `PaddedBatch` before padding."""
+    """Make a row of a `PaddedBatch`, before padding.
+
+    `texts` has the responses by role, and `responses` their token ids.
+    """
     element: dict[str, Any] = {"prompt": prompt}
-    for (name, text), ids in zip(texts.items(), responses, strict=True):
-        element[name] = prompt + text
-        element[f"{name}_response_only"] = text
-        element[f"{name}_input_ids"] = [*prompt_ids, *ids]
-        element[f"{name}_attention_mask"] = [1] * (len(prompt_ids) + len(ids))
-        element[f"{name}_labels"] = [IGNORE_INDEX] * len(prompt_ids) + [*ids]
+    for (role, text), response_ids in zip(texts.items(), responses, strict=True):
+        element[role] = prompt + text
+        element[f"{role}_response_only"] = text
+        element[f"{role}_input_ids"] = [*prompt_ids, *response_ids]
+        element[f"{role}_attention_mask"] = [1] * (len(prompt_ids) + len(response_ids))
+        element[f"{role}_labels"] = [IGNORE_INDEX] * len(prompt_ids) + [*response_ids]
     element["prompt_input_ids"] = list(prompt_ids)
     element["prompt_attention_mask"] = [1] * len(prompt_ids)
     return element
@@ -63,16 +66,16 @@ def tokenize_batch_element(
     max_length: int,
     max_prompt_length: int,
 ) -> dict[str, Any]:
-    """Tokenize one pair; the name is the reference's.
+    """Tokenize one pair; the reference has this function too.
 
-    Returns texts, and lists of ids, masks and labels (see `PaddedBatch`). Prompt and responses are tokenized
-    separately, without special tokens; EOS is appended to each response; prompt tokens are labelled -100. Raises
-    InputError if a text already contains EOS or the truncation mode is unknown.
+    Returns a row of a `PaddedBatch`, with lists for tensors. Prompt and responses are tokenized separately, without
+    special tokens. EOS is appended to each response, and prompt tokens are labelled -100. Raises InputError if a text
+    contains EOS or the truncation mode is unknown.
     """
     if truncation_mode not in ("keep_start", "keep_end"):
         raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
     texts = {"chosen": chosen, "rejected": rejected}
-    ids, responses = encode_texts(
+    prompt_ids, responses = encode_texts(
         prompt,
         list(texts.values()),
         TextEncoder(tokenizer),
@@ -80,25 +83,26 @@ def tokenize_batch_element(
         max_length=max_length,
         max_prompt_length=max_prompt_length,
     )
-    return batch_element(prompt, texts, ids, responses)
+    return make_batch_element(prompt, texts, prompt_ids, responses)
 
 
 def find_examples(batch: PaddedBatch) -> list[Example]:
-    """Recover the examples of a padded batch.
-
-    Prompt tokens are those labelled -100.
-    """
-    sides = [side for side in ("chosen", "rejected") if f"{side}_input_ids" in batch]
-    responses, prompts = [], []
-    for side in sides:
-        ids, mask, labels = (batch[f"{side}_{key}"] for key in ("input_ids", "attention_mask", "labels"))
-        lengths = mask.sum(1).tolist()
-        starts = ((labels == IGNORE_INDEX) & (mask == 1)).sum(1).tolist()
-        rows = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
-        prompts.append([tuple(row[:start]) for row, start in zip(rows, starts, strict=True)])
-        responses.append([tuple(row[start:]) for row, start in zip(rows, starts, strict=True)])
-    assert all(p == prompts[0] for p in prompts), "chosen and rejected have one prompt"
-    return [Example(p, r, roles=tuple(sides)) for p, r in zip(prompts[0], zip(*responses, strict=True), strict=True)]
+    """Recover the token ids of the examples of a padded batch."""
+    rows: Any = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    roles = tuple(role for role in ("chosen", "rejected") if f"{role}_input_ids" in rows)
+    examples = []
+    for row in range(len(rows["chosen_input_ids"])):
+        prompts, responses = [], []
+        for role in roles:
+            ids, mask, labels = (rows[f"{role}_{key}"][row] for key in ("input_ids", "attention_mask", "labels"))
+            length = int(mask.sum())
+            # prompt tokens come first, and are those that are not padding and labelled -100
+            prompt_length = int(((labels == IGNORE_INDEX) & (mask == 1)).sum())
+            prompts.append(tuple(ids[:prompt_length].tolist()))
+            responses.append(tuple(ids[prompt_length:length].tolist()))
+        assert all(prompt == prompts[0] for prompt in prompts), "chosen and rejected have one prompt"
+        examples.append(Example(prompts[0], tuple(responses), roles=roles))
+    return examples
 
 
 def padded_batch(
@@ -107,8 +111,8 @@ def padded_batch(
     """Tokenize, truncate and pad the examples of a batch."""
     encoded = encode_examples(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
     elements = [
-        batch_element(text.prompt.text, text.texts, ids.prompt, ids.responses)
-        for text, ids in zip(examples, encoded, strict=True)
+        make_batch_element(example.prompt.text, example.texts, token_ids.prompt, token_ids.responses)
+        for example, token_ids in zip(examples, encoded, strict=True)
     ]
     return collate(elements, find_pad_token(encode.tokenizer))
 
@@ -116,7 +120,7 @@ def padded_batch(
 def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, torch.Tensor]:
     """Pad the prompts of examples on the left, for generation.
 
-    Returns `prompt_{input_ids,attention_mask}`.
+    Returns `prompt_input_ids` and `prompt_attention_mask`, each (prompts, tokens).
     """
     elements = [{"prompt_input_ids": list(e.prompt), "prompt_attention_mask": [1] * len(e.prompt)} for e in examples]
     batch: Any = collate(elements, find_pad_token(tokenizer))
@@ -124,26 +128,28 @@ def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, to
 
 
 def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
-    """Pad rows of token lists to a batch of int64 tensors.
+    """Pad rows of token lists to int64 tensors on the CPU.
 
-    The tensors are on the CPU. Values of other keys are collected in lists.
+    Texts are collected in lists.
     """
     pad_values = {"input_ids": pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
     batch: Any = {}
     for key in rows[0]:
         values = [row[key] for row in rows]
-        kind = next((suffix for suffix in pad_values if key.endswith(suffix)), None)
-        if kind is None:
+        suffix = next((suffix for suffix in pad_values if key.endswith(suffix)), None)
+        if suffix is None:  # texts
             batch[key] = values
             continue
-        side = "left" if key.startswith("prompt") else "right"
+        padding_side = "left" if key.startswith("prompt") else "right"
         tensors = [torch.tensor(value, dtype=torch.int64) for value in values]
-        batch[key] = pad_sequence(tensors, batch_first=True, padding_value=pad_values[kind], padding_side=side)
+        batch[key] = pad_sequence(
+            tensors, batch_first=True, padding_value=pad_values[suffix], padding_side=padding_side
+        )
     return batch
 
 
 def find_pad_token(tokenizer: Any) -> int:
-    """Id of the pad token, or of EOS, as in the reference.
+    """Find the id of the pad token, or of EOS.
 
     Raises InputError for a tokenizer with neither.
     """
@@ -155,30 +161,30 @@ def find_pad_token(tokenizer: Any) -> int:
 
 
 def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], PaddedBatch]:
-    """Make a function from tokenized rows to a `PaddedBatch`; the reference's name."""
+    """Make a function that collates rows; the reference has this function too."""
     return partial(collate, pad_token_id=find_pad_token(tokenizer))
 
 
 def concatenated_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
-    """Concatenate chosen rows, then rejected rows, padded to one length.
+    """Concatenate chosen rows and rejected rows, padded to one length.
 
-    Returns `concatenated_{input_ids,attention_mask,labels}`.
+    Returns `concatenated_input_ids`, `_attention_mask` and `_labels`, each (2 * rows, tokens), chosen first.
     """
     rows: dict[str, Any] = {**batch}
     length = max(rows["chosen_input_ids"].shape[1], rows["rejected_input_ids"].shape[1])
     pad_values = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
     return {
         f"concatenated_{key}": torch.cat(
-            [pad_to_length(rows[f"{side}_{key}"], length, value) for side in ("chosen", "rejected")]
+            [pad_to_length(rows[f"{role}_{key}"], length, value) for role in ("chosen", "rejected")]
         )
         for key, value in pad_values.items()
     }
 
 
 def pad_to_length(tensor: torch.Tensor, length: int, pad_value: int | float, dim: int = -1) -> torch.Tensor:
-    """Pad a tensor on the right of `dim` up to `length`.
+    """Pad a tensor at the end of `dim` up to `length`.
 
-    One that is long enough is returned unchanged.
+    A tensor that is long enough is returned unchanged.
     """
     missing = length - tensor.size(dim)
     if missing <= 0:

@@ -1,7 +1,11 @@
-"""Recognition of own data's columns, by the config or by name.
+"""Recognition of the columns of custom data.
 
-A name counts where exactly one column fits. Sees the names of columns and the kind of text that they hold, never a
-record. Reports used and unused columns, and refuses those that do not fit.
+The config names them, or they are recognized by their names.
+
+A field is what a loss needs, such as `chosen`; a column is what the records have, such as `preferred`. A column is
+recognized by its name only if no other column fits the same field. This module sees the names of columns and what kind
+of text they hold, but no record. It reports which columns are used and which are not, and refuses columns that do not
+fit.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ from typing import Any, NamedTuple
 
 from dpo.data.schema import ASSISTANT, is_message
 from dpo.errors import InputError
-from dpo.settings.choices import COLUMNS, FORMS, PAIRS, TARGETS
+from dpo.losses import LOSSES
+from dpo.settings.choices import CHAT_FIELDS, FIELDS, FORMS, PAIR_FIELDS, TARGET_FIELDS
 
-# further names that a column may have
+# names under which other data has our fields
 OTHER_NAMES = {
     "prompt": ("question", "instruction", "query", "input"),
     "chosen": ("preferred", "accepted", "chosen_response", "response_chosen", "better", "best"),
@@ -23,52 +28,52 @@ OTHER_NAMES = {
     "completion": ("response", "output", "answer", "target"),
     "messages": ("conversation", "conversations"),
 }
-PLAIN = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accepts without quotes
-DIALOGUE, PROSE, OTHER = "dialogue", "prose", ""  # kinds of content; see `_kind`
-LOOKED_AT = 100  # records that decide the kind
-RESPONSES = PAIRS[1:]  # the columns that pairs need: these may begin with the prompt
+UNQUOTED = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accepts without quotes
+DIALOGUE, PROSE, OTHER = "dialogue", "prose", "other"  # kinds of columns; see `_find_kind`
+N_INSPECTED = 100  # records that decide the kind of a column
+RESPONSES = ("chosen", "rejected")
 
 
 class ColumnsError(InputError):
     """The columns of a split cannot be recognized."""
 
 
-class Columns(NamedTuple):
-    """Recognized columns, and unused ones that could be a prompt."""
+class RecognizedColumns(NamedTuple):
+    """Used columns, and unused ones that could be a prompt."""
 
-    used: dict[str, str]  # our names to those of the records
-    unused: list[str]  # those with prose or messages; ids, numbers and labels need no message
+    used: dict[str, str]  # field to column
+    unused: list[str]  # only columns of prose or dialogues: nobody misses ids, numbers and labels
 
-    def describe(self, given: Mapping[str, str]) -> str:
-        """A note on guessed and unused columns, if there are any.
+    def describe(self, configured: Mapping[str, str]) -> str:
+        """A note on guessed and unused columns; empty if there are none.
 
-        Those with our names, or `given`, are not guessed.
+        A column is guessed if it is neither `configured` nor has the name of its field.
         """
-        shared = "chosen" in self.used and "prompt" not in self.used
-        guessed = self.used.items() - given.items() - {(ours, ours) for ours in self.used}
-        if not (shared or guessed or self.unused):
+        guessed = [field for field, column in self.used.items() if column not in (field, configured.get(field))]
+        responses_hold_prompt = "chosen" in self.used and "prompt" not in self.used
+        if not (guessed or responses_hold_prompt or self.unused):
             return ""
-        used = ", ".join(f"{ours}={theirs}" for ours, theirs in self.used.items())
-        return (
-            f"columns {used}"
-            + "; the prompt is what chosen and rejected begin with" * shared
-            + f"; not used: {', '.join(self.unused)}" * bool(self.unused)
-        )
+        parts = ["columns " + ", ".join(f"{field}={column}" for field, column in self.used.items())]
+        if responses_hold_prompt:
+            parts.append("the prompt is what chosen and rejected begin with")
+        if self.unused:
+            parts.append(f"not used: {', '.join(self.unused)}")
+        return "; ".join(parts)
 
 
 def find_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Names of the fields that any record has, and their kinds."""
-    names = getattr(rows, "column_names", None)  # of a datasets.Dataset, which would take long to read twice
+    """Find the columns that any record has, and their kinds."""
+    names = getattr(rows, "column_names", None)  # a datasets.Dataset knows them, and would take long to read through
     if names is None:
         names = dict.fromkeys(key for row in rows for key in row)
-    first_rows = list(islice(rows, LOOKED_AT))
-    return {name: _kind([row[name] for row in first_rows if row.get(name) is not None]) for name in names}
+    first_rows = list(islice(rows, N_INSPECTED))
+    return {name: _find_kind([row[name] for row in first_rows if row.get(name) is not None]) for name in names}
 
 
-def _kind(values: Sequence[Any]) -> str:
-    """The kind of a column's values.
+def _find_kind(values: Sequence[Any]) -> str:
+    """Find the kind of a column from its values.
 
-    `DIALOGUE` if each begins with its prompt, as HH's do; `PROSE` if any has words or messages.
+    It is `DIALOGUE` if every value begins with its prompt, as in HH's data, and `PROSE` if any has words or messages.
     """
     if values and all(map(_begins_with_prompt, values)):
         return DIALOGUE
@@ -83,118 +88,152 @@ def _begins_with_prompt(value: Any) -> bool:
 
 
 def _is_prose(value: Any) -> bool:
-    """Return whether a value is messages, or words with letters."""
+    """Return whether a value is messages, or a text of several words."""
     if isinstance(value, str):
-        return any(map(str.isalpha, value)) and (len(value.split()) > 1 or not value.isascii())
+        has_letters = any(map(str.isalpha, value))
+        has_words = len(value.split()) > 1 or not value.isascii()  # Chinese, for one, has no spaces between words
+        return has_letters and has_words
     return is_message(value) or (isinstance(value, list) and any(map(is_message, value)))
 
 
 def recognize_columns(
-    present: Mapping[str, str], given: Mapping[str, str], *, name: str, origin: str, trains_on: str
-) -> Columns:
+    present: Mapping[str, str], configured: Mapping[str, str], *, name: str, origin: str, trains_on: str
+) -> RecognizedColumns:
     """Recognize the columns of what a loss trains on.
 
-    `given` has the columns that the config names for dataset `name`. A pair's prompt may be missing if chosen and
-    rejected hold it: if they are dialogues, if nothing else could be a prompt, or if the config names these two alone.
-    `input` goes below a prompt that is an instruction. Raises ColumnsError, with the fix, if none or several columns
-    fit.
+    `present` maps the columns to their kinds, and `configured` fields to the columns that the config gives for dataset
+    `name`. Pairs need no prompt if chosen and rejected begin with it: if they are dialogues, if nothing else could be
+    the prompt, or if the config gives these two fields alone. Raises ColumnsError, with the fix, if a field has no
+    column or several.
     """
-    _check_given(present, given, name, origin)
-    # by our name, the columns that may be meant
-    fitting = {ours: [given[ours]] if ours in given else _find(ours, present, given) for ours in COLUMNS}
-    fitting["prompt"], input_column = _separate_input(fitting["prompt"])
-    forms = [form for form in dict.fromkeys(chain.from_iterable(FORMS.values())) if given.keys() <= set(form)]
-    required = {form: RESPONSES if form == PAIRS else form for form in forms}
-    complete = [form for form in forms if all(fitting[ours] for ours in required[form])]
-    form = next((form for form in complete if form in FORMS[trains_on]), None)
+    _check_configured(present, configured, name, origin)
+    candidates = {field: _find_candidates(field, present, configured) for field in FIELDS}
+    candidates["prompt"], input_column = _separate_input(candidates["prompt"])
+    all_forms = dict.fromkeys(chain.from_iterable(FORMS.values()))
+    complete_forms = [
+        form
+        for form in all_forms
+        if configured.keys() <= set(form) and all(candidates[field] for field in _list_required(form))
+    ]
+    form = next((form for form in complete_forms if form in FORMS[trains_on]), None)
     if form is None:
-        raise ColumnsError(_explain_missing(present, fitting, complete, name=name, origin=origin, trains_on=trains_on))
-    hold_prompt = form == PAIRS and all(  # chosen and rejected
-        ours in given or present[fitting[ours][0]] == DIALOGUE for ours in RESPONSES
+        kinds = [kind for kind, forms in FORMS.items() if not set(complete_forms).isdisjoint(forms)]
+        raise ColumnsError(_explain_missing(present, candidates, kinds, name=name, origin=origin, trains_on=trains_on))
+
+    responses_hold_prompt = form == PAIR_FIELDS and all(
+        field in configured or present[candidates[field][0]] == DIALOGUE for field in RESPONSES
     )
-    if not (hold_prompt or fitting["prompt"]):
-        fitting["prompt"] = fitting["messages"]  # a chat before the messages chosen and rejected
-    for ours in form:
-        if len(fitting[ours]) > 1:
-            which = " or ".join(fitting[ours])
-            raise ColumnsError(f"{origin}: {ours} may be {which}: choose one, as in {_override(name, form, fitting)}")
-    used = {ours: fitting[ours][0] for ours in form if fitting[ours]} | (input_column if "prompt" in form else {})
-    unused = [column for column, kind in present.items() if kind and column not in used.values()]
-    if form == PAIRS and unused and not (hold_prompt or "prompt" in used):
-        suggested = {**fitting, "prompt": unused if len(unused) == 1 else []}
-        raise ColumnsError(
-            f"{origin} has chosen and rejected, and which column is their prompt is not known: it may be "
-            f"{' or '.join(unused)}. Give {_override(name, PAIRS, suggested)}, or, if the prompt is what chosen and "
-            f"rejected begin with, {_override(name, RESPONSES, fitting)}"
+    if not (responses_hold_prompt or candidates["prompt"]):
+        candidates["prompt"] = candidates["messages"]  # a chat that the messages of chosen and rejected continue
+    for field in form:
+        if len(candidates[field]) > 1:
+            columns = " or ".join(candidates[field])
+            fix = _write_override(name, form, candidates)
+            raise ColumnsError(f"{origin}: the column of {field} may be {columns}: choose one, as in {fix}")
+    used = {field: candidates[field][0] for field in form if candidates[field]}
+    if "prompt" in form:
+        used |= input_column
+    unused = [column for column, kind in present.items() if kind != OTHER and column not in used.values()]
+    if form == PAIR_FIELDS and "prompt" not in used and unused and not responses_hold_prompt:
+        raise ColumnsError(_explain_unknown_prompt(unused, candidates, name=name, origin=origin))
+    return RecognizedColumns(used, unused)
+
+
+def _check_configured(present: Iterable[str], configured: Mapping[str, str], name: str, origin: str) -> None:
+    """Check the config's columns: that they exist, and make up a form."""
+    key = f"dataset_sources.{name}.columns"
+    if not any(configured.keys() <= set(form) for form in chain.from_iterable(FORMS.values())):
+        raise InputError(
+            f"{key} has the fields {', '.join(configured)}: give some of those of pairs ({', '.join(PAIR_FIELDS)}), or "
+            f"of those of targets ({', '.join(TARGET_FIELDS)}), or {CHAT_FIELDS[0]} alone"
         )
-    return Columns(used, unused)
+    for field, column in configured.items():
+        fields = [other for other, other_column in configured.items() if other_column == column]
+        if len(fields) > 1:
+            raise InputError(
+                f"{key} gives the column {column} for {' and '.join(fields)}: give each a column of its own"
+            )
+        if column not in present:
+            raise ColumnsError(f"{key}.{field}={column}: {origin} has no such column; there are {', '.join(present)}")
 
 
-def _separate_input(columns: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Separate Alpaca's `input` from its prompt, the `instruction`."""
-    by_name = {column.strip().lower(): column for column in columns}
-    if len(columns) == 2 and by_name.keys() == {"instruction", "input"}:
+def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str, str]) -> list[str]:
+    """Find the columns that may be a field.
+
+    It is the configured column, else the column with the field's name, else all with one of its other names.
+    """
+    if field in configured:
+        return [configured[field]]
+    free = [column for column in present if column not in configured.values()]
+    if field in free:
+        return [field]
+    names = (field, *OTHER_NAMES.get(field, ()))
+    return [column for column in free if re.sub(r"[\s-]+", "_", column.strip().lower()) in names]
+
+
+def _separate_input(candidates: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Separate `input` from `instruction`, if these two may be the prompt.
+
+    In Alpaca's data the prompt is an instruction with an input below it. Returns the candidates for the prompt, and
+    the column of the input by field.
+    """
+    by_name = {column.strip().lower(): column for column in candidates}
+    if len(candidates) == 2 and by_name.keys() == {"instruction", "input"}:
         return [by_name["instruction"]], {"input": by_name["input"]}
-    return columns, {}
+    return candidates, {}
+
+
+def _list_required(form: tuple[str, ...]) -> tuple[str, ...]:
+    """List the fields that a form cannot do without."""
+    return RESPONSES if form == PAIR_FIELDS else form  # chosen and rejected may begin with the prompt
 
 
 def _explain_missing(
     present: Collection[str],
-    fitting: Mapping[str, Sequence[str]],
-    complete: Sequence[Sequence[str]],
+    candidates: Mapping[str, Sequence[str]],
+    kinds: Sequence[str],
     *,
     name: str,
     origin: str,
     trains_on: str,
 ) -> str:
-    listed = f"the columns are {', '.join(present)}"
-    if trains_on == "pairs":
-        missing = " and ".join(ours for ours in ("chosen", "rejected") if not fitting[ours])
-        otherwise = ", or train on what is there with loss=sft" if complete else ""
-        labelled = any(column.strip().lower() == "label" for column in present)  # as in KTO's data
-        if complete and labelled:  # SFT would learn the bad ones too
-            otherwise = ", made from a good and a bad completion of each prompt by their label"
-        return (
-            f"{origin} has no {missing or 'pairs'}, which a loss of pairs needs; {listed}: "
-            f"give {_override(name, PAIRS, fitting)}{otherwise}"
-        )
-    needs = f"{origin} has neither prompt and completion nor messages, one of which SFT needs; "
-    if len(present) < len(TARGETS):
-        return f"{needs}the only column is {', '.join(present)}: give each record a prompt and a completion"
-    return f"{needs}{listed}: give {_override(name, TARGETS, fitting)}, or columns={{messages: COLUMN}}"
+    """Explain that the columns lack what a loss trains on.
+
+    `kinds` are the kinds of examples (keys of FORMS) that can be made of them.
+    """
+    required = [" and ".join(_list_required(form)) for form in FORMS[trains_on]]
+    forms = [form for form in FORMS[trains_on] if len(_list_required(form)) <= len(present)]
+    fixes = (
+        [f"name them with {' or '.join(_write_override(name, form, candidates) for form in forms)}"] if forms else []
+    )
+    is_labelled = any(column.strip().lower() == "label" for column in present)
+    if trains_on == "pairs" and kinds and is_labelled:  # KTO's data: SFT would learn the bad completions too
+        fixes.append("make each pair of a good and a bad completion of one prompt, by their label")
+    elif losses := [f"loss={loss}" for loss in LOSSES if LOSSES[loss].trains_on in kinds]:
+        fixes.append(f"train on what is there with {' or '.join(losses)}")
+    return (
+        f"training on {trains_on} needs the columns {', or '.join(required)}; {origin} has {', '.join(present)}: "
+        f"{', or '.join([*fixes, 'add them to the records'])}"
+    )
 
 
-def _check_given(present: Iterable[str], given: Mapping[str, str], name: str, origin: str) -> None:
-    if not any(given.keys() <= set(form) for form in chain.from_iterable(FORMS.values())):
-        raise InputError(
-            f"dataset_sources.{name}.columns names {', '.join(given)}: give those of pairs ({', '.join(PAIRS)}), "
-            f"of targets ({', '.join(TARGETS)}), or messages alone"
-        )
-    for ours, theirs in given.items():
-        if len(sharing := [other for other, column in given.items() if column == theirs]) > 1:
-            raise InputError(
-                f"dataset_sources.{name}.columns gives {theirs} for {' and '.join(sharing)}: give each its own"
-            )
-        if theirs not in present:
-            raise ColumnsError(
-                f"dataset_sources.{name}.columns.{ours}={theirs}: {origin} has no such column; there are "
-                f"{', '.join(present)}"
-            )
+def _explain_unknown_prompt(
+    unused: Sequence[str], candidates: Mapping[str, Sequence[str]], *, name: str, origin: str
+) -> str:
+    """Explain that an `unused` column may be the prompt of pairs."""
+    with_prompt = {**candidates, "prompt": unused if len(unused) == 1 else []}
+    return (
+        f"{origin} has chosen and rejected, but it is not known which column is their prompt: it may be "
+        f"{' or '.join(unused)}. Give {_write_override(name, PAIR_FIELDS, with_prompt)}, or, if the prompt is what "
+        f"chosen and rejected begin with, {_write_override(name, RESPONSES, candidates)}"
+    )
 
 
-def _find(ours: str, present: Iterable[str], given: Mapping[str, str]) -> list[str]:
-    """Columns with one of our names, else with its other names."""
-    free = [column for column in present if column not in given.values()]
-    if ours in free:
-        return [ours]
-    names = (ours, *OTHER_NAMES.get(ours, ()))
-    return [column for column in free if re.sub(r"[\s-]+", "_", column.strip().lower()) in names]
-
-
-def _override(name: str, form: Sequence[str], fitting: Mapping[str, Sequence[str]]) -> str:
-    columns = (f"{ours}: {_quote(fitting[ours][0]) if fitting[ours] else 'COLUMN'}" for ours in form)
+def _write_override(name: str, form: Sequence[str], candidates: Mapping[str, Sequence[str]]) -> str:
+    """Write the override that gives each field its first candidate."""
+    columns = (f"{field}: {_quote(candidates[field][0]) if candidates[field] else 'COLUMN'}" for field in form)
     return f"'dataset_sources.{name}.columns={{{', '.join(columns)}}}'"
 
 
 def _quote(column: str) -> str:
-    return column if PLAIN.fullmatch(column) else f'"{column}"'
+    return column if UNQUOTED.fullmatch(column) else f'"{column}"'

@@ -1,4 +1,4 @@
-"""Custom data: records of text or messages to pairs and targets."""
+"""Custom data: pairs and SFT targets from records of the user."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dpo.data.columns import find_columns, recognize_columns
 from dpo.data.schema import ASSISTANT, Messages, PreferenceData, get_field, is_sharegpt
 from dpo.errors import InputError
 
-SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# the role of each speaker in ShareGPT's messages
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
-def get_own(
+def get_custom(
     rows: Sequence[Mapping[str, Any]],
     origin: str,
     tokenizer: Any,
@@ -24,16 +25,16 @@ def get_own(
     name: str = "mine",
     trains_on: str = "pairs",
 ) -> PreferenceData:
-    """Convert own records to preference data.
+    """Convert custom records to preference data.
 
-    Records are `{prompt, chosen, rejected}`, or `{chosen, rejected}` with a common beginning; under SFT also
-    `{prompt, completion}`, and `{messages}`, the last of which is the target.
+    Pairs come from `{prompt, chosen, rejected}`, or from `{chosen, rejected}` with a common beginning, the prompt.
+    SFT targets also come from `{prompt, completion}`, and from `{messages}`, where the last message is the target.
 
-    Fields are strings or chat messages, and all records must be of one kind. Messages are `{role, content}` or
-    ShareGPT's `{from, value}`, one or a list, and are rendered with the tokenizer's chat template. If chosen and
-    rejected are messages and the prompt is a string, it must be the content of a message that both share
-    (UltraFeedback). `columns` maps our field names to those of the records; other fields are recognized by name.
-    Raises InputError that names the record and `origin`.
+    All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
+    `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
+    messages, the prompt may also be a text: the content of a message that both begin with, as in UltraFeedback.
+    `columns` maps fields to columns; other fields are recognized by name. Raises InputError, which names the record
+    and `origin`.
     """
     data: PreferenceData | None = None
     recognized = recognize_columns(find_columns(rows), columns, name=name, origin=origin, trains_on=trains_on)
@@ -41,28 +42,29 @@ def get_own(
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
         prompt, responses = _read_fields(row, used, where)
-        chat = isinstance(responses[0], list)
+        is_chat = isinstance(responses[0], list)
         if data is None:
-            data = PreferenceData(truncation_mode="keep_start", rendered=chat)
-        elif data.rendered != chat:
-            raise InputError(f"{where}: earlier records hold {'text' if chat else 'chat messages'}; use one kind")
-        if chat:
+            data = PreferenceData(truncation_mode="keep_start", rendered=is_chat)
+        elif data.rendered != is_chat:
+            raise InputError(
+                f"{where} holds {_name_kind(is_chat)}, and earlier records hold {_name_kind(not is_chat)}: use one kind"
+            )
+        if is_chat:
             messages, answers = _split_messages(prompt, responses, tokenizer, where)
-            if "messages" in used and answers[0][-1]["role"] != "assistant":
-                raise InputError(f"{where}: the last message is of {answers[0][-1]['role']}, and must be of assistant")
-            prompt, *responses = _render(messages, answers, tokenizer, where)
+            last_role = answers[0][-1]["role"]
+            if "messages" in used and last_role != "assistant":
+                raise InputError(f"{where}: the last message is from {last_role}, and must be from assistant")
+            prompt, responses = _render(messages, answers, tokenizer, where)
             data.messages[prompt] = [{key: message[key] for key in ("role", "content")} for message in messages]
         elif "messages" in used:
-            raise InputError(f"{where}: {used['messages']} must be a list of chat messages and is text")
+            raise InputError(f"{where}: {used['messages']} must be a list of chat messages, and is text")
         elif prompt is None:
-            prompt, *responses = split_shared_prompt(*responses)
-            if not prompt:
-                raise InputError(
-                    f"{where}: {used['chosen']} and {used['rejected']} begin with no word in common, which would be "
-                    f"the prompt: give a column with the prompt, as dataset_sources.{name}.columns.prompt=COLUMN"
-                )
+            prompt, responses = _find_shared_prompt(responses, used, where, name=name)
         if not prompt:
-            raise InputError(f"{where}: the prompt is empty, so the first response token has no context")
+            raise InputError(
+                f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
+                f"prompt, or remove it"
+            )
         if len(responses) == 2:
             data.add_pair(prompt, *responses)
         else:
@@ -73,79 +75,115 @@ def get_own(
     return data
 
 
+def _find_shared_prompt(
+    responses: Sequence[str], used: Mapping[str, str], where: str, *, name: str
+) -> tuple[str, list[str]]:
+    """Split chosen and rejected texts into their prompt and the responses."""
+    prompt, *split_responses = split_shared_prompt(*responses)
+    if not prompt:
+        raise InputError(
+            f"{where}: {used['chosen']} and {used['rejected']} begin with no word in common, which would be the "
+            f"prompt: give a column with the prompt, as dataset_sources.{name}.columns.prompt=COLUMN"
+        )
+    return prompt, split_responses
+
+
+def _name_kind(is_chat: bool) -> str:
+    return "chat messages" if is_chat else "text"
+
+
 def _read_fields(row: Mapping[str, Any], used: Mapping[str, str], where: str) -> tuple[Any, list[Any]]:
-    """The prompt, or None, and the responses; all text or all chats."""
+    """Read a record's prompt, or None without one, and its responses.
+
+    Raises InputError unless all responses are texts or all are chat messages, and the prompt goes with them. `used`
+    maps fields to columns.
+    """
     fields = {
-        ours: _as_messages(get_field(row, theirs, where, (str, list, dict)), where)
-        for ours, theirs in used.items()
-        if ours != "input"
+        field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
+        for field, column in used.items()
+        if field != "input"
     }
-    prompt, responses = fields.get("prompt"), [field for ours, field in fields.items() if ours != "prompt"]
-    if "input" in used and row.get(used["input"]) not in (None, ""):  # below an instruction, as in Alpaca
-        prompt = "\n\n".join(get_field(row, used[ours], where) for ours in ("prompt", "input"))
-    chat = isinstance(responses[0], list)
-    if any(isinstance(response, list) != chat for response in responses) or (isinstance(prompt, list) and not chat):
-        kinds = (f"{used[ours]} is {'text' if isinstance(f, str) else 'a chat'}" for ours, f in fields.items())
+    prompt = fields.get("prompt")
+    responses = [value for field, value in fields.items() if field != "prompt"]
+    if "input" in used and row.get(used["input"]) not in (None, ""):  # goes below the instruction, as in Alpaca
+        prompt = "\n\n".join(get_field(row, used[field], where) for field in ("prompt", "input"))
+    is_chat = isinstance(responses[0], list)
+    is_mixed = any(isinstance(response, list) != is_chat for response in responses)
+    if is_mixed or (isinstance(prompt, list) and not is_chat):
+        kinds = (f"{used[field]} holds {_name_kind(isinstance(value, list))}" for field, value in fields.items())
         raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
     return prompt, responses
 
 
-def _as_messages(field: Any, where: str) -> str | list[Any]:
-    """A text as it is, or messages of either form as ours."""
-    if isinstance(field, str):
-        return field
-    field = field if isinstance(field, list) else [field]
-    if not any(map(is_sharegpt, field)):
-        return field
-    speakers = [get_field(message, "from", where) for message in field]
-    if unknown := next((speaker for speaker in speakers if speaker not in SPEAKERS), None):
-        raise InputError(f"{where}: a message is from {unknown!r}, and must be from one of {', '.join(SPEAKERS)}")
+def _as_messages(value: Any, where: str) -> str | list[Any]:
+    """Return a text unchanged, and messages as `{role, content}`."""
+    if isinstance(value, str):
+        return value
+    messages = value if isinstance(value, list) else [value]
+    if not any(map(is_sharegpt, messages)):
+        return messages  # `_split_messages` checks their role and content
+    speakers = [get_field(message, "from", where) for message in messages]
+    if unknown := next((speaker for speaker in speakers if speaker not in SHAREGPT_ROLES), None):
+        raise InputError(f"{where}: a message is from {unknown!r}, and must be from one of {', '.join(SHAREGPT_ROLES)}")
     return [
-        {"role": SPEAKERS[speaker], "content": get_field(message, "value", where)}
-        for speaker, message in zip(speakers, field, strict=True)
+        {"role": SHAREGPT_ROLES[speaker], "content": get_field(message, "value", where)}
+        for speaker, message in zip(speakers, messages, strict=True)
     ]
 
 
 def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Split two texts with a common beginning into (prompt, chosen, rejected).
 
-    A dialogue with a shared `\\n\\nAssistant:` is split at the last one, as in HH. Otherwise the prompt is the common
-    beginning up to the last whitespace, so that no word is split and each response starts with its space.
+    If they share an `\\n\\nAssistant:`, the prompt ends with the last one, as in HH. Otherwise the prompt is the common
+    beginning up to its last whitespace, so that no word is split and each response starts with a space.
     """
     shared = _common_start(chosen, rejected)
-    cut = shared.rfind(ASSISTANT)
-    if cut >= 0:
-        cut += len(ASSISTANT)
+    marker_start = shared.rfind(ASSISTANT)
+    if marker_start >= 0:
+        prompt_length = marker_start + len(ASSISTANT)
     else:
-        cut = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
-    return shared[:cut], chosen[cut:], rejected[cut:]
+        prompt_length = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
+    return shared[:prompt_length], chosen[prompt_length:], rejected[prompt_length:]
 
 
 def _common_start(*texts: str) -> str:
-    first, last = min(texts), max(texts)  # in lexicographic order: what these two share, all share
+    """The longest text with which all texts begin."""
+    first, last = min(texts), max(texts)  # the texts between them, in lexicographic order, begin as both do
     return next((first[:i] for i, character in enumerate(first) if character != last[i]), first)
 
 
 def _split_messages(
     prompt: str | Messages | None, responses: Sequence[Messages], tokenizer: Any, where: str
 ) -> tuple[Messages, list[Messages]]:
+    """Split a record's messages into the prompt's and each response's.
+
+    If the prompt is not messages, it is those with which all responses begin. If it is a text, one of them must have
+    it as its content.
+    """
     for messages in (prompt if isinstance(prompt, list) else [], *responses):
         for message in messages:
             get_field(message, "role", where)
             if tokenizer.eos_token and tokenizer.eos_token in get_field(message, "content", where):
-                raise InputError(f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: {message!r}")
-    if not isinstance(prompt, list):
-        text, prompt = prompt, _shared_messages(responses)
-        if text is not None and all(message["content"] != text for message in prompt):
-            raise InputError(f"{where}: the prompt is not the content of any message before the response")
-        responses = [whole[len(prompt) :] for whole in responses]
-    if not (prompt and all(responses)):
+                raise InputError(
+                    f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: remove it from {message!r}"
+                )
+    if isinstance(prompt, list):
+        prompt_messages, answers = prompt, list(responses)
+    else:
+        prompt_messages = _shared_messages(responses)
+        if prompt is not None and all(message["content"] != prompt for message in prompt_messages):
+            raise InputError(
+                f"{where}: the prompt is not the content of any message with which the responses begin: make it one, "
+                f"or give no column for the prompt"
+            )
+        answers = [dialogue[len(prompt_messages) :] for dialogue in responses]
+    if not (prompt_messages and all(answers)):
         raise InputError(f"{where}: a prompt and its responses need at least one message each")
-    return prompt, list(responses)
+    return prompt_messages, answers
 
 
 def _shared_messages(dialogues: Sequence[Messages]) -> Messages:
-    """Messages with which all dialogues begin, except the last of each."""
+    """The messages with which all dialogues begin, without the last of any."""
     shared = []
     for messages in zip(*(dialogue[:-1] for dialogue in dialogues), strict=False):
         if any(message != messages[0] for message in messages):
@@ -154,26 +192,28 @@ def _shared_messages(dialogues: Sequence[Messages]) -> Messages:
     return shared
 
 
-def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, where: str) -> list[str]:
+def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, where: str) -> tuple[str, list[str]]:
+    """Render a prompt and its responses as texts, with the chat template."""
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
             f"model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
         )
     try:
-        bare = tokenizer.apply_chat_template(prompt, tokenize=False)
-        opened = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        closed_prompt = tokenizer.apply_chat_template(prompt, tokenize=False)
+        open_prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         dialogues = [tokenizer.apply_chat_template(prompt + r, tokenize=False) for r in responses]
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on odd content
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on unusual content
         raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
-    # some generation prompts contain more than a finished turn (such as a thinking tag): keep the common part
-    shared = _common_start(opened, *dialogues)
-    if not shared.startswith(bare):
+    # the generation prompt may have what a finished turn lacks, such as a thinking tag: keep what all begin with
+    prompt_text = _common_start(open_prompt, *dialogues)
+    if not prompt_text.startswith(closed_prompt):
         raise InputError(f"{where}: the chat template renders the prompt differently once a response follows it")
-    return [shared, *(_without_final_eos(d[len(shared) :], tokenizer.eos_token) for d in dialogues)]
+    response_texts = [dialogue[len(prompt_text) :] for dialogue in dialogues]
+    return prompt_text, [_remove_final_eos(text, tokenizer.eos_token) for text in response_texts]
 
 
-def _without_final_eos(text: str, eos: str | None) -> str:
-    """Drop the EOS that ends a turn: tokenization appends one."""
+def _remove_final_eos(text: str, eos: str | None) -> str:
+    """Remove the EOS that ends a turn, because tokenization appends one."""
     stripped = text.rstrip()
     return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text

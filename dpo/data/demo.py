@@ -1,8 +1,8 @@
 """`datasets=[demo]`: small made-up dialogues in HH's format, the same on every machine.
 
-Someone asks where a thing is. The better answer is courteous, the worse one curt. Both name the thing and the place,
-and are composed of many phrases of similar length, so that no constant string tells them apart. The SFT target is
-the courteous one in two of five dialogues: SFT teaches both manners, and DPO then has to prefer one.
+Someone asks where a thing is. The chosen answer is courteous, and the rejected one curt. Both name the thing and the
+place, and are composed of many phrases of similar length, so that no single phrase tells them apart. The SFT target is
+the courteous answer in two of five dialogues: so SFT teaches both manners, and DPO has a preference to learn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from dpo.data.schema import PreferenceData
 
 N_PROMPTS = {"train": 6144, "test": 256}
-COURTEOUS_TARGETS = 0.4  # of SFT
+COURTEOUS_TARGETS = 0.4  # fraction of the SFT targets
 
 THINGS = (
     "red umbrella", "old map", "silver spoon", "house key", "blue notebook", "wooden chess board", "winter coat",
@@ -46,64 +46,71 @@ CURT = ("Whatever!", "Again!", "Ugh!", "Seriously!", "Hurry!", "No, not now.", "
 
 
 class Answer(NamedTuple):
+    """The content of an answer."""
+
     courteous: bool
     thing: str
     place: str
 
 
 def get_demo(split: str) -> PreferenceData:
-    """The made-up dialogues of a split, one pair each."""
+    """Make up the dialogues of a split, one pair each."""
     rng = random.Random(0)
-    prompts: dict[str, PreferenceData] = {name: PreferenceData(truncation_mode="keep_end") for name in N_PROMPTS}
-    seen = set()
-    for name, count in N_PROMPTS.items():
-        while len(prompts[name]) < count:
+    data = {name: PreferenceData(truncation_mode="keep_end") for name in N_PROMPTS}
+    seen_prompts = set()
+    for name, n_prompts in N_PROMPTS.items():  # both splits are made, so that no test prompt is in train
+        while len(data[name]) < n_prompts:
             thing = rng.choice(THINGS)
             turns = rng.sample(SMALL_TALK, rng.randint(0, 2))
             prompt = "".join(f"\n\nHuman: {ask}\n\nAssistant: {answer}" for ask, answer in turns)
             prompt += f"\n\nHuman: {rng.choice(QUESTIONS).format(thing=thing)}\n\nAssistant:"
-            better, worse = (_answer(rng, openings, thing) for openings in (COURTEOUS, CURT))
-            if prompt in seen:
+            courteous, curt = (_draw_answer(rng, openings, thing) for openings in (COURTEOUS, CURT))
+            if prompt in seen_prompts:
                 continue
-            seen.add(prompt)
-            prompts[name].add_pair(prompt, better, worse)
-            prompts[name][prompt]["sft_target"] = better if rng.random() < COURTEOUS_TARGETS else worse
-    return prompts[split]
+            seen_prompts.add(prompt)
+            data[name].add_pair(prompt, courteous, curt)
+            data[name][prompt]["sft_target"] = courteous if rng.random() < COURTEOUS_TARGETS else curt
+    return data[split]
 
 
-def _answer(rng: random.Random, openings: tuple[str, ...], thing: str) -> str:
+def _draw_answer(rng: random.Random, openings: tuple[str, ...], thing: str) -> str:
     body = rng.choice(BODIES)
     place = rng.choice(PLACES)
-    return _say(rng.choice(openings), body, thing, place)
+    return _write_answer(rng.choice(openings), body, thing, place)
 
 
-def _say(opening: str, body: str, thing: str, place: str) -> str:
+def _write_answer(opening: str, body: str, thing: str, place: str) -> str:
     return f" {opening} {body.format(thing=thing, place=place)}"
 
 
 @functools.cache
 def all_answers() -> Mapping[str, Answer]:
-    """Every response that the data may contain, and its content."""
+    """All responses that the data may contain, each with its content."""
     return {
-        _say(opening, body, thing, place): Answer(opening in COURTEOUS, thing, place)
+        _write_answer(opening, body, thing, place): Answer(opening in COURTEOUS, thing, place)
         for opening, body, thing, place in itertools.product((*COURTEOUS, *CURT), BODIES, THINGS, PLACES)
     }
 
 
 class Shares(NamedTuple):
-    """Shares of responses by kind; the first three add up to 1."""
+    """Fractions of responses; courteous, curt and broken add up to 1."""
 
     courteous: float
     curt: float
-    broken: float  # not a sentence of this data
-    mistaken: float  # a sentence about another thing than the prompt's
+    broken: float  # not among `all_answers`
+    mistaken: float  # about another thing than the prompt; these are courteous or curt too
 
 
 def judge(dialogues: Sequence[tuple[str, str]]) -> Shares:
-    """Compute the shares of (prompt, response) pairs."""
-    answers = [(prompt, all_answers().get(f" {response.strip()}")) for prompt, response in dialogues]
-    courteous = sum(answer is not None and answer.courteous for _, answer in answers)
-    broken = sum(answer is None for _, answer in answers)
-    mistaken = sum(answer is not None and answer.thing not in prompt for prompt, answer in answers)
-    n = len(answers)
-    return Shares(courteous / n, (n - courteous - broken) / n, broken / n, mistaken / n)
+    """Judge the responses of (prompt, response) dialogues."""
+    prompts_and_answers = [(prompt, all_answers().get(f" {response.strip()}")) for prompt, response in dialogues]
+    n_broken = sum(answer is None for _, answer in prompts_and_answers)
+    n_courteous = sum(answer is not None and answer.courteous for _, answer in prompts_and_answers)
+    n_mistaken = sum(answer is not None and answer.thing not in prompt for prompt, answer in prompts_and_answers)
+    n = len(dialogues)
+    return Shares(
+        courteous=n_courteous / n,
+        curt=(n - n_courteous - n_broken) / n,
+        broken=n_broken / n,
+        mistaken=n_mistaken / n,
+    )

@@ -1,15 +1,15 @@
 """Examples of a run: their order and their token ids.
 
-Independent of tensors and processes.
+Knows no tensors and no processes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +21,15 @@ from dpo.losses import TRAINS_ON
 DIGEST_BYTES = 16
 
 
+ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the example among those of its prompt)
+
+
 class TextExample(NamedTuple):
     """An example as text: a pair, or an SFT target."""
 
     prompt: Prompt
-    index: int  # among the prompt's examples
-    texts: dict[str, str]  # by role
+    example_index: int  # among the prompt's examples
+    texts: dict[str, str]  # of the responses, by role
 
 
 class Example(NamedTuple):
@@ -34,30 +37,34 @@ class Example(NamedTuple):
 
     prompt: tuple[int, ...]
     responses: tuple[tuple[int, ...], ...]  # as many in all examples of a run
-    id: tuple[int, int] | None = None  # (index of the prompt in its split, index of the example in its prompt)
+    id: ExampleId | None = None
     dataset: str = ""
-    digest: str = ""  # `text_digest`, which is the same in every run
-    truncated: bool = False  # prompt or response
+    digest: str = ""  # from `text_digest`; identifies the example in every run
+    truncated: bool = False  # whether the prompt or a response was truncated
     roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens, with the prompt once per response."""
+        """Number of tokens, where each response counts the prompt again."""
         return sum(len(self.prompt) + len(response) for response in self.responses)
 
     @property
     def n_scored(self) -> tuple[int, ...]:
-        """Number of scored tokens per response.
+        """Number of scored tokens of each response.
 
-        Without a prompt, nothing predicts the first token.
+        Each token is predicted from those before it, so without a prompt a response's first token has no score.
         """
-        return tuple(len(response) - (0 if self.prompt else 1) for response in self.responses)
+        n_unscored = 0 if self.prompt else 1
+        return tuple(len(response) - n_unscored for response in self.responses)
 
 
-def text_digest(prompt: str, responses: Iterable[str]) -> str:
-    """Digest of an example's texts, independent of its place in the data."""
+def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
+    """Digest of an example's prompt and its responses by role.
+
+    It does not depend on where the example is in the data.
+    """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for text in (prompt, *responses):
+    for text in (prompt, *chain.from_iterable(responses.items())):
         data = text.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)  # with lengths, so that ("ab", "c") is not ("a", "bc")
     return digest.hexdigest()
@@ -67,16 +74,14 @@ def list_examples(prompt: Prompt) -> list[TextExample]:
     return [TextExample(prompt, index, prompt.texts(index)) for index in range(len(prompt.examples))]
 
 
-def read_examples(prompts: Sequence[Prompt], places: Iterable[tuple[int, int]]) -> list[TextExample]:
-    """Read the examples at `places`.
-
-    A place is (index of the prompt, index of the example in its prompt).
-    """
+def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[TextExample]:
+    """Read the examples with these ids."""
     examples, prompt = [], None
-    for number, index in places:
-        if prompt is None or prompt.number != number:  # examples of a prompt come one after another: decode it once
-            prompt = prompts[number]
-        examples.append(TextExample(prompt, index, prompt.texts(index)))
+    for prompt_index, example_index in ids:
+        # examples of a prompt come one after another, so each prompt is decoded once
+        if prompt is None or prompt.index_in_split != prompt_index:
+            prompt = prompts[prompt_index]
+        examples.append(TextExample(prompt, example_index, prompt.texts(example_index)))
     return examples
 
 
@@ -88,42 +93,41 @@ def iterate_examples(
     n_epochs: int | None,
     n_examples: int | None,
     seed: int,
-) -> Iterator[list[tuple[int, int]]]:
+) -> Iterator[list[ExampleId]]:
     """Yield each batch's example ids in the reference's order.
 
-    Ends when `n_epochs` or `n_examples` is reached. `counts` has the number of examples per prompt. Each epoch shuffles
-    the prompts again, starting from the previous order; pairs of a prompt stay together. The partial batch at the end
-    of an epoch is dropped, but its examples count towards `n_examples`. With fewer examples than `batch_size`, or
-    without any limit, it never ends: callers check that.
+    `counts` has the number of examples per prompt. Iteration ends when `n_epochs` or `n_examples` is reached. Each
+    epoch shuffles the prompts again, starting from the previous order; examples of a prompt stay together. The partial
+    batch at the end of an epoch is dropped, but its examples count towards `n_examples`. Callers make sure that there
+    is a limit and that the data fills a batch: otherwise the iteration would never end.
     """
-    order = array("I", range(len(counts)))  # 4 bytes a prompt, and shuffled like a list
+    prompt_order = array("I", range(len(counts)))  # takes 4 bytes per prompt, and shuffles like a list
     epoch_seeds = np.random.RandomState(seed)
-    epoch = seen = 0
+    epoch = n_seen = 0
     while n_epochs is None or epoch < n_epochs:
         if shuffle:
-            random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(order)
-        batch: list[tuple[int, int]] = []
-        for number in order:
-            for index in range(counts[number]):
-                batch.append((number, index))
-                seen += 1
+            random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(prompt_order)
+        batch: list[ExampleId] = []
+        for prompt_index in prompt_order:
+            for example_index in range(counts[prompt_index]):
+                batch.append((prompt_index, example_index))
+                n_seen += 1
                 if len(batch) == batch_size:
                     yield batch
                     batch = []
-                    if n_examples is not None and seen >= n_examples:
+                    if n_examples is not None and n_seen >= n_examples:
                         return
         epoch += 1
 
 
-def iterate_once(
-    counts: Sequence[int], *, batch_size: int, n_examples: int, seed: int
-) -> Iterator[list[tuple[int, int]]]:
-    """Yield the first epoch's example ids in batches, each id once.
+def iterate_once(counts: Sequence[int], *, batch_size: int, n_examples: int, seed: int) -> Iterator[list[ExampleId]]:
+    """Yield the example ids of the first epoch in batches.
 
     The order is that of `iterate_examples`. There are at most `n_examples` ids, and the last batch may be partial.
     """
-    singles = iterate_examples(counts, batch_size=1, shuffle=True, n_epochs=1, n_examples=n_examples, seed=seed)
-    while batch := [example for [example] in itertools.islice(singles, batch_size)]:
+    single_ids = iterate_examples(counts, batch_size=1, shuffle=True, n_epochs=1, n_examples=n_examples, seed=seed)
+    ids = chain.from_iterable(single_ids)
+    while batch := list(islice(ids, batch_size)):
         yield batch
 
 
@@ -134,19 +138,21 @@ def encode_examples(
 
     Raises InputError for a text that contains EOS.
     """
-    ids = encode(text for prompt, _, texts in examples for text in (prompt.text, *texts.values()))
+    token_ids = encode(text for prompt, _, texts in examples for text in (prompt.text, *texts.values()))
     encoded = []
-    for prompt, index, texts in examples:
-        whole = append_eos(prompt.text, list(texts.values()), ids, encode.tokenizer, rendered=prompt.rendered)
-        prompt_ids, responses = truncate(*whole, prompt.truncation_mode, max_length, max_prompt_length)
+    for prompt, example_index, texts in examples:
+        untruncated = append_eos(
+            prompt.text, list(texts.values()), token_ids, encode.tokenizer, rendered=prompt.rendered
+        )
+        prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
         encoded.append(
             Example(
-                tuple(prompt_ids),
-                tuple(map(tuple, responses)),
-                (prompt.number, index),
-                prompt.dataset,
-                text_digest(prompt.text, texts.values()),
-                truncated=(prompt_ids, responses) != whole,
+                prompt=tuple(prompt_ids),
+                responses=tuple(map(tuple, responses)),
+                id=(prompt.index_in_split, example_index),
+                dataset=prompt.dataset,
+                digest=text_digest(prompt.text, texts),
+                truncated=(prompt_ids, responses) != untruncated,
                 roles=tuple(texts),
             )
         )

@@ -1,7 +1,4 @@
-"""The preflight: finds or builds a run's data before it starts.
-
-It refuses data that the run cannot train on.
-"""
+"""The preflight: finds or builds a run's data, and refuses unusable data."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from dpo.settings.plan import DataPlan, Plan
 from dpo.system.host import release_freed_memory
 from dpo.system.waiting import once_per_machine
 
-GetDataset = Callable[..., PreferenceData]  # loads a dataset by name
-Identify = Callable[..., Any]  # a JSON value that changes with a dataset's content, or None
+GetDataset = Callable[..., PreferenceData]  # loads a dataset by name: `preference_datasets.get_dataset`
+Identify = Callable[..., Any]  # `preference_datasets.identify_dataset`
 
 
 @dataclass
@@ -39,36 +36,41 @@ class TrainingData:
     train: PromptTable
     test: PromptTable
     report: Preflight
-    digest: str = ""  # of the training data, in order
+    digest: str = ""  # of the texts of `train`, in order
     test_digest: str = ""
 
     @property
     def n_examples(self) -> int:
-        """Number of examples of both splits.
-
-        Each has a number: first those of `train`, then those of `test`.
-        """
+        """Number of examples in both splits."""
         return int(self.train.counts.sum() + self.test.counts.sum())
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Digests of all texts, and of token ids before truncation."""
-        reports = self.report.train, self.report.test
-        return self.digest, self.test_digest, *(report.token_digest for report in reports)
+        """Digests of the texts, and of their token ids before truncation."""
+        return self.digest, self.test_digest, self.report.train.token_digest, self.report.test.token_digest
 
     @classmethod
     def open(
-        cls, place: Path, facts: Mapping[str, Any], tokenizer: Any, plan: DataPlan, *, online: bool
+        cls, table: Path, facts: Mapping[str, Any], tokenizer: Any, plan: DataPlan, *, online: bool
     ) -> TrainingData:
-        """Open a table. `online`: training examples are prompts."""
+        """Open a table.
+
+        In an `online` run each prompt counts as one training example.
+        """
         reports = {split: SplitReport(**facts["reports"][split]) for split in SPLITS}
         epoch = reports["train"].prompts if online else reports["train"].examples
-        size = {"batch_size": plan.batch_size, "n_epochs": plan.n_epochs, "n_examples": plan.n_examples}
-        updates, dropped = count_updates(epoch, **size)
-        preflight = Preflight(**reports, updates=updates, dropped_examples=dropped, epoch=epoch)
-        train, test = (PromptTable(place / f"{split}.arrow") for split in SPLITS)
-        encode = TextEncoder(tokenizer, largest=facts["largest"])
-        return cls(tokenizer, encode, train, test, preflight, *(facts["digests"][split] for split in SPLITS))
+        updates, dropped_examples = count_updates(
+            epoch, batch_size=plan.batch_size, n_epochs=plan.n_epochs, n_examples=plan.n_examples
+        )
+        return cls(
+            tokenizer=tokenizer,
+            encode=TextEncoder(tokenizer, largest=facts["largest"]),
+            train=PromptTable(table / "train.arrow"),
+            test=PromptTable(table / "test.arrow"),
+            report=Preflight(**reports, updates=updates, dropped_examples=dropped_examples, epoch=epoch),
+            digest=facts["digests"]["train"],
+            test_digest=facts["digests"]["test"],
+        )
 
 
 class DatasetOptions(NamedTuple):
@@ -77,13 +79,13 @@ class DatasetOptions(NamedTuple):
     names: list[str]
     dataset_sources: Mapping[str, Any]
     trains_on: str
-    online: bool  # also has the messages of chats
+    online: bool  # the table of an online run also has the messages of chats
     max_length: int
     max_prompt_length: int
 
 
 def build_table(
-    place: Path,
+    directory: Path,
     options: DatasetOptions,
     tokenizer: Any,
     get_dataset: GetDataset,
@@ -91,19 +93,31 @@ def build_table(
     cache_dir: str | None,
     silent: bool,
 ) -> dict[str, Any]:
-    """Write both splits to a directory, and count them.
+    """Write both splits to a directory; return what was counted meanwhile.
 
-    Raises InputError for data that is unusable.
+    Raises InputError for unusable data.
     """
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
-    sources = {"dataset_sources": options.dataset_sources, "cache_dir": cache_dir, "tokenizer": tokenizer}
-    wanted = {"trains_on": options.trains_on, "with_messages": options.online, "notes": notes}
-    lengths = {"max_length": options.max_length, "max_prompt_length": options.max_prompt_length}
     for split in SPLITS:
-        prompts = iterate_prompts(get_dataset, options.names, split, silent=silent, **wanted, **sources)
-        counter, path = SplitCounter(encode), place / f"{split}.arrow"
+        prompts = iterate_prompts(
+            get_dataset,
+            options.names,
+            split,
+            trains_on=options.trains_on,
+            with_messages=options.online,
+            notes=notes,
+            # the following are options of `get_dataset`
+            silent=silent,
+            dataset_sources=options.dataset_sources,
+            cache_dir=cache_dir,
+            tokenizer=tokenizer,
+        )
+        counter, path = SplitCounter(encode), directory / f"{split}.arrow"
         write_prompts(path, counter.watch(prompts))
-        reports[split] = asdict(counter.count_tokens(PromptTable(path), **lengths))
+        report = counter.count_tokens(
+            PromptTable(path), max_length=options.max_length, max_prompt_length=options.max_prompt_length
+        )
+        reports[split] = asdict(report)
         digests[split] = counter.digest.hexdigest()[:32]
         if not reports[split]["examples"]:
             raise InputError(f"the {split} split of {', '.join(options.names)} has no examples")
@@ -113,17 +127,19 @@ def build_table(
 def make_key(
     options: DatasetOptions, tokenizer: Any, get_dataset: GetDataset, identify: Identify, cache_dir: str | None
 ) -> str | None:
-    """Name of a table, a digest of everything it is made from.
+    """Make the name of a table, a digest of its inputs.
 
-    None if a source cannot be identified.
+    None if a dataset, the tokenizer or the loader cannot be identified.
     """
-    datasets = [identify(name, cache_dir, options.dataset_sources) for name in options.names]
-    encodes, loader = identify_tokenizer(tokenizer), inspect.unwrap(get_dataset)
-    if None in datasets or encodes is None or not inspect.isfunction(loader):
+    dataset_states = [identify(name, cache_dir, options.dataset_sources) for name in options.names]
+    tokenizer_digest = identify_tokenizer(tokenizer)
+    loader = inspect.unwrap(get_dataset)
+    if None in dataset_states or tokenizer_digest is None or not inspect.isfunction(loader):
         return None
-    code = [Path(loader.__code__.co_filename), *sorted(Path(__file__).parent.glob("*.py"))]
-    loaders = [hashlib.sha256(file.read_bytes()).hexdigest() for file in code]
-    made_from = [options._replace(dataset_sources={}), datasets, encodes, loaders]
+    code_files = [Path(loader.__code__.co_filename), *sorted(Path(__file__).parent.glob("*.py"))]
+    code_digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in code_files]
+    # the states of the datasets say more than their sources, which are left out
+    made_from = [options._replace(dataset_sources={}), dataset_states, tokenizer_digest, code_digests]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
 
@@ -140,10 +156,11 @@ def prepare_data(
     scratch: Path | None = None,
     silent: bool,
 ) -> tuple[Path, dict[str, Any]]:
-    """Find or build the table of the data; return its facts too.
+    """Find or build the table; return its directory and facts.
 
-    It is in `folder`; a new one goes to `scratch` if given. Prints what the loaders have to say unless `silent`. Raises
-    InputError for data that is unusable or too little; the batch size that it suggests is a multiple of `batch_parts`.
+    The table is in `folder/examples`, but a new one is built in `scratch/examples` if `scratch` is given. Prints the
+    loaders' notes unless `silent`. Raises InputError for data that is unusable or too small; the batch size that the
+    message suggests is a multiple of `batch_parts`.
     """
 
     def find_key() -> str | None:
@@ -151,36 +168,43 @@ def prepare_data(
 
     key = find_key()
 
-    def build(place: Path) -> tuple[dict[str, Any], bool]:
-        facts = build_table(place, options, tokenizer, get_dataset, cache_dir=cache_dir, silent=silent)
-        return facts, find_key() == key  # they differ if a file was changed while it was read
+    def build(directory: Path) -> tuple[dict[str, Any], bool]:
+        facts = build_table(directory, options, tokenizer, get_dataset, cache_dir=cache_dir, silent=silent)
+        key_is_valid = find_key() == key  # the key changes if a file was changed while it was read
+        return facts, key_is_valid
 
-    place, is_new = find_or_build(Path(folder) / "examples", key, build, scratch=scratch)
-    release_freed_memory()  # of the texts as Python strings
-    facts = read_facts(place)["facts"]
-    if not (silent or is_new):  # of a new table the loaders have printed the notes
+    table, is_new = find_or_build(Path(folder) / "examples", key, build, scratch=scratch)
+    release_freed_memory()  # the loaders' texts were Python strings
+    facts = read_facts(table)["facts"]
+    if not (silent or is_new):  # the loaders of a new table have printed the notes already
         print("".join(f"{note}\n" for note in facts["notes"]), end="")
-    if (n := facts["reports"]["train"]["prompts" if options.online else "examples"]) < batch_size:
-        fix = f"set batch_size={n - n % batch_parts} or add data"
-        if n < batch_parts:
-            fix = f"add data, for it is a multiple of gradient_accumulation_steps * processes = {batch_parts}"
+    train_report = facts["reports"]["train"]
+    n_examples = train_report["prompts"] if options.online else train_report["examples"]
+    if n_examples < batch_size:
         raise InputError(
-            f"the train split of {', '.join(options.names)} has {count(n, 'example')}, too few for one batch of "
-            f"batch_size={batch_size}: {fix}"
+            f"the train split of {', '.join(options.names)} has {count(n_examples, 'example')}, too few for one batch "
+            f"of batch_size={batch_size}: {_suggest_batch_size(n_examples, batch_parts)}"
         )
-    return place, facts
+    return table, facts
+
+
+def _suggest_batch_size(n_examples: int, batch_parts: int) -> str:
+    if n_examples < batch_parts:
+        return f"add data; the batch size must be a multiple of gradient_accumulation_steps * processes = {batch_parts}"
+    return f"set batch_size={n_examples - n_examples % batch_parts} or add data"
 
 
 def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
-    """Load the data of a run.
+    """Load the data of a run; every process must call this.
 
-    `get_dataset` loads a dataset by name, and `identify` tells its states apart. Every process of a run must call this:
-    one per machine finds or builds the table, and all of them map it.
+    One process of each machine finds or builds the table, and all of them map it.
     """
     if not silent:
         print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
-    cache_dir, trusts = plan.run.cache_dir, plan.model.trust_remote_code
-    tokenizer = load_tokenizer(plan.model.tokenizer, cache_dir=cache_dir, trust_remote_code=trusts)
+    cache_dir = plan.run.cache_dir
+    tokenizer = load_tokenizer(
+        plan.model.tokenizer, cache_dir=cache_dir, trust_remote_code=plan.model.trust_remote_code
+    )
     options = DatasetOptions(
         plan.data.datasets,
         plan.data.dataset_sources,
@@ -189,10 +213,10 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         max_length=plan.data.max_length,
         max_prompt_length=plan.data.max_prompt_length,
     )
-    with tempfile.TemporaryDirectory() as scratch:  # a table that is mapped outlives its removed files
+    with tempfile.TemporaryDirectory() as scratch:  # a mapped table stays readable after its files are removed
 
         def prepare() -> str:
-            place, facts = prepare_data(
+            table, facts = prepare_data(
                 options,
                 tokenizer,
                 get_dataset=get_dataset,
@@ -204,10 +228,10 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
                 scratch=Path(scratch) if plan.run.dry_run else None,  # a dry run leaves nothing behind
                 silent=silent,
             )
-            return json.dumps([str(place), facts])
+            return json.dumps([str(table), facts])
 
-        place, facts = json.loads(once_per_machine(prepare, silence_secs=plan.run.collective_timeout_secs))
-        data = TrainingData.open(Path(place), facts, tokenizer, plan.data, online=options.online)
+        table, facts = json.loads(once_per_machine(prepare, silence_secs=plan.run.collective_timeout_secs))
+        data = TrainingData.open(Path(table), facts, tokenizer, plan.data, online=options.online)
     if not silent:
         print(data.report.describe(plan.data.batch_size), flush=True)
         formats = data.report.train.prompt_formats
@@ -217,16 +241,16 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
 
 
 def find_chat_warnings(tokenizer: Any, formats: Mapping[str, str]) -> list[str]:
-    """A warning if a chat model's tokenizer gets text, not messages.
+    """Return a warning about text for a tokenizer with a chat template.
 
-    `formats` has each dataset's form.
+    `formats` has the prompt format of each dataset.
     """
-    names = [name for name, form in formats.items() if form != CHAT]
+    names = [name for name, prompt_format in formats.items() if prompt_format != CHAT]
     if not names or not getattr(tokenizer, "chat_template", None):
         return []
-    hold = f"{' and '.join(names)} hold{'s' * (len(names) == 1)}"
+    verb = "holds" if len(names) == 1 else "hold"
     return [
-        f"the tokenizer has a chat template, and {hold} text, which is used as it is: a chat model would learn in "
-        f"another form than it is asked in. Give messages, [{{role: user, content: ...}}], in place of text; a base "
-        f"model may learn from text"
+        f"the tokenizer has a chat template, but {' and '.join(names)} {verb} text, which is used as it is: a chat "
+        f"model would be trained without the template with which it is prompted later. For a chat model, give messages "
+        f"in place of text, [{{role: user, content: ...}}]; for a base model, text is fine"
     ]

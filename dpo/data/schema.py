@@ -1,4 +1,4 @@
-"""Common form of all datasets, and the check of a record's fields."""
+"""The common form of all datasets, and checks of fields."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypedDict
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError
 
-ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue of HH's form
-SURROGATE = re.compile("[\ud800-\udfff]")
+ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON may have and UTF-8 has not
 MISSING = object()
 Messages = list[dict[str, str]]  # of a chat, with role and content
-KINDS: dict[Any, str] = {
+TYPE_NAMES: dict[Any, str] = {
     str: "text",
     list: "a list",
     (str, list): "text or a list of messages",
@@ -25,6 +25,8 @@ KINDS: dict[Any, str] = {
 
 
 class Entry(TypedDict):
+    """The data of one prompt."""
+
     responses: list[str]
     pairs: list[tuple[int, int]]  # (better, worse), indices into responses
     sft_target: str
@@ -33,25 +35,25 @@ class Entry(TypedDict):
 class PreferenceData(dict[str, Entry]):
     """`{prompt: {responses, pairs, sft_target}}`, and how to tokenize its texts.
 
-    Also the messages from which a chat template rendered each prompt, and `notes` about the data, to print.
+    It also has `notes` about the data, to be printed.
     """
 
     def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False) -> None:
         super().__init__()
         self.truncation_mode = truncation_mode
         self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
-        self.messages: dict[str, Messages] = {}  # of each rendered prompt
+        self.messages: dict[str, Messages] = {}  # from which the chat template rendered each prompt
         self.notes: list[str] = []
 
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
-        """Add two responses; number `better` (0 or 1) is preferred.
+        """Add a pair of responses.
 
-        It becomes the prompt's SFT target.
+        `better` is the index of the preferred one, 0 or 1. The preferred response becomes the prompt's SFT target.
         """
         entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
-        n = len(entry["responses"])
+        n_before = len(entry["responses"])
         entry["responses"] += [first, second]
-        entry["pairs"].append((n + better, n + 1 - better))
+        entry["pairs"].append((n_before + better, n_before + 1 - better))
         entry["sft_target"] = (first, second)[better]
 
     def add_target(self, prompt: str, target: str) -> None:
@@ -61,67 +63,65 @@ class PreferenceData(dict[str, Entry]):
         entry["sft_target"] = target
 
     def take(self, trains_on: str) -> Iterator[tuple[str, list[str], list[dict[str, int]]]]:
-        """Remove each prompt; yield its text, responses and examples.
+        """Remove the prompts one by one, and yield each with its examples.
 
-        Examples are of the kind `trains_on` (a key of `TRAINS_ON`), and map roles to indices into the responses. SFT
-        trains on a prompt's target, or on all responses if there are no pairs.
+        Yields (prompt, responses, examples). An example maps its roles to indices into the responses, and is of the
+        kind `trains_on` (a key of `TRAINS_ON`). SFT trains on a prompt's target if the prompt has pairs, and on all of
+        its responses if it has none.
         """
-        for prompt in list(self):  # removed one by one, as a second copy of all texts might not fit into memory
+        for prompt in list(self):  # removed, as a second copy of all texts might not fit into memory
             entry = self.pop(prompt)
             responses = entry["responses"]
             if trains_on == "pairs":
                 yield prompt, responses, [{"chosen": better, "rejected": worse} for better, worse in entry["pairs"]]
             else:
                 targets = [entry["sft_target"]] if entry["pairs"] else responses
-                yield prompt, targets, [{"chosen": place} for place in range(len(targets))]
+                yield prompt, targets, [{"chosen": index} for index in range(len(targets))]
 
     def select_split(self, split: str) -> PreferenceData:
-        """Train or test split of data without splits.
+        """Select the train or test split of data that has no splits.
 
-        A tenth of the prompts, at least one, is the test split.
+        A random tenth of the prompts, at least one, is the test split.
         """
         prompts = list(self)
         random.Random(42).shuffle(prompts)
         n_test = max(1, len(prompts) // 10)
-        kept = set(prompts[:n_test] if split == "test" else prompts[n_test:])
+        selected = set(prompts[:n_test] if split == "test" else prompts[n_test:])
         part = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered)
-        part.update((prompt, entry) for prompt, entry in self.items() if prompt in kept)
+        part.update((prompt, entry) for prompt, entry in self.items() if prompt in selected)
         part.notes = self.notes
-        part.messages = {prompt: messages for prompt, messages in self.messages.items() if prompt in kept}
+        part.messages = {prompt: messages for prompt, messages in self.messages.items() if prompt in selected}
         return part
 
 
 def is_message(value: Any) -> bool:
-    """Return whether a value is a chat message, in either form."""
+    """Return whether a value is a chat message, ours or ShareGPT's."""
     return isinstance(value, Mapping) and ("role" in value or is_sharegpt(value))
 
 
 def is_sharegpt(message: Any) -> bool:
-    """Return whether a chat message has ShareGPT's fields.
-
-    They are `from` and `value`, in place of `role` and `content`.
-    """
+    """Return whether a chat message is `{from, value}`, as in ShareGPT's data."""
     return isinstance(message, Mapping) and {"from", "value"} <= message.keys() and "role" not in message
 
 
-def get_field(row: Mapping[str, Any], key: str, where: str, kind: type | tuple[type, ...] = str) -> Any:
+def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[type, ...] = str) -> Any:
     """Return `row[key]`, checked.
 
-    Raises InputError that names the record (`where`) if the value is missing, null, of another type or not Unicode.
+    Raises InputError, which names the record (`where`), if the value is missing, null, of another type or not Unicode.
     """
-    value = row.get(key, MISSING) if isinstance(row, Mapping) else MISSING
+    if not isinstance(row, Mapping):
+        raise InputError(f"{where}: {row!r:.80} stands where an object with the field {key!r} is expected")
+    value = row.get(key, MISSING)
+    if value is MISSING:
+        raise InputError(
+            f"{where}: {key} is missing, and must be {TYPE_NAMES[types]}; the record has "
+            f"{', '.join(map(str, row)) or 'no fields'}: add {key}, or remove the record"
+        )
     if value is None or value != value:  # NaN differs from itself
         null = "null" if value is None else "NaN, which is how pandas writes null"
         raise InputError(f"{where}: {key} is {null}: give it a value, or remove the record")
-    if not isinstance(value, kind) or isinstance(value, bool):
-        if not isinstance(row, Mapping):
-            raise InputError(f"{where}: {row!r:.80} stands where an object with the field {key!r} is expected")
-        if value is MISSING:
-            raise InputError(
-                f"{where}: {key} is missing, and must be {KINDS[kind]}; there {'are' if len(row) > 1 else 'is'} "
-                f"{', '.join(map(str, row)) or 'nothing'}: add it, or remove the record"
-            )
-        raise InputError(f"{where}: {key} must be {KINDS[kind]}, and is {value!r:.80}")
+    if not isinstance(value, types) or isinstance(value, bool):  # Python counts a bool as an int
+        raise InputError(f"{where}: {key} must be {TYPE_NAMES[types]}, and is {value!r:.80}")
     if isinstance(value, str) and SURROGATE.search(value):
         raise InputError(f"{where}: field {key!r} has an unpaired UTF-16 surrogate (invalid text): {value[:80]!r}")
     return value

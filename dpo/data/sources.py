@@ -1,7 +1,7 @@
-"""Sources of records: files, directories, saved datasets, the Hub.
+"""Records of files, directories, saved datasets and the Hub.
 
-They know no dataset's columns. `datasets` and pyarrow are imported where they are used: they take half a second, and
-text files need neither.
+Nothing here knows the columns of a dataset. `datasets` and pyarrow are imported where they are used, because importing
+them takes half a second and text files need neither.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from dpo.data.schema import is_sharegpt
+from dpo.data.schema import is_message
 from dpo.errors import InputError
 from dpo.settings.places import METADATA, SAVED, SUFFIXES, Source, find_suffix, seen_from
 from dpo.system.plain_files import check_readable
@@ -28,26 +28,27 @@ HUB_IDS = {
     "shp": "stanfordnlp/SHP",
     "se": "HuggingFaceH4/stack-exchange-preferences",
 }
-SPLIT_NAMES = {  # names of each split; the first one present is used
+SPLIT_NAMES = {  # names that a split may have; the first one present is used
     "train": ("train", "train_prefs", "train_sft"),
     "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
 }
-UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # message of `datasets` if no split has that name
-ANY_TEXT = 2**31 - 1  # characters in a field of a table
+UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # begins the message of `datasets` if no split has that name
+LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
-    """Load the records of a split, or of a source without splits.
+    """Load the records of a split.
 
-    Raises InputError if there are none.
+    They are all records of a source without splits. Raises InputError if there are none.
     """
     path = source.local
     if path is None:
         return _load_from_hub(source, split, cache_dir)
     if not path.exists():
-        place = f"{source.path} does not exist{seen_from(path)}"
-        raise InputError(f"dataset source {place}; give a directory, a file or a Hub id")
+        raise InputError(
+            f"dataset source {source.path} does not exist{seen_from(path)}: give a directory, a file or a Hub id"
+        )
     files = _split_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
     rows = [row for file in files for row in _read(file)]
     if not rows:
@@ -56,67 +57,80 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
 
 
 def identify_source(source: Source, cache_dir: str | None = None) -> Any:
-    """A JSON value that changes with a source; None without one.
+    """Make a JSON value that changes whenever the source changes.
 
-    It has files with their sizes and times, or the Hub's fingerprint. The time of the last change (ctime) is set by
-    every write, whatever a program restores.
+    For a local source it has the sizes and times of the files, and for the Hub the fingerprint of `datasets`. Returns
+    None if neither can be read.
     """
     path = source.local
     if path is None:
         fingerprint = getattr(_load_from_hub(source, "train", cache_dir), "_fingerprint", None)
         return fingerprint and [source.path, dict(source.columns), fingerprint]
     try:
-        inside = sorted(file for depth in ("*", "*/*", "data/*/*") for file in path.glob(depth))
-        files = [path] if path.is_file() else inside
+        entries = sorted(entry for depth in ("*", "*/*", "data/*/*") for entry in path.glob(depth))
+        files = [path] if path.is_file() else entries
         stats = [(str(file), file.stat()) for file in files if file.is_file()]
-    except OSError:  # loading says why it cannot be read
+    except OSError:  # loading the source will raise an error that says why it cannot be read
         return None
-    times = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
-    return [str(path.absolute()), dict(source.columns), times]
+    # with ctime, as every write sets it, and a program such as rsync may restore mtime
+    states = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
+    return [str(path.absolute()), dict(source.columns), states]
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """Find the files of a split, in the folder or its `data/`.
+    """Find the files of a split, in `folder` or `folder/data`.
 
-    They are `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved `SPLIT`. Raises InputError for none or
-    several sets.
+    They are one file `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`. Raises
+    InputError if there are none, or several of these.
     """
     names = SPLIT_NAMES.get(split, (split,))
-    held = [entry for place in (folder, folder / "data") if place.is_dir() for entry in sorted(place.iterdir())]
+    directories = [directory for directory in (folder, folder / "data") if directory.is_dir()]
+    entries = [entry for directory in directories for entry in sorted(directory.iterdir())]
     for name in names:
-        sets: dict[tuple[Path, str], list[Path]] = {}  # files of this name by place and suffix
-        for entry in held:
-            suffix = find_suffix(entry.name)
-            stem = entry.name[: len(entry.name) - len(suffix)]
-            if stem == name and (suffix or (entry / SAVED).is_file()):
-                sets[entry, suffix] = [entry]
-            elif suffix and stem.startswith(f"{name}-"):
-                sets.setdefault((entry.parent, suffix), []).append(entry)
-        if len(sets) > 1:
-            listed = ", ".join(str(file.relative_to(folder)) for files in sets.values() for file in files)
-            raise InputError(f"{folder} holds its {name} split in several formats or places ({listed}); keep one")
-        if sets:
-            [files] = sets.values()
-            return files
-    present = ", ".join(entry.name for entry in held[:8] if entry.parent == folder) or "nothing"
-    wanted = ", ".join(f"{split}{suffix}" for suffix in SUFFIXES)
-    other = f" (or {', '.join(names[1:])} in place of {split})" if names[1:] else ""
+        files_by_origin = _find_named(name, entries)
+        if len(files_by_origin) > 1:
+            listed = ", ".join(str(file.relative_to(folder)) for files in files_by_origin for file in files)
+            raise InputError(f"{folder} holds its {name} split several times ({listed}): keep one of them")
+        if files_by_origin:
+            return files_by_origin[0]
+    present = ", ".join(entry.name for entry in entries[:8] if entry.parent == folder) or "nothing"
+    accepted = ", ".join(f"{split}{suffix}" for suffix in SUFFIXES)
+    other_names = f" (or {', '.join(names[1:])} in place of {split})" if names[1:] else ""
     raise InputError(
-        f"{folder} has no {split} split: it needs one of {wanted}{other}; it holds {present}{_offer(held)}"
+        f"{folder} has no {split} split: it needs one of {accepted}{other_names}; it holds {present}"
+        f"{_suggest_file(entries)}"
     )
 
 
-def _offer(held: Sequence[Path]) -> str:
-    """Suggest a file for both splits, never one of a test split."""
-    files = [entry for entry in held if find_suffix(entry.name) and entry.is_file() and entry.name not in METADATA]
-    saved = [entry for entry in held if (entry / SAVED).is_file()]
+def _find_named(name: str, entries: Iterable[Path]) -> list[list[Path]]:
+    """Find the entries with a split's name, as lists of files.
+
+    The shards of one directory and suffix are one list; every other entry is a list of its own.
+    """
+    alone: list[list[Path]] = []
+    shards: dict[tuple[Path, str], list[Path]] = {}  # by directory and suffix
+    for entry in entries:
+        suffix = find_suffix(entry.name)
+        stem = entry.name[: len(entry.name) - len(suffix)]
+        if stem == name and (suffix or (entry / SAVED).is_file()):
+            alone.append([entry])
+        elif suffix and stem.startswith(f"{name}-"):
+            shards.setdefault((entry.parent, suffix), []).append(entry)
+    return [*alone, *shards.values()]
+
+
+def _suggest_file(entries: Sequence[Path]) -> str:
+    """Suggest a file to take both splits from, never a test split."""
+    files = [entry for entry in entries if find_suffix(entry.name) and entry.is_file() and entry.name not in METADATA]
+    saved = [entry for entry in entries if (entry / SAVED).is_file()]
     stems = {entry: entry.name.split(".")[0] for entry in (*files, *saved)}
     suitable = [entry for entry, stem in stems.items() if stem in SPLIT_NAMES["train"]]
-    suitable = suitable or [entry for entry, stem in stems.items() if stem not in SPLIT_NAMES["test"]]
+    if not suitable:
+        suitable = [entry for entry, stem in stems.items() if stem not in SPLIT_NAMES["test"]]
     if not suitable:
         return ""
-    which, that = (suitable[0], "that") if len(suitable) == 1 else (suitable[0].parent / "FILE", "one")
-    return f". datasets={which} takes both splits from {that} file: a tenth of its prompts is test"
+    path = suitable[0] if len(suitable) == 1 else suitable[0].parent / "FILE"
+    return f". datasets={path} takes both splits from one file: a tenth of its prompts is the test split"
 
 
 def _read(file: Path) -> list[Mapping[str, Any]]:
@@ -141,6 +155,7 @@ def _read(file: Path) -> list[Mapping[str, Any]]:
 
 
 def _read_records(file: Path) -> list[Any]:
+    """Read the values in a file, which may not be records."""
     if file.is_dir():
         import datasets
 
@@ -152,14 +167,16 @@ def _read_records(file: Path) -> list[Any]:
 
         return pyarrow.parquet.read_table(file).to_pylist()
     if not suffix:
-        raise InputError(f"{file} is not one of {', '.join('*' + s for s in SUFFIXES)}: name it by what it holds")
+        raise InputError(
+            f"{file} is not one of {', '.join(f'*{suffix}' for suffix in SUFFIXES)}: give it the suffix of its format"
+        )
     opener = gzip.open if suffix.endswith(".gz") else open
-    # a byte order mark is no text, and newlines in a table's fields stay as they are
+    # utf-8-sig skips a byte order mark; newline="" keeps the newlines in a table's fields as they are
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
         return list(PARSERS[suffix.removesuffix(".gz")](lines, file))
 
 
-def _parse_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
+def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -177,49 +194,66 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg != "Extra data" or text.lstrip().startswith("["):
+        has_several_values = error.msg == "Extra data" and not text.lstrip().startswith("[")
+        if not has_several_values:
             raise
-        yield from _parse_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
+        yield from _parse_json_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
         return
     if isinstance(content, Mapping):
-        held = [key for key, value in content.items() if _is_records(value)]
-        if len(held) > 1:
-            raise InputError(
-                f"{file} holds {len(held)} lists of records ({', '.join(held)}): give each a file of its own"
-            )
-        if not held and _is_columnar(content):
-            raise InputError(
-                f"{file} holds a list for each column ({', '.join(map(str, content))}), and records are expected, "
-                f"[{{...}}, {{...}}]: pandas writes them with to_json(..., orient='records')"
-            )
-        content = content[held[0]] if held else [content] if any(content.values()) else []
-    yield from content if isinstance(content, list) else [content]
+        yield from _find_records(content, file)
+    elif isinstance(content, list):
+        yield from content
+    else:
+        yield content
 
 
-def _is_records(value: Any) -> bool:
+def _find_records(content: Mapping[str, Any], file: Path) -> list[Any]:
+    """Find the records of an object: its list, or itself."""
+    keys = [key for key, value in content.items() if _is_record_list(value)]
+    if len(keys) > 1:
+        raise InputError(f"{file} holds {len(keys)} lists of records ({', '.join(keys)}): give each a file of its own")
+    if keys:
+        return content[keys[0]]
+    if _is_columnar(content):
+        raise InputError(
+            f"{file} holds a list for each column ({', '.join(map(str, content))}), and records are expected, "
+            f"[{{...}}, {{...}}]: pandas writes them with to_json(..., orient='records')"
+        )
+    return [content] if any(content.values()) else []  # an object with an empty list has no records
+
+
+def _is_record_list(value: Any) -> bool:
+    """Return whether a value is a list of objects, not of messages."""
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(item, Mapping) and "role" not in item and not is_sharegpt(item) for item in value)
+        and all(isinstance(item, Mapping) and not is_message(item) for item in value)
     )
 
 
 def _is_columnar(content: Mapping[str, Any]) -> bool:
+    """Return whether an object has a list of values for each column.
+
+    pandas writes such an object, or for each column a mapping from the numbers of rows, "0" and so on, to values.
+    """
     values = list(content.values())
-    lists = all(isinstance(value, list) and not any(isinstance(item, Mapping) for item in value) for value in values)
-    return any(values) and (lists or all(isinstance(value, Mapping) and "0" in value for value in values))
+    are_lists = all(
+        isinstance(value, list) and not any(isinstance(item, Mapping) for item in value) for value in values
+    )
+    are_mappings = all(isinstance(value, Mapping) and "0" in value for value in values)
+    return any(values) and (are_lists or are_mappings)
 
 
 def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[str, str]]:
     """Parse a table whose first line names its columns."""
-    csv.field_size_limit(ANY_TEXT)
+    csv.field_size_limit(LONGEST_FIELD)
     first_line = lines.readline()
     if separator == "," and "," not in first_line:  # Excel writes semicolons where 0.5 is 0,5
         separator = next((other for other in (";", "\t") if other in first_line), separator)
     reader = csv.reader(itertools.chain([first_line], lines), delimiter=separator, strict=True)
     header: list[str] = []
-    number = 0  # of records so far
-    n_lines = 0  # of the file up to the end of the last record
+    n_records = 0
+    n_lines = 0  # lines of the file up to the end of the last record
     try:
         for fields in reader:
             if not header:
@@ -227,11 +261,11 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[
                 if len(set(header)) < len(header):
                     raise InputError(f"{file}: the first line names a column twice: {', '.join(header)}")
             elif fields:  # an empty line is not a record
-                number += 1
+                n_records += 1
                 if len(fields) != len(header):
                     raise InputError(
-                        f"record {number} of {file} (line {reader.line_num}) has {len(fields)} fields, and the first "
-                        f"line names {len(header)}: put fields with {SEPARATORS[separator]} or newlines in quotes"
+                        f"record {n_records} of {file} (line {reader.line_num}) has {len(fields)} fields, and the "
+                        f"first line names {len(header)}: put fields with {SEPARATORS[separator]} or newlines in quotes"
                     )
                 yield dict(zip(header, fields, strict=True))
             n_lines = reader.line_num
@@ -243,7 +277,7 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[
 
 
 PARSERS: dict[str, Callable[..., Iterator[Any]]] = {
-    ".jsonl": _parse_lines,
+    ".jsonl": _parse_json_lines,
     ".json": _parse_json,
     ".csv": partial(_parse_table, separator=","),
     ".tsv": partial(_parse_table, separator="\t"),
@@ -251,19 +285,19 @@ PARSERS: dict[str, Callable[..., Iterator[Any]]] = {
 
 
 def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequence[Mapping[str, Any]]:
-    """Load a split from the Hub, under its first name there."""
+    """Load a split from the Hub, under its first existing name."""
     import datasets
 
-    *others, last = SPLIT_NAMES.get(split, (split,))
+    *first_names, last_name = SPLIT_NAMES.get(split, (split,))
     load: Any = partial(datasets.load_dataset, source.path, cache_dir=cache_dir, revision=source.revision or None)
     try:
-        for name in others:
+        for name in first_names:
             try:
                 return load(split=name)
             except ValueError as error:
                 if not UNKNOWN_SPLIT.match(str(error)):
                     raise
-        return load(split=last)
+        return load(split=last_name)
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise InputError(

@@ -1,9 +1,9 @@
 """Prompts with their responses, in Arrow files that all processes map.
 
-So texts are in memory once per machine. A table is a directory `examples/KEY` of a local directory: `train.arrow`,
-`test.arrow`, and `facts.json` with counts taken while it was built and the checksums of all three. It is built beside
-its place and renamed, so a directory whose name has no leading dot is complete; whoever opens one verifies it. Tables
-may be deleted at any time: the next run builds anew.
+So texts are in memory once per machine. A table is a directory `examples/KEY` in a directory of `local_dirs`. It holds
+`train.arrow`, `test.arrow`, and `facts.json`, which has the counts taken while the table was built and the checksums of
+all three files. A table is built under a temporary name that begins with a dot, and renamed once it is complete. Every
+run verifies the checksums before it uses a table. Tables may be deleted at any time: the next run builds a new one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dpo.system.plain_files import read_json, remove
 
 FACTS = "facts.json"
 SPLITS = ("train", "test")
-ABANDONED_SECS = 24 * 3600  # a directory still being built after this time was left by a killed process
-ROWS_PER_BATCH = 1000
+ABANDONED_SECS = 24 * 3600  # older directories with a temporary name were left by killed processes
+ROWS_PER_BATCH = 1000  # of the Arrow file: so many prompts are in memory while they are written
 SCHEMA = pa.schema(
     {
         "text": pa.large_string(),
@@ -50,16 +50,16 @@ class Prompt(NamedTuple):
 
     text: str
     responses: list[str]
-    examples: list[dict[str, int]]  # by role: indices into responses
+    examples: list[dict[str, int]]  # each maps a role to an index into `responses`
     truncation_mode: TruncationMode
     rendered: bool  # by a chat template, so special tokens in the text are intended
-    number: int = 0  # index in its split
+    index_in_split: int = 0
     dataset: str = ""
     messages: Messages | None = None  # from which the text was rendered
 
-    def texts(self, index: int) -> dict[str, str]:
+    def texts(self, example_index: int) -> dict[str, str]:
         """The responses of an example by role."""
-        return {role: self.responses[i] for role, i in self.examples[index].items()}
+        return {role: self.responses[i] for role, i in self.examples[example_index].items()}
 
 
 def iterate_prompts(
@@ -76,20 +76,20 @@ def iterate_prompts(
 
     Examples are of the kind `trains_on` (a key of `TRAINS_ON`). The loaders' notes are added to `notes`.
     """
-    numbers = count()
+    indices = count()
     for name in names:
         data = get_dataset(name, split, trains_on=trains_on, **dataset_options)
         if notes is not None:
             notes += data.notes
         for text, responses, examples in data.take(trains_on):
-            messages = data.messages.pop(text, None)  # removed like the prompt, to free memory
+            messages = data.messages.pop(text, None)  # removed as `take` removes the prompt, to free memory
             yield Prompt(
                 text,
                 responses,
                 examples,
                 data.truncation_mode,
                 data.rendered,
-                number=next(numbers),
+                index_in_split=next(indices),
                 dataset=name,
                 messages=messages if with_messages else None,
             )
@@ -100,21 +100,25 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     remaining = iter(prompts)
     with pa.ipc.new_file(str(path), SCHEMA) as writer:
         while batch := list(islice(remaining, ROWS_PER_BATCH)):
-            rows = [p._asdict() | {"messages": p.messages and json.dumps(p.messages)} for p in batch]
+            rows = []
+            for prompt in batch:
+                messages = None if prompt.messages is None else json.dumps(prompt.messages)
+                rows.append(prompt._asdict() | {"messages": messages})
             writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
-    pa.default_memory_pool().release_unused()  # it keeps freed memory, here as much as the texts take
+    pa.default_memory_pool().release_unused()  # pyarrow would keep about as much memory as the texts took
 
 
 class PromptTable(Sequence[Prompt]):
-    """The prompts of a split, in a mapped Arrow file.
+    """The prompts of a split, in a memory-mapped Arrow file.
 
-    A `Prompt` is made whenever it is asked for. `counts` has the number of examples per prompt, in memory.
+    Each access to an item decodes a `Prompt` anew. `counts` has the number of examples per prompt.
     """
 
     def __init__(self, path: Path) -> None:
         self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in self._table["examples"].chunks]
-        self.counts = np.concatenate([np.zeros(0, dtype=np.int32), *lengths])
+        # the examples of all prompts are one Arrow list, and its offsets say where those of each prompt begin
+        counts = [np.diff(chunk.offsets.to_numpy()) for chunk in self._table["examples"].chunks]
+        self.counts = np.concatenate([np.zeros(0, dtype=np.int32), *counts])  # a table may have no chunk
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -125,12 +129,14 @@ class PromptTable(Sequence[Prompt]):
     def __getitem__(self, index: slice) -> list[Prompt]: ...
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        number = range(len(self))[index]  # handles negative indices, and raises IndexError
-        row = {name: self._table[name][number].as_py() for name in SCHEMA.names}
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]  # handles negative indices, and raises IndexError
+        row = {name: self._table[name][index].as_py() for name in SCHEMA.names}
+        # Arrow gives a null for each role that an example does not have
         row["examples"] = [{role: i for role, i in example.items() if i is not None} for example in row["examples"]]
-        row["messages"] = row["messages"] and json.loads(row["messages"])
-        return Prompt(**row, number=number)
+        if row["messages"] is not None:
+            row["messages"] = json.loads(row["messages"])
+        return Prompt(**row, index_in_split=index)
 
 
 def find_or_build(
@@ -140,58 +146,61 @@ def find_or_build(
     *,
     scratch: Path | None = None,
 ) -> tuple[Path, bool]:
-    """Find the table `key` in `folder`, or build it.
+    """Find the table named `key` in `folder`, or build it.
 
-    Returns its place, and whether it was built. It is built in `scratch` if given, else in `folder`. `build` writes
-    both splits into a directory; it returns the facts, and whether `key` still identifies the data that it read. A
-    table without a key is always built, and named after its content. Raises RunError if nothing can be written.
+    Returns the table's directory, and whether it was built now. A new table is built in `scratch` if given, else in
+    `folder`. `build` writes both splits into a directory; it returns the facts, and whether `key` still identifies the
+    data that it read. If `key` is None or no longer does, the table is named after its content. Raises RunError if the
+    table cannot be written.
     """
     if key is not None and is_whole(folder / key):
         return folder / key, False
-    folder = scratch or folder
+    parent = scratch or folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        built = Path(tempfile.mkdtemp(prefix=".", dir=folder))
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(parent)
+        directory = Path(tempfile.mkdtemp(prefix=".", dir=parent))
         try:
-            facts, is_named = build(built)
-            files = {f"{split}.arrow": _hash(built / f"{split}.arrow") for split in SPLITS}
+            facts, key_is_valid = build(directory)
+            files = {f"{split}.arrow": _hash(directory / f"{split}.arrow") for split in SPLITS}
             content = {"facts": facts, "files": files}
             text = json.dumps(content | {"sha256": _hash_facts(content)}, indent=1)
-            (built / FACTS).write_text(text + "\n", encoding="utf-8")
-            place = folder / (key if key is not None and is_named else f"content-{_hash_facts(content)[:32]}")
-            return _publish(built, place), True
+            (directory / FACTS).write_text(text + "\n", encoding="utf-8")
+            name = key if key is not None and key_is_valid else f"content-{_hash_facts(content)[:32]}"
+            return _publish(directory, parent / name), True
         finally:
-            remove(built)  # if it was not renamed
+            remove(directory)  # it is there no longer if it was renamed
     except OSError as error:
         raise RunError(
-            f"the texts of the data cannot be written to {folder} ({error}): free some space, or put a directory on "
-            f"another disk first in local_dirs"
+            f"the texts of the data cannot be written to {parent} ({error}): free some space, or give a directory on "
+            f"another disk as the first of local_dirs"
         ) from error
 
 
-def _publish(built: Path, place: Path) -> Path:
-    """Rename a built table into place, unless another process was first.
+def _publish(directory: Path, destination: Path) -> Path:
+    """Rename a built table to its final name; return that path.
 
-    A damaged table there is removed, and renaming tried again, until there is a whole one.
+    A complete table that another process has put there is used instead. A damaged one is removed, and the renaming
+    tried again.
     """
     while True:
         try:
-            return built.rename(place)
+            return directory.rename(destination)
         except OSError as error:
             is_taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
             if not is_taken:
                 raise
-        if is_whole(place):  # built by another process
-            return place
+        if is_whole(destination):
+            return destination
         with suppress(FileNotFoundError):  # another process has moved the damaged table away
-            remove(place.rename(built.with_name(f"{built.name}.damaged")))
+            # renamed first, so that two processes never remove the same directory
+            remove(destination.rename(directory.with_name(f"{directory.name}.damaged")))
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove directories of processes that were killed while building.
+    """Remove unfinished tables that killed processes left behind.
 
-    Only after `ABANDONED_SECS`, as a process may still be building in a younger one.
+    A directory younger than `ABANDONED_SECS` stays, as a process may still be building it.
     """
     for directory in folder.glob(".*"):
         with suppress(FileNotFoundError):  # another process has removed it
@@ -199,22 +208,22 @@ def remove_leftovers(folder: Path) -> None:
                 remove(directory)
 
 
-def read_facts(place: Path) -> dict[str, Any]:
-    """Read the counts taken when a table was built.
+def read_facts(table: Path) -> dict[str, Any]:
+    """Read the facts of a table: counts from when it was built.
 
     Raises InputError or OSError if the file cannot be read or was changed.
     """
-    content = read_json(place / FACTS)
+    content = read_json(table / FACTS)
     if not isinstance(content, dict) or content.pop("sha256", None) != _hash_facts(content):
-        raise InputError(f"{place / FACTS} is damaged")
+        raise InputError(f"{table / FACTS} is damaged: its checksum is wrong")
     return content
 
 
-def is_whole(place: Path) -> bool:
-    """Return whether a table is there, with the right checksums."""
+def is_whole(table: Path) -> bool:
+    """Return whether there is a table whose checksums are right."""
     try:
-        files = read_facts(place)["files"]
-        return all(_hash(place / name) == digest for name, digest in files.items())
+        files = read_facts(table)["files"]
+        return all(_hash(table / name) == digest for name, digest in files.items())
     except (InputError, OSError):
         return False
 

@@ -1,7 +1,4 @@
-"""Conversion of texts to token ids, with EOS and truncation.
-
-Independent of datasets and processes.
-"""
+"""Conversion of texts to token ids, with EOS and truncation."""
 
 from __future__ import annotations
 
@@ -16,35 +13,36 @@ TruncationMode = Literal["keep_start", "keep_end"]
 
 
 class TextEncoder:
-    """A tokenizer without special tokens, which threads may share.
+    """Tokenizes texts without special tokens; threads may share it.
 
-    Many texts are tokenized in one call, which fast tokenizers spread over the cores. `largest` is the largest token id
-    so far.
+    All texts are tokenized in one call, because fast tokenizers spread the texts of a call over the cores. `largest` is
+    the largest token id so far.
     """
 
     def __init__(self, tokenizer: Any, *, largest: int = -1) -> None:
         self.tokenizer, self.largest = tokenizer, largest
-        self._in_use = Lock()  # tokenizers change their settings while they work
-        self._n_embeddings = math.inf
+        self._lock = Lock()  # a tokenizer is not safe for threads: a call changes its settings
+        self._n_embeddings = math.inf  # unknown until `check_vocabulary`
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Tokenize each distinct text.
+        """Tokenize the distinct texts; return the token ids of each.
 
         Raises InputError for a token id without an embedding in the model.
         """
         distinct = list(dict.fromkeys(texts))
         if not distinct:
             return {}
-        with self._in_use:
-            rows = self.tokenizer(distinct, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-            self.largest = max(self.largest, *(max(ids, default=-1) for ids in rows))
+        with self._lock:
+            token_ids = self.tokenizer(distinct, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+            self.largest = max(self.largest, *(max(ids, default=-1) for ids in token_ids))
         self.check_vocabulary(self._n_embeddings)
-        return dict(zip(distinct, rows, strict=True))
+        return dict(zip(distinct, token_ids, strict=True))
 
     def check_vocabulary(self, n_embeddings: float) -> None:
-        """Raise InputError, now or later, for an id without an embedding.
+        """Raise InputError for a token id without an embedding.
 
-        The model may be loaded after some texts were tokenized.
+        It checks the ids of the texts tokenized so far, and later calls check theirs: the model may be loaded before or
+        after texts are tokenized.
         """
         self._n_embeddings = n_embeddings
         if self.largest >= n_embeddings:
@@ -61,11 +59,11 @@ def truncate(
     max_length: int,
     max_prompt_length: int,
 ) -> tuple[list[int], list[list[int]]]:
-    """Truncate a prompt and its responses to `max_length` tokens together.
+    """Truncate a prompt and its responses by the reference's rule.
 
-    EOS counts. If the prompt with the longest response is too long, the reference's rule applies: first the prompt is
-    cut to `max_prompt_length` (keeping its start or its end), then, if that is not enough, every response to
-    `max_length - max_prompt_length`, even if a short prompt leaves more room.
+    Responses have EOS, which counts. If the prompt with the longest response has more than `max_length` tokens, the
+    prompt is cut to `max_prompt_length`; `mode` says whether its start or its end is kept. If that is not enough, every
+    response is cut to `max_length - max_prompt_length` tokens, even if a short prompt leaves room for more.
     """
     longest = max(map(len, responses))
     if len(prompt) + longest > max_length:
@@ -78,17 +76,17 @@ def truncate(
 def append_eos(
     prompt: str, responses: Sequence[str], ids: Mapping[str, list[int]], tokenizer: Any, *, rendered: bool = False
 ) -> tuple[list[int], list[list[int]]]:
-    """Append EOS to the token ids of responses.
+    """Look up token ids, and append EOS to those of each response.
 
-    Returns the prompt's ids, and each response's with EOS. Raises InputError if a text contains EOS, unless a chat
-    template has `rendered` it: there EOS ends a turn.
+    `ids` has the token ids of each text. Returns the prompt's ids, and a list of each response's. Raises InputError if
+    a text contains EOS, unless a chat template has `rendered` the texts: there EOS ends a turn.
     """
     eos = tokenizer.eos_token_id
     if eos is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
     for kind, text in (("prompt", prompt), *(("response", text) for text in responses)):
         if eos in ids[text] and not rendered:
-            raise InputError(f"EOS token {tokenizer.eos_token!r} inside a {kind}: {text!r}")
+            raise InputError(f"EOS token {tokenizer.eos_token!r} inside a {kind}: remove it from {text!r}")
     return ids[prompt], [[*ids[text], eos] for text in responses]
 
 
@@ -103,5 +101,6 @@ def encode_texts(
     rendered: bool = False,
 ) -> tuple[list[int], list[list[int]]]:
     """Tokenize a prompt and its responses, append EOS, and truncate them together."""
-    whole = append_eos(prompt, responses, encode([prompt, *responses]), encode.tokenizer, rendered=rendered)
-    return truncate(*whole, truncation_mode, max_length, max_prompt_length)
+    token_ids = encode([prompt, *responses])
+    untruncated = append_eos(prompt, responses, token_ids, encode.tokenizer, rendered=rendered)
+    return truncate(*untruncated, truncation_mode, max_length, max_prompt_length)

@@ -1,4 +1,4 @@
-"""The tokenizer of a model."""
+"""Loading and checking of a model's tokenizer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from dpo.errors import InputError, one_sentence
 
 @contextlib.contextmanager
 def explaining_load_errors(what: str, name: str):
-    """Context in which the many errors of loading become one sentence."""
+    """Context that turns an error of loading `name` into an InputError.
+
+    `what` is its kind, such as "tokenizer".
+    """
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        if isinstance(error, (InputError, torch.cuda.OutOfMemoryError)):
+        if isinstance(error, (InputError, torch.cuda.OutOfMemoryError)):  # these are explained elsewhere
             raise
         if "trust_remote_code" in str(error):
             raise InputError(
@@ -26,7 +29,7 @@ def explaining_load_errors(what: str, name: str):
                 f"model.trust_remote_code=true, or --trust-remote-code for a script"
             ) from error
         reason = one_sentence(error)
-        raise InputError(f"{what} {name!r} cannot be loaded: give a local directory or a Hub id: {reason}") from error
+        raise InputError(f"{what} {name!r} cannot be loaded; give a local directory or a Hub id: {reason}") from error
 
 
 def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -46,20 +49,27 @@ def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code
 
 
 def identify_tokenizer(tokenizer: Any) -> str | None:
-    """A digest that changes with what a tokenizer and its template do.
+    """Make a digest of what a tokenizer and its chat template do.
 
     None if that is not known: a tokenizer in Python may do anything, and a template may write today's date.
     """
     template = str(getattr(tokenizer, "chat_template", None))
     if not tokenizer.is_fast or "strftime_now" in template:
         return None
-    marks = repr((transformers.__version__, tokenizer.eos_token, tokenizer.special_tokens_map, template))
-    return hashlib.sha256((marks + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()
+    settings = repr((transformers.__version__, tokenizer.eos_token, tokenizer.special_tokens_map, template))
+    return hashlib.sha256((settings + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()
 
 
 def find_bos_warnings(tokenizer: Any, prompt: str) -> list[str]:
-    """A warning if prompts lack the BOS that the tokenizer adds."""
+    """Return a warning if prompts lack the BOS of the tokenizer.
+
+    `prompt` is one of the prompts.
+    """
     bos = tokenizer.bos_token
-    if not bos or tokenizer("")["input_ids"][:1] != [tokenizer.bos_token_id] or prompt.startswith(bos):
+    adds_bos = bool(bos) and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    if not adds_bos or prompt.startswith(bos):
         return []
-    return [f"the tokenizer begins texts with {bos!r}, and prompts do not, as none is added: see docs/faq.md"]
+    return [
+        f"this tokenizer would begin every text with {bos!r}, but training adds no special tokens, so prompts lack it: "
+        f"write it into the prompts, as docs/faq.md says"
+    ]

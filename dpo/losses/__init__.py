@@ -1,7 +1,7 @@
-"""Table of the losses and their needs.
+"""The table of losses, and what each of them needs.
 
-The functions are in `formulas.py`, the options that losses share in `options.py`. Imports no torch, so that a config is
-checked quickly.
+The functions are in `formulas.py`, and the options that all losses have in `options.py`. Imports no torch, so that a
+config is checked quickly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import dpo.losses.formulas as formulas
 from dpo.losses.formulas import IGNORE_INDEX, Losses, Scores, _get_batch_logps, preference_loss
-from dpo.losses.options import OPTIONS, change_losses, change_scores
+from dpo.losses.options import OPTIONS, apply_to_losses, apply_to_scores
 
 __all__ = [
     "IGNORE_INDEX",
@@ -35,26 +35,29 @@ ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in rol
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss and its needs.
+    """A loss, and what it needs.
 
-    `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options.
+    `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options, without those of OPTIONS.
     """
 
     fn: Callable[..., Losses]
     trains_on: str = "pairs"  # a key of TRAINS_ON
-    reference: bool = True  # needs the reference's log-probabilities
-    # the metric by which checkpoints are ranked; +1: higher wins
+    reference: bool = True  # whether it needs the reference's log-probabilities
+    # the metric that ranks checkpoints, and +1 if higher values are better, -1 if lower ones are
     best: tuple[str, int] = ("rewards_eval/accuracies", +1)
-    margin_only: bool = True  # depends only on the difference of log-ratios, for which f_divergence is derived
-    batch_statistic: Callable[..., Any] | None = None  # (scores of a global batch, **options) -> values, (B, k)
-    # (mean chosen reward, mean rejected reward, beta) -> value, averaged over updates
+    # whether it depends on the log-ratios by their difference alone, for which f_divergence is derived
+    margin_only: bool = True
+    # for a loss that compares the examples of a batch: (scores of the global batch, **options) -> values, (B, k)
+    batch_statistic: Callable[..., Any] | None = None
+    # (mean chosen reward, mean rejected reward, beta) -> value, whose average over updates is `Scores.average`
     running_statistic: Callable[[float, float, float], float] | None = None
-    needs_label_smoothing: bool = False  # is infinite at label_smoothing=0
-    per_token: bool | str = False  # rewards are means over tokens, not sums; a name is the option that decides it
-    # set by `bind`: the loss's name, its own options, and the options that all losses share
+    needs_label_smoothing: bool = False  # whether it is infinite at label_smoothing=0
+    # whether rewards are means over tokens rather than sums; a text names the option that decides it
+    per_token: bool | str = False
+    # the following are set by `bind`
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    common: Mapping[str, Any] = field(default_factory=dict)
+    shared_options: Mapping[str, Any] = field(default_factory=dict)  # those of OPTIONS
 
     def __post_init__(self) -> None:
         if self.reference and self.trains_on == "targets":
@@ -69,89 +72,85 @@ class Loss:
     def reference_columns(self) -> list[str]:
         """Names of the reference's log-probabilities that the loss needs.
 
-        They are fields of `Scores` without the prefix `reference_`.
+        Each is a field of `Scores` without its prefix `reference_`.
         """
-        return [*self.roles, *(f"{role}_tail" for role in self.roles if self.needs_tails)]
+        tails = [f"{role}_tail" for role in self.roles] if self.needs_tails else []
+        return [*self.roles, *tails]
 
     @property
     def can_be_mixed(self) -> bool:
-        """Return whether a mix may contain this loss.
+        """Return whether `loss=mix` may contain this loss.
 
-        Each example's loss must depend on that example alone.
+        The loss of each example must depend on that example alone.
         """
         return self.batch_statistic is None
 
     @property
     def needs_tails(self) -> bool:
         """Return whether policy and reference must also compute the tails of `Scores`."""
-        return self.common.get("ld_alpha", 1) != 1
+        return self.shared_options.get("ld_alpha", 1) != 1
 
     @property
     def needs_squares(self) -> bool:
         """Return whether the policy must also compute the squares of `Scores`."""
-        return bool(self.common.get("wpo"))
+        return bool(self.shared_options.get("wpo"))
 
-    def bind(self, name: str, options: Mapping[str, Any], common: Mapping[str, Any]) -> Loss:
-        """Bind the options of a run."""
+    def bind(self, name: str, options: Mapping[str, Any], shared_options: Mapping[str, Any]) -> Loss:
+        """Return this loss with the options of a run."""
         per_token = bool(options.get(self.per_token)) if isinstance(self.per_token, str) else self.per_token
-        return replace(self, name=name, options=options, common=common, per_token=per_token)
+        return replace(self, name=name, options=options, shared_options=shared_options, per_token=per_token)
 
     def __call__(self, scores: Scores) -> Losses:
-        """Compute losses and rewards.
-
-        Shared options that are not given are off.
-        """
+        """Compute losses and rewards, with all options."""
         output = self.compute(scores)
         if self.trains_on != "pairs":
             return output
-        return output._replace(losses=change_losses(output.losses, scores, **self.common))
+        return output._replace(losses=apply_to_losses(output.losses, scores, **self.shared_options))
 
     def compute(self, scores: Scores) -> Losses:
-        """Compute losses and rewards, before the options that change losses."""
-        return self.fn(self.change(scores), **self.options)
+        """Compute losses and rewards, without `wpo` and `sft_weight`."""
+        return self.fn(self.transform(scores), **self.options)
 
-    def change(self, scores: Scores) -> Scores:
-        """Apply the options that change scores.
-
-        They are defined only for losses with a reference.
-        """
-        return change_scores(scores, **self.common) if self.reference else scores
+    def transform(self, scores: Scores) -> Scores:
+        """Apply `ld_alpha` and `f_divergence`, which need a reference."""
+        return apply_to_scores(scores, **self.shared_options) if self.reference else scores
 
     def find_batch_statistic(self, scores: Scores) -> Any:
         """Compute the statistic of a global batch, (B, k)."""
         assert self.batch_statistic is not None
-        return self.batch_statistic(self.change(scores), **self.options)
+        return self.batch_statistic(self.transform(scores), **self.options)
 
 
 @dataclass(frozen=True)
 class Mix(Loss):
-    """A weighted sum of losses, with the needs of its parts.
+    """A weighted sum of losses, which needs what any of them needs.
 
-    Each part gets the options that its function takes. Rewards are beta times log-ratios, or beta times mean
-    log-probabilities if no part has a reference.
+    Each loss gets the options that its function takes. Rewards are beta times log-ratios, or beta times mean
+    log-probabilities if no loss has a reference.
     """
 
-    fn: Any = None  # each part has its own
-    parts: Sequence[tuple[float, Loss]] = ()
+    fn: Any = None  # `compute` calls the losses instead
+    weighted_losses: Sequence[tuple[float, Loss]] = ()
 
     @property
     def can_be_mixed(self) -> bool:
         return False
 
-    def bind(self, name: str, options: Mapping[str, Any], common: Mapping[str, Any]) -> Loss:
-        parts = []
-        for part, weight in options.get("weights", {}).items():
+    def bind(self, name: str, options: Mapping[str, Any], shared_options: Mapping[str, Any]) -> Loss:
+        weighted_losses = []
+        for loss_name, weight in options.get("weights", {}).items():
             if weight:
-                known = inspect.signature(LOSSES[part].fn).parameters
-                own = {key: value for key, value in options.items() if key in known}
-                parts.append((weight, LOSSES[part].bind(part, own, common)))
-        losses = [loss for _, loss in parts]
+                loss = LOSSES[loss_name]
+                parameters = inspect.signature(loss.fn).parameters
+                loss_options = {key: value for key, value in options.items() if key in parameters}
+                weighted_losses.append((weight, loss.bind(loss_name, loss_options, shared_options)))
+        losses = [loss for _, loss in weighted_losses]
         return replace(
             self,
             name=name,
             options=options,
-            common=common,
-            parts=parts,
+            shared_options=shared_options,
+            weighted_losses=weighted_losses,
             reference=any(loss.reference for loss in losses),
             margin_only=all(loss.margin_only for loss in losses if loss.reference),
             needs_label_smoothing=any(loss.needs_label_smoothing for loss in losses),
@@ -160,17 +159,17 @@ class Mix(Loss):
 
     def compute(self, scores: Scores) -> Losses:
         losses = scores.chosen * 0  # zeros of the right shape, dtype and device
-        for weight, loss in self.parts:
+        for weight, loss in self.weighted_losses:
             losses = losses + weight * loss.compute(scores).losses
-        rewards = self.change(scores).log_ratios() if self.reference else scores.mean_logps()
-        return formulas.with_rewards(losses, *rewards, self.options["beta"])
+        chosen, rejected = self.transform(scores).log_ratios() if self.reference else scores.mean_logps()
+        return formulas.with_rewards(losses, chosen, rejected, self.options["beta"])
 
 
 def find_loss(loss_config: Mapping[str, Any]) -> Loss:
-    """Find the loss that `config.loss` names and bind its options."""
+    """Find the loss that `config.loss` names, and bind its options."""
     options = {key: value for key, value in loss_config.items() if key != "name"}
-    common = {key: options.pop(key) for key in OPTIONS if key in options}
-    return LOSSES[loss_config["name"]].bind(loss_config["name"], options, common)
+    shared_options = {key: options.pop(key) for key in OPTIONS if key in options}
+    return LOSSES[loss_config["name"]].bind(loss_config["name"], options, shared_options)
 
 
 LOSSES = {

@@ -1,7 +1,8 @@
 """Pure tensor functions: log-probabilities of labels, and losses.
 
-docs/metrics.md has the name and source of each formula. Imports nothing of ours, and torch only inside functions: the
-table of losses is read before anything else is loaded. Shapes: B examples, T tokens, V vocabulary entries.
+docs/metrics.md has the name and source of each formula. This file imports nothing of this project, and torch only
+inside functions, because the check of a config reads the table of losses without torch. In shapes, B is the number of
+examples, T of tokens, and V of vocabulary entries.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ IGNORE_INDEX = -100  # label of a token that is not scored: prompt and padding
 def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = False) -> Tensor:
     """Sum or average the log-probabilities of each row's labels, (B,).
 
-    `logits` (B, T, V) predict the *next* token, so position t is scored against `labels[:, t + 1]`; labels (B, T) are
-    -100 where nothing is scored. DPO's derivation asks for the sum, not the mean.
+    `logits`, (B, T, V), predict the *next* token, so position t is scored against `labels[:, t + 1]`. `labels`, (B, T),
+    are -100 where nothing is scored. DPO is derived for the sum, not the mean.
     """
     assert logits.shape[:-1] == labels.shape
     targets = labels[:, 1:]  # (B, T-1)
     scored = targets != IGNORE_INDEX
-    # index 0 stands in for -100, which gather cannot take; those entries are masked out below
-    picked = logits[:, :-1].log_softmax(-1).gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)  # (B, T-1)
-    total = (picked * scored).sum(-1)
-    return total / scored.sum(-1) if average_log_prob else total
+    # gather cannot take the index -100: it takes 0 in its place, and these entries are masked out below
+    indices = targets.where(scored, 0).unsqueeze(2)
+    logps = logits[:, :-1].log_softmax(-1).gather(2, indices).squeeze(2)  # (B, T-1)
+    sums = (logps * scored).sum(-1)
+    return sums / scored.sum(-1) if average_log_prob else sums
 
 
 def preference_loss(
@@ -42,15 +44,16 @@ def preference_loss(
     ipo: bool = False,
     reference_free: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses and rewards of DPO, cDPO or IPO, each (B,).
+    """Compute losses and rewards of DPO, cDPO or IPO.
 
-    Returns (losses, chosen rewards, rejected rewards) for summed log-probabilities, (B,) each. Rewards are detached.
+    Takes summed log-probabilities, (B,). Returns (losses, chosen rewards, rejected rewards), each (B,); rewards are
+    detached.
 
     DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing` eps in [0, 0.5), conservative DPO, which assumes that a
     fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036,
     without `label_smoothing`. `reference_free` treats the reference as uniform in the loss; the rewards still use it.
     """
-    from torch.nn.functional import logsigmoid  # imported here, as validation reads LOSSES without torch
+    from torch.nn.functional import logsigmoid
 
     h = policy_chosen_logps - policy_rejected_logps
     if not reference_free:
@@ -64,14 +67,14 @@ def preference_loss(
     return losses, chosen_rewards, rejected_rewards
 
 
-NOT_NEEDED: Any = None  # in place of a tensor that the loss does not need
+NOT_NEEDED: Any = None  # stands for a tensor that the loss does not need
 
 
 class Scores(NamedTuple):
     """Input of a loss: log-probabilities summed over each response's tokens.
 
-    Every tensor is (B,) unless noted. An example without a response of some role has 0 there, also as its length. The
-    target of SFT is `chosen`.
+    Every tensor is (B,) unless noted. If an example has no response of some role, its sum and length of that role are
+    0. The target of SFT is `chosen`.
     """
 
     chosen: Tensor
@@ -86,8 +89,8 @@ class Scores(NamedTuple):
     reference_rejected_tail: Tensor = NOT_NEEDED
     chosen_squares: Tensor = NOT_NEEDED  # the sum over tokens of log sum_v pi(v)^2, detached
     rejected_squares: Tensor = NOT_NEEDED
-    batch_statistic: Tensor | None = None  # (B, k); None: these examples are the whole batch
-    average: float = 0.0  # running average of `Loss.running_statistic`
+    batch_statistic: Tensor | None = None  # (B, k); None: these examples are the whole global batch
+    average: float = 0.0  # running average of `Loss.running_statistic` over updates
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
         """Log-ratios log pi - log ref of chosen and rejected responses."""
@@ -99,9 +102,9 @@ class Scores(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Output of a loss, each tensor (B,).
+    """Output of a loss; each tensor is (B,).
 
-    All but the losses are detached. A loss of pairs must give both rewards.
+    Rewards and metrics are detached. A loss of pairs must give the rewards of both roles.
     """
 
     losses: Tensor
@@ -109,11 +112,12 @@ class Losses(NamedTuple):
     metrics: Mapping[str, Tensor] = MappingProxyType({})  # further metrics, logged as NAME/train and NAME/eval
 
 
-# --- the losses: u_w and u_l are log pi - log ref of chosen and rejected, h = u_w - u_l -------------------------------
+# --- the losses. As in papers, w is the chosen ("winning") response and l the rejected ("losing") one; u_w and u_l are
+# --- their log-ratios log pi - log ref, and h = u_w - u_l
 
 
 def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losses:
-    """Add rewards, beta times `u_w` and `u_l`, to losses."""
+    """Return losses with the rewards beta * `u_w` and beta * `u_l`."""
     return Losses(losses, {"chosen": (beta * u_w).detach(), "rejected": (beta * u_l).detach()})
 
 
@@ -123,7 +127,8 @@ def _preference_loss(scores: Scores, *options: Any, **named: Any) -> Losses:
     return Losses(losses, {"chosen": chosen, "rejected": rejected})
 
 
-def _mean_ratios(scores: Scores) -> tuple[Tensor, Tensor]:
+def _mean_log_ratios(scores: Scores) -> tuple[Tensor, Tensor]:
+    """Log-ratios of chosen and rejected responses, as means over tokens."""
     u_w, u_l = scores.log_ratios()
     return u_w / scores.chosen_lengths, u_l / scores.rejected_lengths
 
@@ -144,7 +149,7 @@ def dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: 
 
 def dpo_norm(scores: Scores, *, beta: float) -> Losses:
     """Length-normalised DPO, as Tulu 3 was trained (arXiv 2411.15124, section 5)."""
-    u_w, u_l = _mean_ratios(scores)
+    u_w, u_l = _mean_log_ratios(scores)
     return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l)), u_w, u_l, beta)
 
 
@@ -155,7 +160,7 @@ def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
     """
     if not average:
         return _preference_loss(scores, beta, ipo=True)
-    u_w, u_l = _mean_ratios(scores)
+    u_w, u_l = _mean_log_ratios(scores)
     return with_rewards((u_w - u_l - 1 / (2 * beta)) ** 2, u_w, u_l, beta)
 
 
@@ -174,15 +179,17 @@ def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     Unbiased if the fraction `label_smoothing` of the pairs is flipped.
     """
     u_w, u_l = scores.log_ratios()
-    kept, flipped = _minus_log_sigmoid(beta * (u_w - u_l)), _minus_log_sigmoid(-beta * (u_w - u_l))
-    losses = ((1 - label_smoothing) * kept - label_smoothing * flipped) / (1 - 2 * label_smoothing)
+    loss_of_label = _minus_log_sigmoid(beta * (u_w - u_l))
+    loss_of_flipped_label = _minus_log_sigmoid(-beta * (u_w - u_l))
+    losses = (1 - label_smoothing) * loss_of_label - label_smoothing * loss_of_flipped_label
+    losses = losses / (1 - 2 * label_smoothing)
     return with_rewards(losses, u_w, u_l, beta)
 
 
 def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     """EXO for pairs (arXiv 2402.00856, eq. 16).
 
-    KL(policy's preference || smoothed label).
+    The loss is KL(policy's preference || smoothed label), a sum over which of the two responses is preferred.
     """
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l)
@@ -194,12 +201,13 @@ def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
 def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
     """DiscoPOP (arXiv 2406.08414, eq. 5).
 
-    Logistic and exponential loss, mixed by the margin.
+    A mix of the logistic and the exponential loss: the larger the margin, the more of the exponential one.
     """
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l)
     logistic = (-margin / tau).sigmoid() * _minus_log_sigmoid(margin)
-    exponential = (-_minus_log_sigmoid(margin / tau) - margin).exp()  # exp(-margin) alone overflows
+    # sigmoid(margin / tau) * exp(-margin), as one exp because exp(-margin) alone overflows
+    exponential = (-_minus_log_sigmoid(margin / tau) - margin).exp()
     return with_rewards(logistic + exponential, u_w, u_l, beta)
 
 
@@ -212,21 +220,23 @@ def simpo(scores: Scores, *, beta: float, gamma: float) -> Losses:
 def orpo(scores: Scores, *, beta: float) -> Losses:
     """ORPO (arXiv 2403.07691, eq. 6 and 7).
 
-    SFT per token, and the odds ratio of means over tokens; beta is the paper's lambda.
+    The sum of an SFT loss per token and beta times the odds ratio's term, where beta is the paper's lambda. The odds
+    are those of mean log-probabilities per token.
     """
     chosen, rejected = scores.mean_logps()
-    log_odds = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
-    return with_rewards(-chosen + beta * _minus_log_sigmoid(log_odds), chosen, rejected, beta)
+    log_odds_ratio = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
+    return with_rewards(-chosen + beta * _minus_log_sigmoid(log_odds_ratio), chosen, rejected, beta)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0.
+    """Compute log(1 - exp(x)) for x <= 0.
 
-    An x within the dtype's epsilon of 0 counts as minus epsilon, so that the result is finite.
+    An x above minus the dtype's epsilon counts as minus epsilon, so that the result is finite.
     """
     import torch
 
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    # expm1 is exact where exp(x) is near 1, and log1p where it is near 0
     return torch.where(x > -math.log(2), (-x.expm1()).log(), (-x.exp()).log1p())
 
 
@@ -245,17 +255,18 @@ def apo_down(scores: Scores, *, beta: float) -> Losses:
 def nca(scores: Scores, *, beta: float) -> Losses:
     """NCA for pairs (arXiv 2402.05369, section 4.1).
 
-    Each response's likelihood is compared with the reference's.
+    One term raises the chosen response, and another lowers both, each relative to the reference.
     """
     u_w, u_l = scores.log_ratios()
-    push_down = (_minus_log_sigmoid(-beta * u_w) + _minus_log_sigmoid(-beta * u_l)) / 2  # lowers both responses
-    return with_rewards(_minus_log_sigmoid(beta * u_w) + push_down, u_w, u_l, beta)
+    raising_chosen = _minus_log_sigmoid(beta * u_w)
+    lowering_both = (_minus_log_sigmoid(-beta * u_w) + _minus_log_sigmoid(-beta * u_l)) / 2
+    return with_rewards(raising_chosen + lowering_both, u_w, u_l, beta)
 
 
 def bco(scores: Scores, *, beta: float, momentum: float = 1.0) -> Losses:
     """BCO (arXiv 2404.04656) for pairs, without the density ratio.
 
-    The reward shift is averaged over earlier updates, with `momentum`.
+    The reward shift is an average over earlier updates, `scores.average`, which the trainer takes with `momentum`.
     """
     u_w, u_l = scores.log_ratios()
     chosen, rejected = beta * u_w - scores.average, beta * u_l - scores.average
@@ -265,7 +276,7 @@ def bco(scores: Scores, *, beta: float, momentum: float = 1.0) -> Losses:
 def sppo(scores: Scores, *, beta: float) -> Losses:
     """SPPO (arXiv 2405.00675, eq. 4.7).
 
-    The chosen response always wins; 1 / beta is the paper's eta.
+    The chosen response is assumed to win always. 1 / beta is the paper's eta.
     """
     u_w, u_l = scores.log_ratios()
     return with_rewards((u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2, u_w, u_l, beta)
@@ -274,7 +285,7 @@ def sppo(scores: Scores, *, beta: float) -> Losses:
 def dpop(scores: Scores, *, beta: float, penalty: float) -> Losses:
     """DPO-Positive (arXiv 2402.13228, eq. 3).
 
-    A chosen response less likely than under the reference is penalized; `penalty` is the paper's lambda.
+    A chosen response that is less likely than under the reference is penalized. `penalty` is the paper's lambda.
     """
     u_w, u_l = scores.log_ratios()
     return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l - penalty * (-u_w).relu())), u_w, u_l, beta)
@@ -283,7 +294,7 @@ def dpop(scores: Scores, *, beta: float, penalty: float) -> Losses:
 def cal_dpo(scores: Scores, *, beta: float) -> Losses:
     """Cal-DPO (arXiv 2412.14516, algorithm 1).
 
-    Log-ratios are pulled to +-1 / (2 beta). There is no beta in the sigmoid.
+    Squares pull the log-ratios to +1 / (2 beta) and -1 / (2 beta). There is no beta in the sigmoid.
     """
     u_w, u_l = scores.log_ratios()
     calibration = (u_w - 0.5 / beta) ** 2 + (u_l + 0.5 / beta) ** 2
@@ -291,7 +302,7 @@ def cal_dpo(scores: Scores, *, beta: float) -> Losses:
 
 
 def mean_reward(chosen: float, rejected: float, beta: float) -> float:
-    """Mean of the rewards, which BCO averages over updates."""
+    """Mean of chosen and rejected rewards, which BCO averages over updates."""
     return (chosen + rejected) / 2
 
 
@@ -300,25 +311,26 @@ def mean_gap(chosen: float, rejected: float, beta: float) -> float:
     return (chosen - rejected) / beta
 
 
-# --- losses of the whole global batch: `Scores.batch_statistic` is constant for the gradient -------------------------
+# --- losses that compare the examples of the global batch. Their statistic has no gradient ----------------------------
 
 
 def find_batch_beta(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
-    """Beta of a batch for beta-DPO, (B, 1).
+    """Find the beta of a batch for beta-DPO, (B, 1).
 
-    Section 4 of arXiv 2407.08639; M is in nats, without beta, as in the authors' code.
+    See section 4 of arXiv 2407.08639. The paper's M, the mean gap, is in nats and without beta, as in the authors'
+    code.
     """
     u_w, u_l = scores.log_ratios()
-    mean = (u_w - u_l).detach().mean()
-    average = momentum * scores.average + (1 - momentum) * mean
-    batch_beta = beta * (1 + alpha * (mean - average))
+    gap = (u_w - u_l).detach().mean()
+    average = momentum * scores.average + (1 - momentum) * gap
+    batch_beta = beta * (1 + alpha * (gap - average))
     return batch_beta.clamp(min=1e-3).expand(len(u_w), 1)  # a gap far below the average would make beta negative
 
 
 def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> Losses:
     """beta-DPO (arXiv 2407.08639), without its filter of examples.
 
-    DPO whose beta follows the gap of the batch.
+    It is DPO with a beta that follows the mean gap of the batch.
     """
     batch_beta = scores.batch_statistic
     if batch_beta is None:
@@ -328,22 +340,24 @@ def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> L
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
+    """The logistic loss with smoothed labels."""
     return (1 - label_smoothing) * _minus_log_sigmoid(margin) + label_smoothing * _minus_log_sigmoid(-margin)
 
 
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
-    """For each value, take the entry of `others` with its rank.
+    """Take the entry of `others` with the rank of each value.
 
-    Returns them detached, (B,).
+    Both are (B,); so is the result, which is detached.
     """
     ranks = values.detach().argsort(stable=True).argsort()
     return others.detach().sort().values[ranks]
 
 
 def aot_partners(scores: Scores, **_: Any) -> Tensor:
-    """The reference's margin of the same rank for each example, (B, 1)."""
-    reference = scores.reference_chosen - scores.reference_rejected
-    return _take_at_same_rank(scores.chosen - scores.rejected, reference)[:, None]
+    """The reference's margins with the ranks of the policy's, (B, 1)."""
+    policy_margins = scores.chosen - scores.rejected
+    reference_margins = scores.reference_chosen - scores.reference_rejected
+    return _take_at_same_rank(policy_margins, reference_margins)[:, None]
 
 
 def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
@@ -357,7 +371,10 @@ def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
 
 
 def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
-    """The other role's log-ratios of the same rank, (B, 2)."""
+    """The other role's log-ratios of the same ranks, (B, 2).
+
+    Column 0 has the partners of chosen responses, and column 1 those of rejected responses.
+    """
     import torch
 
     u_w, u_l = scores.log_ratios()
@@ -371,7 +388,9 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
     """
     partners = aot_unpaired_partners(scores) if scores.batch_statistic is None else scores.batch_statistic
     u_w, u_l = scores.log_ratios()
-    chosen_losses = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
-    # both terms sum over the same pairs of ranks, so the second contributes its gradient, not its value
-    rejected_losses = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)
+    rejected_partners, chosen_partners = partners[:, 0], partners[:, 1]
+    chosen_losses = _smoothed(beta * (u_w - rejected_partners), label_smoothing)
+    # over the batch, both terms are sums over the same pairs of ranks. The partners have no gradient, so the first term
+    # has that of the chosen responses, and the second is added for that of the rejected ones, without its value
+    rejected_losses = _smoothed(beta * (chosen_partners - u_l), label_smoothing)
     return with_rewards(chosen_losses + rejected_losses - rejected_losses.detach(), u_w, u_l, beta)

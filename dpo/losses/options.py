@@ -1,6 +1,7 @@
-"""Options of pairwise losses, applied to scores and losses.
+"""Options that all losses of pairs have.
 
-Pure tensor functions, as in `formulas.py`. The options' keys are in `config/loss/options/`.
+They change the scores that a loss gets, or the losses that it returns. Pure tensor functions, as in `formulas.py`. The
+keys of the options are in `config/loss/options/`.
 """
 
 from __future__ import annotations
@@ -16,63 +17,70 @@ if TYPE_CHECKING:
 OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha")  # all but the first need a reference
 
 
-def with_lighter_tails(scores: Scores, alpha: float) -> Scores:
-    """LD-DPO (arXiv 2409.06411).
+def weigh_tails(scores: Scores, alpha: float) -> Scores:
+    """Give tokens beyond the shorter response's length the weight `alpha`.
 
-    Tokens beyond the shorter response's length have the weight `alpha`.
+    This is LD-DPO (arXiv 2409.06411).
     """
-    names = ("chosen", "rejected", "reference_chosen", "reference_rejected")
-    return scores._replace(
-        **{name: getattr(scores, name) - (1 - alpha) * getattr(scores, f"{name}_tail") for name in names}
-    )
+    weighted = {}
+    for name in ("chosen", "rejected", "reference_chosen", "reference_rejected"):
+        weighted[name] = getattr(scores, name) - (1 - alpha) * getattr(scores, f"{name}_tail")
+    return scores._replace(**weighted)
 
 
 def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(pi / ref), shifted to 0 at equality (arXiv 2309.16240, table 1)."""
+    """Compute f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1).
+
+    A constant is added so that it is 0 where pi = ref, as the reverse KL's log-ratio is.
+    """
     import torch
     from torch.nn.functional import logsigmoid
 
     if divergence == "js":
         return math.log(2) + logsigmoid(log_ratio)
     alpha = 1 if divergence == "forward_kl" else alpha
-    # exp overflows float32 at 88 nats, by which rejected responses fall in ordinary runs; an infinite margin has NaN
-    # gradients. 0.9 leaves room for the division by alpha
-    largest = 0.9 * math.log(torch.finfo(log_ratio.dtype).max)
-    return -(-alpha * log_ratio).clamp(max=largest).expm1() / alpha
+    # exp overflows float32 at 88 nats. Rejected responses fall as far in ordinary runs, and an infinite margin has NaN
+    # gradients. The factor 0.9 leaves room for the division by alpha
+    largest_exponent = 0.9 * math.log(torch.finfo(log_ratio.dtype).max)
+    return -(-alpha * log_ratio).clamp(max=largest_exponent).expm1() / alpha
 
 
-def with_divergence(scores: Scores, divergence: str, alpha: float) -> Scores:
-    """Replace log-ratios by f' of the ratios, for another divergence."""
-    u_w, u_l = (f_derivative(u, divergence, alpha) for u in scores.log_ratios())
-    zeros = u_w.detach() * 0  # losses subtract the reference's log-probability, which f' already contains
-    return scores._replace(chosen=u_w, rejected=u_l, reference_chosen=zeros, reference_rejected=zeros)
+def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:
+    """Replace the log-ratios by f' of the ratios, for another divergence."""
+    chosen, rejected = (f_derivative(log_ratio, divergence, alpha) for log_ratio in scores.log_ratios())
+    zeros = chosen.detach() * 0  # losses subtract the reference's log-probability, which f' already contains
+    return scores._replace(chosen=chosen, rejected=rejected, reference_chosen=zeros, reference_rejected=zeros)
 
 
-def wpo_weights(scores: Scores) -> Tensor:
-    """Weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,).
+def find_wpo_weights(scores: Scores) -> Tensor:
+    """Weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,), detached.
 
-    How likely the policy is to write both responses: exp of the mean over tokens of log pi(token) - log sum_v pi(v)^2,
-    detached.
+    A weight is large if the policy is likely to write both responses. It is the product over the two responses of exp
+    of the mean over tokens of log pi(token) - log sum_v pi(v)^2.
     """
     chosen = (scores.chosen - scores.chosen_squares) / scores.chosen_lengths
     rejected = (scores.rejected - scores.rejected_squares) / scores.rejected_lengths
     return (chosen + rejected).detach().exp()
 
 
-def change_scores(
+def apply_to_scores(
     scores: Scores, *, ld_alpha: float = 1, f_divergence: str = "reverse_kl", f_alpha: float = 0.5, **_: Any
 ) -> Scores:
-    """Apply `ld_alpha` and `f_divergence` to a loss's scores."""
+    """Apply `ld_alpha` and `f_divergence` to the scores that a loss gets."""
     if ld_alpha != 1:
-        scores = with_lighter_tails(scores, ld_alpha)
-    return scores if f_divergence == "reverse_kl" else with_divergence(scores, f_divergence, f_alpha)
+        scores = weigh_tails(scores, ld_alpha)
+    if f_divergence != "reverse_kl":
+        scores = replace_log_ratios(scores, f_divergence, f_alpha)
+    return scores
 
 
-def change_losses(losses: Tensor, scores: Scores, *, sft_weight: float = 0, wpo: bool = False, **_: Any) -> Tensor:
+def apply_to_losses(losses: Tensor, scores: Scores, *, sft_weight: float = 0, wpo: bool = False, **_: Any) -> Tensor:
     """Apply `wpo` and `sft_weight` to losses of pairs.
 
-    `scores` are those before `change_scores`.
+    `scores` are those before `apply_to_scores`.
     """
     if wpo:
-        losses = losses * wpo_weights(scores)
-    return losses - sft_weight * scores.chosen / scores.chosen_lengths if sft_weight else losses
+        losses = losses * find_wpo_weights(scores)
+    if sft_weight:
+        losses = losses - sft_weight * scores.chosen / scores.chosen_lengths
+    return losses

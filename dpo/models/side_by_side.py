@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpo.checkpoint.files import read_state
-from dpo.data.asking import Asked, choose_form, render
+from dpo.data.asking import UserPrompt, choose_format, render
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import add_stored_adapter, read_adapter, switch
@@ -59,7 +59,7 @@ class Panel:
         self.policies = [side for side in sides if side.name != REFERENCE]
         self.reference = next((side for side in sides if side.name == REFERENCE), None)
 
-    def encode(self, asked: Asked, where: str, sampling: Sampling) -> Tokens:
+    def encode(self, asked: UserPrompt, where: str, sampling: Sampling) -> Tokens:
         """Encode a prompt as in training, or raise InputError."""
         text = render(asked, self.form, self.tokenizer, where)
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -157,7 +157,7 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
     if choices.model and all(origin.plan.model.name_or_path != choices.model for origin in origins):
         raise InputError(f"--model {choices.model}: all of these have a base model of their own")
     tokenizer = _load_tokenizer(origins[0])
-    form = choose_form(choices.form, find_prompt_format(origins[0]), tokenizer)
+    form = choose_format(choices.form, find_prompt_format(origins[0]), tokenizer)
     reference = None
     if choices.with_reference:
         reference = find_origin(choices.reference, **options) if choices.reference else _find_reference(origins)

@@ -1,41 +1,50 @@
 """Names that keys accept as values: trainers, optimizers, dtypes and others.
 
-Imports no torch. The tables that map these names to code are where that code is; tests check that the names agree.
+Imports no torch. The tables that map the names to code are beside that code; tests check that the names agree.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-FEW, NEAR = 12, 5  # most names that are listed in full; most that are suggested
-RELATIVES = {"kto": ("bco", "apo_zero")}  # nearest names to a missing one (docs/losses.md)
+MAX_LISTED = 12  # names; if there are more, a message gives the command that lists them
+MAX_SUGGESTED = 5  # names
+RELATIVES = {"kto": ("bco", "apo_zero")}  # suggested in place of losses that are not implemented (docs/losses.md)
 
 
 def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
-    """A sentence on an unknown value, with the nearest names.
+    """Explain that a value is unknown, and suggest similar names.
 
-    It lists all names if they are few, and otherwise the command that does.
+    The sentence lists the names if there are at most MAX_LISTED, and otherwise says how to list them.
     """
-    by_small_letters = {name.lower(): name for name in sorted(names)}
+    by_lower_case = {name.lower(): name for name in sorted(names)}
     lower = value.lower()
-    near = [lower] if lower in by_small_letters else difflib.get_close_matches(lower, by_small_letters, n=NEAR)
-    near = near or [name for name in RELATIVES.get(lower, ()) if name in by_small_letters]
-    *others, last = [by_small_letters[name] for name in near] or [""]
-    question = f": did you mean {', '.join(others)}{' or ' * bool(others)}{last}?" if near else ""
-    if len(names) <= FEW:
-        return f"{key}={value} is not one of {', '.join(sorted({*names}))}{question}"
+    if lower in by_lower_case:
+        similar = [lower]
+    else:
+        similar = difflib.get_close_matches(lower, by_lower_case, n=MAX_SUGGESTED)
+        similar = similar or [name for name in RELATIVES.get(lower, ()) if name in by_lower_case]
+    suggestion = f"did you mean {join_with_or([by_lower_case[name] for name in similar])}?" if similar else ""
+    if len(names) <= MAX_LISTED:
+        return f"{key}={value} is not one of {', '.join(sorted({*names}))}" + (f": {suggestion}" if similar else "")
     command = f"`ls config/{key.removesuffix('.name')}` shows all {len(names)}"
-    return f"{key}={value} is not there{question or ';'} {command}"
+    return f"{key}={value} does not exist" + (f": {suggestion} {command}" if similar else f"; {command}")
+
+
+def join_with_or(words: Sequence[str]) -> str:
+    """Join words as in `1, 2 or 4`."""
+    *first_words, last_word = words
+    return f"{', '.join(first_words)} or {last_word}" if first_words else last_word
 
 
 class TrainerSpec(NamedTuple):
-    """Abilities of a trainer; `trainers.py` has its class under the same name."""
+    """A trainer and its abilities; `trainers.py` has the class of that name."""
 
     name: str
-    multi_process: bool = False  # several processes share a run, joined by a process group
-    cuts_layers: bool = False  # tensor_parallel_size and tensor_parallel.backend apply
+    multi_process: bool = False  # whether it runs in several processes, which form a process group
+    cuts_layers: bool = False  # whether tensor_parallel_size and tensor_parallel.backend apply
 
 
 BASIC = TrainerSpec("BasicTrainer")
@@ -49,8 +58,8 @@ TENSOR_PARALLEL_BACKENDS = {"dtensor": TENSOR_PARALLEL, "tensor_parallel": PACKA
 OPTIMIZERS = (  # classes of torch.optim
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
-NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # in torch 2.13 these fail on sharded tensors
-STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # steps are about lr, whatever the gradient
+NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # optimizers that fail on sharded tensors in torch 2.13
+STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # their steps are about lr, for any gradient
 DTYPES = ("float32", "bfloat16", "float16")
 AUTOCAST_DTYPES = ("bfloat16",)
 REDUCE_DTYPES = ("float32", "bfloat16")
@@ -59,8 +68,8 @@ ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention")
 LAYOUTS = ("padded", "shared_prefix")
 CACHING = ("as_needed", "all")
 LORA = ("none", "lora", "qlora")
-ADAPTED = ("lora", "qlora")  # with an adapter
-QUANTIZED = ("qlora",)  # over a 4-bit base
+ADAPTED = ("lora", "qlora")  # choices of LORA that train an adapter
+QUANTIZED = ("qlora",)  # choices of LORA with a 4-bit base
 REFERENCES = ("base", "adapter", "model")  # sources of the reference's log-probabilities under an adapter
 ONLINE = ("none", "online")
 SCORERS = ("reward_model", "function", "keyword", "shorter")
@@ -69,7 +78,10 @@ SCHEDULES = ("constant", "linear", "cosine")
 LR_SCALINGS = ("none", "linear", "sqrt")
 NAN_POLICIES = ("raise", "skip")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
-# our names for the columns of own data: what a loss trains on, and the forms in which records may have it
-PAIRS, TARGETS, CHATS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
-FORMS: dict[str, tuple[tuple[str, ...], ...]] = {"pairs": (PAIRS,), "targets": (PAIRS, TARGETS, CHATS)}
-COLUMNS = tuple(dict.fromkeys(column for forms in FORMS.values() for form in forms for column in form))
+# fields of custom data. A form is the fields of one record; FORMS has those from which each kind of examples is made
+PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
+FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss
+    "pairs": (PAIR_FIELDS,),
+    "targets": (PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS),
+}
+FIELDS = tuple(dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form))

@@ -1,7 +1,7 @@
 """Checks of the command line before Hydra sees it.
 
-Options must be on an allow-list, no secret may be written down, and no key may name code to run. Hydra stops at the
-first override that it cannot apply; these checks find all such overrides, and the problems of the other overrides.
+Options must be on an allow-list, no secret may be written to disk, and no key may name code to run. Hydra stops at the
+first override that it cannot apply; these checks find all of them, and the problems of the values that others set.
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ MULTIRUN = ("-m", "--multirun")
 FLAGS = (*MULTIRUN, "-h", "--help", "--hydra-help", "--version", "--resolve")
 WITH_VALUE = ("-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-completion", "-cd", "--config-dir")
 CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
-SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")  # nothing runs
+SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")  # with these Hydra runs nothing
 
-TO_QUOTE = re.compile(r"[^\w\s/\\.+$%*@?|:-]|[^\x00-\x7f]")  # characters that Hydra accepts only in quotes
-MEANT = re.compile(r"""[\[\]{},'"]""")  # lists, mappings, quotes: whoever writes them knows Hydra's grammar
+NEEDS_QUOTES = re.compile(r"[^\w\s/\\.+$%*@?|:-]|[^\x00-\x7f]")  # characters that Hydra accepts only in quotes
+HYDRA_SYNTAX = re.compile(r"""[\[\]{},'"]""")  # lists, mappings and quotes, which a user may have meant as such
 GLOB = re.compile(r"=\s*glob\(")
-# a group's option that is a number, keys inside a value that is not a mapping, a file that is not YAML
-COMPOSING = (HydraException, OmegaConfBaseException, ValueError, AssertionError, AttributeError, yaml.YAMLError)
+# what Hydra raises if it cannot compose a config. The last four are raised, for example, for a group's option that is a
+# number, for keys inside a value that is not a mapping, and for a file that is not YAML
+COMPOSITION_ERRORS = (
+    HydraException, OmegaConfBaseException, ValueError, AssertionError, AttributeError, yaml.YAMLError,
+)  # fmt: skip
 
-# Hydra's own keys that an override may set; others can name code, which Hydra would import and call
-HYDRAS_OWN = (
+# Hydra's own keys that an override may set; the other ones can name code, which Hydra would import and call
+ALLOWED_HYDRA_KEYS = (
     "hydra.run.dir",
     "hydra.sweep.dir",
     "hydra.sweep.subdir",
@@ -56,17 +59,18 @@ HYDRAS_OWN = (
     "hydra/sweeper",
 )
 SEARCH_PATH = "hydra.searchpath"
-HOW_COMPOSED = ("hydra.runtime.", "hydra.overrides.", SEARCH_PATH, "hydra.job.override_dirname")
-NAMES_CODE = ("model.trust_remote_code", "online.function")
-SAME_IN_ALL = "hydra.job.config.override_dirname.exclude_keys"
+# keys that always differ with --config-dir, as Hydra records there how it composed the config
+COMPOSITION_RECORDS = ("hydra.runtime.", "hydra.overrides.", SEARCH_PATH, "hydra.job.override_dirname")
+OUR_CODE_KEYS = ("model.trust_remote_code", "online.function")  # keys of this project by which a config can run code
+FIXED_KEYS = "hydra.job.config.override_dirname.exclude_keys"  # tells `sweeps.py` which overrides are not swept
 
 
 class CommandLine(NamedTuple):
-    """Hydra's options and the overrides, parsed."""
+    """A parsed command line."""
 
-    options: list[str]
+    options: list[str]  # of Hydra, without --config-dir
     overrides: list[str]
-    config_dir: str | None
+    config_dir: str | None  # of --config-dir
 
     @property
     def is_sweep(self) -> bool:
@@ -82,48 +86,52 @@ class CommandLine(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments for Hydra; for a sweep, also the keys not swept."""
+        """Arguments for Hydra; those of a sweep also list the fixed keys."""
         if not self.is_sweep:
-            return [*self.options, *self.overrides, *self.search]
-        swept = {parse_key(override) for override in self.overrides if _split_sweep(override) is not None}
-        fixed = [key for key in map(parse_key, self.overrides) if key not in swept]
-        shared = f"{SAME_IN_ALL}={fixed!r}".replace(" ", "")
-        # Hydra tries fixed overrides without swept ones: with `-m loss=dpo,ipo`, an option of the loss on the default
-        groups = tuple(f"{key}." for key in swept)
-        forced = [f"++{o}" if o.startswith(groups) and parse_key(o) in fixed else o for o in self.overrides]
-        return [*self.options, *forced, *self.search, shared]
+            return [*self.options, *self.overrides, *self.search_path]
+        swept_keys = {parse_key(override) for override in self.overrides if _split_sweep(override) is not None}
+        fixed_keys = [key for key in map(parse_key, self.overrides) if key not in swept_keys]
+        # Hydra first applies the fixed overrides without the swept ones. With `-m loss=dpo,ipo loss.beta=1`, it would
+        # refuse loss.beta for the default loss, which has none, unless `++` adds it
+        swept_groups = tuple(f"{key}." for key in swept_keys)
+        overrides = [
+            f"++{override}" if override.startswith(swept_groups) and parse_key(override) in fixed_keys else override
+            for override in self.overrides
+        ]
+        return [*self.options, *overrides, *self.search_path, f"{FIXED_KEYS}={fixed_keys!r}".replace(" ", "")]
 
     @property
-    def search(self) -> list[str]:
+    def search_path(self) -> list[str]:
         """The override by which Hydra finds a user's config files."""
         if self.config_dir is None:
             return []
-        place = str(Path(self.config_dir).resolve()).replace("'", "\\'")
-        return [f"{SEARCH_PATH}=['file://{place}']"]
+        path = str(Path(self.config_dir).resolve()).replace("'", "\\'")
+        return [f"{SEARCH_PATH}=['file://{path}']"]
 
 
 def parse_key(override: str) -> str:
-    """The key or group that an override sets."""
+    """Parse the key or group that an override sets."""
     return override.split("=", 1)[0].lstrip("+~")
 
 
 def check_command_line(arguments: list[str]) -> list[str]:
-    """Convert the arguments for Hydra.
+    """Check the arguments, and return the arguments for Hydra.
 
-    Exits with status 2 and a sentence for each problem.
+    If there are problems, prints a sentence for each and exits with status 2.
     """
     try:
         line = parse(arguments)
     except ValueError as error:
         exit_on([str(error)])
-        raise
+        raise  # not reached: `exit_on` exits
     if line.wants_help:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends like any other tool
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # with `--help | head`, printing ends without a traceback
         print(help_text())
         sys.exit(0)
     problems = find_line_problems(line)
-    for secret in (text for text in secrets_in(line.overrides) if len(text) > 3):  # or it would be in any word
-        problems = [problem.replace(secret, "REDACTED") for problem in problems]
+    for secret in secrets_in(line.overrides):
+        if len(secret) > 3:  # a shorter text would be found inside ordinary words
+            problems = [problem.replace(secret, "REDACTED") for problem in problems]
     exit_on(problems)
     hydra._internal.hydra.ConfigLoaderImpl = GuardedLoader
     return line.arguments
@@ -149,11 +157,11 @@ def parse(arguments: list[str]) -> CommandLine:
         if not argument.startswith("-"):
             overrides.append(_find_sign(argument) + argument)
             continue
-        name, has_value, value = argument.partition("=")
+        name, equals, value = argument.partition("=")
         if name not in (*FLAGS, *WITH_VALUE):
             raise ValueError(f"{name} is not an option here; there are {', '.join((*FLAGS, *WITH_VALUE))}")
         words = [argument]
-        if name in WITH_VALUE and not has_value:
+        if name in WITH_VALUE and not equals:  # the value is the next argument
             value = next(remaining, "")
             words.append(value)
         if name in CONFIG_DIR_OPTIONS:
@@ -162,22 +170,26 @@ def parse(arguments: list[str]) -> CommandLine:
             config_dir = value
         else:
             options += words
-    return CommandLine(options, _with_paths(overrides), config_dir)
+    return CommandLine(options, _add_path_keys(overrides), config_dir)
 
 
 def _find_sign(override: str) -> str:
-    """The sign that Hydra demands before some overrides."""
-    if override.startswith(("dataset_sources.", "dataset_sources=")):  # open to new names
+    """Find the sign that Hydra wants before an override."""
+    if override.startswith(("dataset_sources.", "dataset_sources=")):  # `++` also adds names that are not in the config
         return "++"
-    return "+" if override.startswith("experiment=") else ""  # none is chosen by default
+    return "+" if override.startswith("experiment=") else ""  # no experiment is chosen by default
 
 
-def _with_paths(overrides: list[str]) -> list[str]:
-    """Write `dataset_sources.NAME=PLACE` as `dataset_sources.NAME.path=PLACE` beside other keys of NAME."""
+def _add_path_keys(overrides: list[str]) -> list[str]:
+    """Write `dataset_sources.NAME=PATH` as `dataset_sources.NAME.path=PATH` where needed.
+
+    That is where other overrides set keys inside `dataset_sources.NAME`.
+    """
     keys = [parse_key(override) for override in overrides]
-    shared = {key for key in keys if key.startswith("dataset_sources.") and any(k.startswith(f"{key}.") for k in keys)}
+    sources = [key for key in keys if key.startswith("dataset_sources.")]
+    mappings = {source for source in sources if any(key.startswith(f"{source}.") for key in keys)}
     return [
-        override.replace("=", ".path=", 1) if key in shared and "={" not in override else override
+        override.replace("=", ".path=", 1) if key in mappings and "={" not in override else override
         for override, key in zip(overrides, keys, strict=True)
     ]
 
@@ -185,16 +197,17 @@ def _with_paths(overrides: list[str]) -> list[str]:
 def find_line_problems(line: CommandLine) -> list[str]:
     """List the problems of a command line, one sentence each.
 
-    The config's values are checked only if an override cannot be applied: else `main` checks those of every job.
+    The values of the config are checked only if an override cannot be applied: otherwise `train.main` checks the values
+    of every job.
     """
-    if torn := next((o for o in line.overrides if o.startswith("=")), None):  # `= 3` or `=3`, after `lr`
-        before = next((a for a, b in itertools.pairwise(line.overrides) if b is torn and "=" not in a), "NAME")
-        return [f"{before} {torn}: write {before}=VALUE, with no spaces around ="]
-    problems = [problem for o in line.overrides if (problem := refuse_hydras_own(o))]
+    problem = _find_spaced_override(line.overrides)
+    if problem is not None:
+        return [problem]
+    problems = [problem for override in line.overrides if (problem := refuse_hydra_key(override)) is not None]
     problems += [f"{o}: glob() does not work here; name the options" for o in line.overrides if GLOB.search(o)]
     if line.is_sweep:
         problems += [
-            f"{parse_key(o)} holds a secret, and a sweep writes its command line down: give it as '${{oc.env:NAME}}'"
+            f"{parse_key(o)} holds a secret, and a sweep writes its command line to disk: give it as '${{oc.env:NAME}}'"
             for o in line.overrides
             if secrets_in([o]) or redact(o) != o
         ]
@@ -203,58 +216,87 @@ def find_line_problems(line: CommandLine) -> list[str]:
     if problems or line.only_shows:
         return problems
     overrides = [_take_first_job(o) for o in line.overrides] if line.is_sweep else line.overrides
-    places = [CONFIG_DIR, *([] if line.config_dir is None else [Path(line.config_dir)])]
+    directories = [CONFIG_DIR] if line.config_dir is None else [CONFIG_DIR, Path(line.config_dir)]
     with hydra.initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
-        return _find_refused(overrides, line.search, places)
+        return _find_refused(overrides, line.search_path, directories)
 
 
-def refuse_hydras_own(override: str) -> str | None:
-    """Why an override of Hydra's own keys is refused, if it is."""
+def _find_spaced_override(overrides: list[str]) -> str | None:
+    """Explain an override written with spaces, as `lr = 3`."""
+    for previous, override in itertools.pairwise(["", *overrides]):
+        if override.startswith("="):
+            key = previous if previous and "=" not in previous else "NAME"
+            return f"{key} {override}: write {key}=VALUE, with no spaces around ="
+    return None
+
+
+def refuse_hydra_key(override: str) -> str | None:
+    """Explain why an override of Hydra's own keys is refused.
+
+    Returns None for an override that is not refused, or that does not set Hydra's own keys.
+    """
     key = parse_key(override)
-    if re.split("[@./]", key)[0] != "hydra" and "@hydra" not in key:
+    is_hydras = re.split("[@./]", key)[0] == "hydra" or "@hydra" in key
+    is_allowed = key in ALLOWED_HYDRA_KEYS or key.startswith(("hydra.launcher.", "hydra.sweeper."))
+    if not is_hydras or (is_allowed and "_target_" not in override):
         return None
-    if (key in HYDRAS_OWN or key.startswith(("hydra.launcher.", "hydra.sweeper."))) and "_target_" not in override:
-        return None
-    return f"{key} may not be set: Hydra's own keys can name code to run, and of them only {', '.join(HYDRAS_OWN)} may"
+    return (
+        f"{key} may not be set, as Hydra's own keys can name code to run: the only ones that may be set are "
+        f"{', '.join(ALLOWED_HYDRA_KEYS)}"
+    )
 
 
-def _find_refused(overrides: list[str], search: list[str], places: list[Path]) -> list[str]:
-    """List why Hydra refuses overrides, and the problems of the others."""
+def _find_refused(overrides: list[str], search_path: list[str], directories: list[Path]) -> list[str]:
+    """Explain refused overrides, and the problems of the other values.
+
+    The config files are in `directories`. The list is empty if Hydra refuses none.
+    """
     try:
-        _compose([*search, *overrides])
+        _compose([*search_path, *overrides])
         return []
-    except COMPOSING:
-        pass  # Hydra names the first that it refuses: add them one by one to find all
-    accepted, refused = list(search), {}  # refused: why, by key
-    for override in sorted(overrides, key=lambda o: not _names_group(o, places)):  # groups first: they bring the keys
+    except COMPOSITION_ERRORS:
+        pass  # Hydra names only the first override that it refuses: to find all, they are added one by one
+    accepted, refused = _add_one_by_one(overrides, search_path, directories)
+    # it is not known which values the refused overrides would have set
+    values = flatten(hydra.compose("config", accepted)) | dict.fromkeys(refused, UNRESOLVED)
+    unknown_groups = tuple(f"{group}." for group in refused)
+    values |= {key: UNRESOLVED for key in values if key.startswith(unknown_groups)}
+    try:
+        return [*refused.values(), *(problem.sentence for problem in find_problems(values, make_plan(values)))]
+    except InputError as error:  # the environment variables of torchrun or Slurm are wrong
+        return [*refused.values(), str(error)]
+
+
+def _add_one_by_one(
+    overrides: list[str], search_path: list[str], directories: list[Path]
+) -> tuple[list[str], dict[str, str]]:
+    """Add overrides one by one, without those that Hydra refuses.
+
+    Returns the accepted overrides, and an explanation for the key of each refused override.
+    """
+    accepted, refused = list(search_path), {}
+    for override in sorted(overrides, key=lambda o: not _names_group(o, directories)):  # groups first: they add keys
         key = parse_key(override)
         if key.startswith(tuple(f"{group}." for group in refused)):
-            continue  # it is not known whether the key exists
+            continue  # the option of its group was refused, so it is not known whether the key exists
         try:
             _compose([*accepted, override])
             accepted.append(override)
-        except COMPOSING as error:
-            refused[key] = _explain(override, error, places)
-    # the values that refused overrides would have set are not known
-    values = flatten(hydra.compose("config", accepted)) | dict.fromkeys(refused, UNRESOLVED)
-    hidden = tuple(f"{group}." for group in refused)
-    values |= {key: UNRESOLVED for key in values if key.startswith(hidden)}
-    try:
-        return [*refused.values(), *find_problems(values, make_plan(values))]
-    except InputError as error:  # the launcher's variables
-        return [*refused.values(), str(error)]
+        except COMPOSITION_ERRORS as error:
+            refused[key] = _explain(override, error, directories)
+    return accepted, refused
 
 
 def _compose(overrides: list[str]) -> DictConfig:
     return hydra.compose("config", overrides, return_hydra_config=True)
 
 
-def _names_group(override: str, places: list[Path]) -> bool:
-    return any((place / parse_key(override)).is_dir() for place in places)
+def _names_group(override: str, directories: list[Path]) -> bool:
+    return any((directory / parse_key(override)).is_dir() for directory in directories)
 
 
 def _find_unusable_files(line: CommandLine, directory: Path) -> Iterator[str]:
-    """Find a user's config files that cannot or would not be read."""
+    """Explain which config files of the user would not be read."""
     if not directory.is_dir():
         yield f"--config-dir {directory} is not a directory"
     for file in sorted(directory.rglob("*.yaml")):
@@ -264,17 +306,19 @@ def _find_unusable_files(line: CommandLine, directory: Path) -> Iterator[str]:
             yield str(error)
     for override in line.overrides:
         group, value = parse_key(override).partition("@")[0], override.partition("=")[2]
-        for name in (f"{group}/{part}.yaml" for part in _split_sweep(override) or (value,)):
+        for option in _split_sweep(override) or [value]:
+            name = f"{group}/{option}.yaml"
             if (directory / name).is_file() and (CONFIG_DIR / name).is_file():
                 yield f"{directory / name} would not be used, as there is a config/{name}: rename it"
 
 
 class GuardedLoader(ConfigLoaderImpl):
-    """Hydra's loader, under which a user's config files name no code.
+    """Hydra's loader, with which a user's config files cannot run code.
 
-    Only the command line may name code, and only that of NAMES_CODE. The loader composes every config that Hydra uses,
-    of each job of a sweep before the first one starts. So it compares what the user's files come to, whatever they
-    contain and however they are chosen.
+    Only the command line may set the keys of OUR_CODE_KEYS. Hydra's own keys that name code may not be set at all.
+    Hydra composes every config with this loader, for each job of a sweep before the first job starts. Each config is
+    compared with the one composed without the user's files, so it does not matter what the files contain and how they
+    are chosen.
     """
 
     def load_configuration(
@@ -282,83 +326,103 @@ class GuardedLoader(ConfigLoaderImpl):
     ) -> DictConfig:
         config = super().load_configuration(config_name, overrides, *args, **kwargs)
         if any(parse_key(override) == SEARCH_PATH for override in overrides):
-            hydras = [o for o in overrides if parse_key(o).startswith("hydra") and parse_key(o) != SEARCH_PATH]
+            hydra_overrides = [o for o in overrides if parse_key(o).startswith("hydra") and parse_key(o) != SEARCH_PATH]
             try:
-                plain = super().load_configuration(config_name, hydras, *args, **kwargs)
-            except COMPOSING:  # Hydra's own overrides choose a file of the user
-                plain = super().load_configuration(config_name, [], *args, **kwargs)
-            allowed, without_files = {*HYDRAS_OWN, *map(parse_key, overrides)}, _find_code(plain)
-            changed = [key for key, value in _find_code(config).items() if without_files.get(key, ABSENT) != value]
-            problem = "--config-dir: {} may be set on the command line alone, if at all"
-            exit_on([problem.format(key) for key in changed if key not in allowed])
+                without_files = super().load_configuration(config_name, hydra_overrides, *args, **kwargs)
+            except COMPOSITION_ERRORS:  # one of these overrides chooses a file of the user
+                without_files = super().load_configuration(config_name, [], *args, **kwargs)
+            values_without_files = _find_code_values(without_files)
+            on_command_line = {*ALLOWED_HYDRA_KEYS, *map(parse_key, overrides)}
+            set_by_files = [
+                key
+                for key, value in _find_code_values(config).items()
+                if values_without_files.get(key, ABSENT) != value and key not in on_command_line
+            ]
+            exit_on(
+                [
+                    f"--config-dir: {key} may not be set in a config file, as it can name code to run"
+                    + ("; give it on the command line" if key in OUR_CODE_KEYS else "")
+                    for key in set_by_files
+                ]
+            )
         return config
 
 
-def _find_code(config: DictConfig) -> dict[str, Any]:
-    """The keys of a config that can name code, and their values."""
+def _find_code_values(config: DictConfig) -> dict[str, Any]:
+    """The values of the keys by which a config can run code."""
     values: Any = OmegaConf.to_container(config, resolve=False)
-    hydras = {key: value for key, value in dotted(values["hydra"], "hydra.") if not key.startswith(HOW_COMPOSED)}
-    return hydras | {key: value for key, value in dotted(values) if key in NAMES_CODE and value}
+    hydra_values = dict(dotted(values["hydra"], "hydra."))
+    code_values = {key: value for key, value in hydra_values.items() if not key.startswith(COMPOSITION_RECORDS)}
+    return code_values | {key: value for key, value in dotted(values) if key in OUR_CODE_KEYS and value}
 
 
-def _explain(override: str, error: Exception, places: list[Path]) -> str:
-    """A sentence on why Hydra refuses an override."""
+def _explain(override: str, error: Exception, directories: list[Path]) -> str:
+    """Explain why Hydra refuses an override."""
     key, equals, value = override.lstrip("+~").partition("=")
     if not equals and not override.startswith("~"):
         return f"{override} is not an override: write NAME=VALUE"
-    options = sorted(path.stem for place in places for path in (place / key).glob("*.yaml"))
+    options = sorted(file.stem for directory in directories for file in (directory / key).glob("*.yaml"))
     if options and value not in options:
-        other = f"; a model of the Hub is model.name_or_path={value}" if key == "model" else ""
-        return _explain_place(key, value) or explain_unknown(key, value, options) + other
+        hint = f"; a model of the Hub is model.name_or_path={value}" if key == "model" else ""
+        return _explain_path(key, value) or explain_unknown(key, value, options) + hint
     message = f"{error}{error.__cause__}"
     if "is not in struct" in message:
-        inner = re.search(r"full_key: ([\w.]+)", message)  # the absent key, which may be inside of the value
-        key = inner[1] if inner else key
+        full_key = re.search(r"full_key: ([\w.]+)", message)  # the absent key, which may be inside the value
+        key = full_key[1] if full_key else key
         if key.startswith(WEIGHTS):
             return find_value_problem(key, value, KEYS) or f"{override} is not a valid override"
-        return _explain_absent_key(key, places[0])
+        return _explain_absent_key(key, directories[0])
     if value.lstrip("[").startswith("~"):
         return f"{override}: ~ is not expanded here; write the whole path"
     if isinstance(error, OverrideParseException) and (quoted := _quote(value)):
-        return f"{override}: some of its characters mean something to Hydra: write '{key}={quoted}'"
+        return f"{override}: some of its characters have a meaning in Hydra: write '{key}={quoted}'"
     return f"{override} is not a valid override: {one_sentence(error)}"
 
 
 def _explain_absent_key(key: str, config_dir: Path) -> str:
-    """A sentence with the options of a group that have the key."""
+    """Explain which options of its group have a missing key."""
     group, _, name = key.partition(".")
-    options = {file.stem: name in load_file(file) for file in sorted(config_dir.glob(f"{group}/*.yaml"))}
-    having = [option for option, has_key in options.items() if has_key]
-    lacking = [option for option, has_key in options.items() if not has_key]
-    if not having:
+    files = sorted(config_dir.glob(f"{group}/*.yaml"))
+    options_with_key = [file.stem for file in files if name in load_file(file)]
+    options_without_key = [file.stem for file in files if name not in load_file(file)]
+    if not options_with_key:
         return explain_unknown_key(key, [*KEYS, "dataset_sources", *os.listdir(config_dir)])
-    if len(having) <= len(lacking):
-        return f"{key} does not exist here: it belongs to {' and '.join(f'{group}={option}' for option in having)}"
-    return f"{key} does not exist here: it belongs to any {group} but {', '.join(lacking)}"
+    if len(options_with_key) <= len(options_without_key):
+        options = " and ".join(f"{group}={option}" for option in options_with_key)
+        return f"{key} does not exist here: it belongs to {options}"
+    return f"{key} does not exist here: it belongs to any {group} but {', '.join(options_without_key)}"
 
 
 def _quote(value: str) -> str | None:
-    """The value with Hydra's quotes, if they are all that it lacks."""
+    """Quote a value for Hydra, if quotes would make it valid.
+
+    It is quoted only if it is a path that exists, or if it has no lists, mappings or quotes of Hydra.
+    """
     text = value.removeprefix("[").removesuffix("]")
-    if not TO_QUOTE.search(text):
+    if not NEEDS_QUOTES.search(text):
         return None
-    is_path = Path(text).exists() and '"' not in text
-    checked = text.replace(",", "") if "/" in text and text == value else text  # a path may have commas
-    return value.replace(text, f'"{text}"') if is_path or not MEANT.search(checked) else None
+    is_existing_path = Path(text).exists() and '"' not in text
+    looks_like_path = "/" in text and text == value
+    without_commas = text.replace(",", "") if looks_like_path else text  # the commas of a path make no list
+    if is_existing_path or not HYDRA_SYNTAX.search(without_commas):
+        return value.replace(text, f'"{text}"')
+    return None
 
 
-def _explain_place(group: str, value: str) -> str | None:
-    """A message on a group's value that belongs to another key."""
+def _explain_path(group: str, value: str) -> str | None:
+    """Explain that another key takes the path or Hub id."""
     if "/" not in value and not Path(value).is_dir():
         return None
     if group == "lora":
-        return f"lora={value}: an adapter to start from is model.archive={value} lora=lora"
+        return f"lora={value}: to start from an adapter, give model.archive={value} lora=lora"
     if group != "model":
         return None
     for file in sorted((CONFIG_DIR / "model").glob("*.yaml")):
         if load_file(file).get("name_or_path") == value:
             return f"model={value}: here it is model={file.stem}"
-    return f"model={value}: model names a file of config/model; a directory or Hub id is model.name_or_path={value}"
+    return (
+        f"model={value}: model names a file of config/model; for a directory or Hub id give model.name_or_path={value}"
+    )
 
 
 def _take_first_job(override: str) -> str:
@@ -368,7 +432,7 @@ def _take_first_job(override: str) -> str:
 
 
 def _split_sweep(override: str) -> Iterator[str] | None:
-    """Yield the values of a swept override; None if it has one."""
+    """Split a swept override into its values; None without a sweep."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:

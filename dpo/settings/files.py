@@ -16,31 +16,30 @@ from omegaconf.errors import OmegaConfBaseException
 from dpo.settings.choices import explain_unknown
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
-OPTIONAL = ("loss", "lora", "online")  # groups whose options have different keys
-ANYTHING = ("dataset_sources",)  # mappings whose keys the user chooses
-ABSENT = object()
-UNRESOLVED = object()  # depends on a key that is itself invalid
+GROUPS = ("loss", "lora", "online")  # groups whose options have different keys
+OPEN_MAPPINGS = ("dataset_sources",)  # whose keys the user chooses
+ABSENT = object()  # stands for the value of a key that is not there
+UNRESOLVED = object()  # stands for a value that depends on an invalid value of another key
 
 
 def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> DictConfig:
-    """A config with missing keys filled in from `config/`.
+    """Fill in the defaults of keys that a config lacks.
 
-    A config of the reference lacks some keys. `run_dir`, if given, becomes the `local_run_dir` of a config without one.
-    Keys that the config has keep their values.
+    Their values are the defaults in `config/`. `run_dir`, if given, is the default of `local_run_dir`.
     """
     config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     defaults = load_defaults(**options_in(config))
     if run_dir is not None:
         defaults["local_run_dir"] = str(run_dir)
-    missing = _missing(OmegaConf.to_container(config), defaults)
-    merged: Any = OmegaConf.merge(missing, config) if missing else config
-    return merged
+    missing = _find_missing(OmegaConf.to_container(config), defaults)
+    filled: Any = OmegaConf.merge(missing, config) if missing else config
+    return filled
 
 
 def require(config: DictConfig) -> None:
-    """Check that keys without a default are set.
+    """Check the loss, and that keys without a default are set.
 
-    Raises InputError if the loss, its options or the model's name is missing.
+    Raises InputError if not. Only `loss` and `model` have such keys.
     """
     from dpo.errors import InputError
 
@@ -48,33 +47,34 @@ def require(config: DictConfig) -> None:
     if "loss" not in defaults:
         losses = [file.stem for file in (CONFIG_DIR / "loss").glob("*.yaml")]
         raise InputError(explain_unknown("loss.name", str(OmegaConf.select(config, "loss.name")), losses))
-    needed = [
-        f"{group}.{key}" for group in ("model", "loss") for key, value in defaults[group].items() if value == "???"
-    ]
-    for key in needed:
-        if OmegaConf.select(config, key, throw_on_missing=False) is None:
-            raise InputError(f"{key} is not set, and has no default")
+    for group in ("model", "loss"):
+        for name, value in defaults[group].items():
+            key = f"{group}.{name}"
+            if value == "???" and OmegaConf.select(config, key, throw_on_missing=False) is None:
+                raise InputError(f"{key} is not set, and has no default: give {key}=VALUE")
 
 
 def options_in(config: DictConfig) -> dict[str, Any]:
-    """The option of each group of OPTIONAL, for `load_defaults`."""
-    return {group: OmegaConf.select(config, f"{group}.name") for group in OPTIONAL}
+    """Find which option of each group of GROUPS a config has."""
+    return {group: OmegaConf.select(config, f"{group}.name") for group in GROUPS}
 
 
 def load_defaults(loss: str | None = None, lora: str | None = None, online: str | None = None) -> dict[str, Any]:
-    """Load the defaults of `config/`, with these options of its groups.
+    """Load the defaults in `config/`, with these options of its groups.
 
-    An unknown option means no `loss` at all, and `none` for the other groups."""
+    If an option is unknown, the group has the option `none`; the group `loss`, which has no such option, is left out.
+    """
     defaults = load_file(CONFIG_DIR / "config.yaml") | {"model": load_file(CONFIG_DIR / "model" / "blank_model.yaml")}
     for group, option in (("loss", loss), ("lora", lora), ("online", online)):
         files = {file.stem: file for file in (CONFIG_DIR / group).glob("*.yaml")}
-        if found := files.get(str(option), files.get("none")):
-            defaults[group] = load_file(found)
+        file = files.get(str(option), files.get("none"))
+        if file is not None:
+            defaults[group] = load_file(file)
     return defaults
 
 
 def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values in order; empty mappings are values."""
+    """Yield dotted keys and values; an empty mapping is a value."""
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
             yield from dotted(value, f"{prefix}{key}.")
@@ -83,77 +83,89 @@ def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """`key=value` for each value that differs from its default."""
-    before = dict(dotted(defaults))
-    changed = {key: value for key, value in dotted(values) if before.get(key, ABSENT) != value}
+    """List `key=value` for each value that differs from its default."""
+    default_values = dict(dotted(defaults))
+    changed = {key: value for key, value in dotted(values) if default_values.get(key, ABSENT) != value}
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed.items()]
 
 
 def flatten(config: DictConfig) -> dict[str, Any]:
-    """Map dotted keys to plain values, with `dataset_sources` whole.
+    """Map dotted keys to plain values; `dataset_sources` is one value.
 
-    '???' and values that cannot be resolved stay as they are.
+    '???' stays as it is, and so does an interpolation that cannot be resolved. But if it fails because of another key's
+    value, its value is UNRESOLVED, as that value is a problem of its own.
     """
     values: Any = OmegaConf.to_container(config, resolve=False)
-    whole = {key: values.pop(key) for key in ANYTHING if key in values}
-    flat = {key: value for key, value in dotted(values) if value != {}} | whole
-    for name, value in flat.items():
+    open_mappings = {key: values.pop(key) for key in OPEN_MAPPINGS if key in values}
+    flat = {key: value for key, value in dotted(values) if value != {}} | open_mappings
+    for key, value in flat.items():
         if isinstance(value, str) and "${" in value:
             try:
-                flat[name] = OmegaConf.select(config, name)
+                flat[key] = OmegaConf.select(config, key)
             except OmegaConfBaseException:
-                # an interpolation of a key that is there fails because of that key's value, which has its own problem
-                if any(other in flat for other in re.findall(r"\$\{([\w.]+)\}", value)):
-                    flat[name] = UNRESOLVED
+                keys_used = re.findall(r"\$\{([\w.]+)\}", value)
+                if any(key_used in flat for key_used in keys_used):
+                    flat[key] = UNRESOLVED
     return flat
 
 
 def load_aliases() -> dict[str, str]:
-    """Names of keys in other trainers, and what they are here."""
+    """Load the names that other libraries have for keys, with ours."""
     return load_file(CONFIG_DIR / "aliases.yaml")
 
 
 @cache  # the files do not change while a process runs
 def load_file(file: Path) -> dict[str, Any]:
-    """Keys that a file or its defaults list sets; later ones win."""
+    """Load the keys that a file and its defaults list set.
+
+    As in Hydra, later entries of the list override earlier ones.
+    """
     content: Any = OmegaConf.to_container(OmegaConf.load(file))
-    own = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
-    entries = content.get("defaults", ["_self_"])
-    # others name groups: those of config.yaml, which `load_defaults` adds, or those of which an experiment chooses
-    named = [entry.partition("@")[0] for entry in entries if isinstance(entry, str)]
-    parts = [own if name == "_self_" else load_file(file.parent / f"{name}.yaml") for name in named]
-    return {key: value for part in parts for key, value in part.items()}
+    own_keys = {key: value for key, value in content.items() if key not in ("defaults", "hydra")}
+    values: dict[str, Any] = {}
+    for entry in content.get("defaults", ["_self_"]):
+        if not isinstance(entry, str):
+            continue  # an entry such as {loss: sft} chooses an option of a group, which `load_defaults` does
+        name = entry.partition("@")[0]
+        values |= own_keys if name == "_self_" else load_file(file.parent / f"{name}.yaml")
+    return values
 
 
-def _missing(config: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _find_missing(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Find the defaults of the keys that a nested config lacks."""
     missing: dict[str, Any] = {}
-    for key, value in defaults.items():
-        if not isinstance(value, Mapping):
-            missing |= {key: value} if key not in config and value != "???" else {}
+    for key, default in defaults.items():
+        if not isinstance(default, Mapping):
+            if key not in config and default != "???":
+                missing[key] = default
         elif key not in config:
-            missing[key] = _missing({}, value)
-        elif isinstance(config[key], Mapping) and key not in ANYTHING:
-            inner = _missing(config[key], value)
-            missing |= {key: inner} if inner else {}
+            missing[key] = _find_missing({}, default)
+        elif isinstance(config[key], Mapping) and key not in OPEN_MAPPINGS:
+            missing_inside = _find_missing(config[key], default)
+            if missing_inside:
+                missing[key] = missing_inside
     return missing
 
 
 def help_text() -> str:
-    """Every key with its default and comment, and the groups."""
+    """The text of `--help`: every key with its default and comment."""
     groups = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir())
     options = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
-    main = (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]
-    lines = (f"{name}: {', '.join(names)}" for name, names in options.items())
-    parts = [HELP, *(fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in lines), "", main]
-    parts += ["# model=...: another model has another name_or_path and block_name", _nested("model", "blank_model")]
-    for group in OPTIONAL:
-        parts += [f"# {group}={option}\n{_nested(group, option)}" for option in options[group]]
-    parts += ["# any loss of pairs also has", _nested("loss", "options/of_pairs")]
-    parts += ["# any loss with a reference also has", _nested("loss", "options/with_reference")]
+    main_file = (CONFIG_DIR / "config.yaml").read_text(encoding="utf-8").split("\ndefaults:")[0]
+    parts = [HELP]
+    for name, group_options in options.items():
+        parts.append(fill(f"{name}: {', '.join(group_options)}", 118, subsequent_indent="  ", break_on_hyphens=False))
+    parts += ["", main_file]
+    parts += ["# model=...: another model has another name_or_path and block_name", _indent("model", "blank_model")]
+    for group in GROUPS:
+        parts += [f"# {group}={option}\n{_indent(group, option)}" for option in options[group]]
+    parts += ["# any loss of pairs also has", _indent("loss", "options/of_pairs")]
+    parts += ["# any loss with a reference also has", _indent("loss", "options/with_reference")]
     return "\n".join([*parts, END])
 
 
-def _nested(group: str, option: str) -> str:
+def _indent(group: str, option: str) -> str:
+    """The keys and comments of an option's file, indented below its group."""
     text = (CONFIG_DIR / group / f"{option}.yaml").read_text(encoding="utf-8")
     lines = text.split("\ndefaults:")[0].splitlines()
     return "\n".join([f"{group}:", *(f"  {line}" if line else "" for line in lines), ""])

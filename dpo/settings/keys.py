@@ -1,7 +1,7 @@
 """Keys of the config: their values, and which a resume may change.
 
-Meaning and default of each key are in `config/`, conditions on several keys in `dpo/settings/validation.py`. Imports no
-torch.
+The meaning and default of each key are in `config/`, and conditions on several keys in `dpo/settings/validation.py`.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dpo.settings.choices import (
     TRAINERS,
 )
 
-LARGEST = 3.4e38  # of float32: the bound where a spec has none
+LARGEST = 3.4e38  # of float32; bounds a number whose spec has no upper bound
 
 
 def is_int(value: Any) -> bool:
@@ -49,6 +49,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
+    """Return whether a value is a text that is not blank."""
     return isinstance(value, str) and bool(value.strip())
 
 
@@ -57,14 +58,15 @@ def _is_path(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_text, value)) and 0 < len(value) == len(set(value))
+    """Return whether a value is a nonempty list of different texts."""
+    return isinstance(value, list) and bool(value) and all(map(is_text, value)) and len(value) == len(set(value))
 
 
 def _is_run_name(value: Any) -> bool:
     return _is_path(value) and not os.path.isabs(value) and ".." not in value.split("/")
 
 
-KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # test of a value, its description
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # kind: test of a value, and description for messages
     "int": (is_int, "an integer"),
     "number": (is_number, "a number"),
     "flag": (lambda v: isinstance(v, bool), "true or false"),
@@ -107,44 +109,55 @@ class Rule(NamedTuple):
 
 @cache
 def read_rule(spec: str) -> Rule:
-    """Read a spec: a kind, bounds, "or null" and a reason.
+    """Read a spec: a kind, bounds, "or null", and a reason.
 
-    All but the kind (of KINDS) are optional. Examples: `int >= 1`, `number [0, 1)`, `path or null`,
+    Only the kind, a key of KINDS, is required. Examples: `int >= 1`, `number [0, 1)`, `path or null`,
     `int >= 2 or null: the newest may be corrupt`.
     """
     condition, colon, reason = spec.partition(":")
-    values, may_be_null, _ = condition.partition(" or null")
-    kind, _, bounds = values.partition(" ")
-    is_kind, wanted = KINDS[kind]
-    in_bounds, described = _read_bounds(bounds) if kind in ("int", "number") else (lambda v: True, "")
+    not_null_condition, or_null, _ = condition.partition(" or null")
+    kind, _, bounds = not_null_condition.partition(" ")
+    is_of_kind, description = KINDS[kind]
+    if kind in ("int", "number"):
+        in_bounds, bounds_description = _read_bounds(bounds)
+        description += bounds_description
+    else:
+        in_bounds = None
+    if or_null:
+        description += ", or null"
 
     def holds(value: Any) -> bool:
-        return bool(may_be_null) if value is None else is_kind(value) and in_bounds(value)
+        if value is None:
+            return bool(or_null)
+        return is_of_kind(value) and (in_bounds is None or in_bounds(value))
 
-    return Rule(holds, f"{wanted}{described}{', or null' if may_be_null else ''}{colon}{reason}")
+    return Rule(holds, f"{description}{colon}{reason}")
 
 
 def _read_bounds(bounds: str) -> tuple[Callable[[float], bool], str]:
-    """Read bounds such as `> 0` or `[0, 1)`: test and description."""
+    """Read bounds such as `> 0` or `[0, 1)`.
+
+    Returns a test of a number, and the description of the bounds.
+    """
     sign, _, number = bounds.partition(" ")
     if not bounds:
-        interval, described = f"[-{LARGEST}, {LARGEST}]", ""
+        interval, description = f"[-{LARGEST}, {LARGEST}]", ""
     elif sign == ">":
-        interval, described = f"({number}, {LARGEST}]", f" above {number}"
+        interval, description = f"({number}, {LARGEST}]", f" above {number}"
     elif sign == ">=":
-        interval, described = f"[{number}, {LARGEST}]", f" {bounds}"
+        interval, description = f"[{number}, {LARGEST}]", f" {bounds}"
     elif bounds.startswith("[") and bounds.endswith("]"):
-        interval, described = bounds, f" from {bounds[1:-1].replace(', ', ' to ')}"
+        interval, description = bounds, f" from {bounds[1:-1].replace(', ', ' to ')}"
     else:
-        interval, described = bounds, f" in {bounds}"
+        interval, description = bounds, f" in {bounds}"
     low, high = map(float, interval[1:-1].split(", "))
     is_above = operator.ge if interval.startswith("[") else operator.gt
     is_below = operator.le if interval.endswith("]") else operator.lt
-    return lambda v: is_above(v, low) and is_below(v, high), described
+    return lambda v: is_above(v, low) and is_below(v, high), description
 
 
 class Resume(Enum):
-    """The freedom of a resumed run to change a key."""
+    """Permission of a resumed run to change a key."""
 
     KEEP = "no: another value would make it another run"
     CHANGE = "yes: where it runs, how it rounds, how long it trains, what it logs; changes are printed"
@@ -155,18 +168,25 @@ KEEP, CHANGE, PER_RUN = Resume
 
 
 class Key(NamedTuple):
-    """Conditions on the value of a key alone."""
+    """The values that a key may have, and whether they may change."""
 
     spec: str  # for `read_rule`
     resume: Resume
-    choices: Collection[str] = ()  # of a name
-    how_to_set: str = ""  # advice if it has no value; "": give KEY=VALUE
+    choices: Collection[str] = ()  # the values that a key of kind "name" may have
+    how_to_set: str = ""  # advice for a key without a value; "": give KEY=VALUE
+
+
+class Problem(NamedTuple):
+    """A problem of a config."""
+
+    key: str  # whose value is the problem; "" if it is a condition on several keys
+    sentence: str
 
 
 def make_option_key(default: Any) -> Key:
-    """Key for a loss's option without a row.
+    """Make the key of a loss's option that KEYS lacks.
 
-    Its value is like the default in `config/loss`, or for '???' a number.
+    Its values have the type of the default in `config/loss`; '???', which means no default, stands for a number.
     """
     if isinstance(default, bool):
         return Key("flag", KEEP)

@@ -1,4 +1,4 @@
-"""Places of datasets; opens no file and knows no record."""
+"""Where datasets are: local paths and Hub ids. Opens no file."""
 
 from __future__ import annotations
 
@@ -12,35 +12,32 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dpo.errors import InputError
-from dpo.settings.choices import COLUMNS
+from dpo.settings.choices import FIELDS
 from dpo.settings.files import load_defaults
-from dpo.settings.keys import is_text
+from dpo.settings.keys import Problem, is_text
 
 SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-METADATA = ("dataset_dict.json", "dataset_info.json", "state.json")  # files that `datasets` saves beside the data
-SAVED = "state.json"  # file that `datasets.Dataset.save_to_disk` leaves in its directory
+SAVED = "state.json"  # a file in every directory that `datasets.Dataset.save_to_disk` writes
+METADATA = ("dataset_dict.json", "dataset_info.json", SAVED)  # files that `datasets` saves beside the data
 
 
 def find_suffix(name: str) -> str:
-    """The data suffix of a file's name in lower case, or empty."""
+    """Find which of SUFFIXES a file's name has; "" if none."""
     return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A local path or a Hub id, with an optional Hub revision.
-
-    A revision is a branch, tag or commit. `columns` maps our names of columns to the source's.
-    """
+    """A local path or a Hub id, with a revision and columns."""
 
     path: str
-    revision: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
+    revision: str | None = None  # of a Hub id: a branch, tag or commit
+    columns: Mapping[str, str] = field(default_factory=dict)  # maps fields of choices.FIELDS to the source's columns
 
     @classmethod
     def parse(cls, name: str, value: Any) -> Source:
-        """Parse `dataset_sources.NAME`.
+        """Parse the value of `dataset_sources.NAME`.
 
         It is a path or Hub id, or `{path: ..., revision: ..., columns: ...}`. Raises InputError for anything else.
         """
@@ -48,24 +45,27 @@ class Source:
             return cls(value)
         key = f"dataset_sources.{name}"
         if not isinstance(value, Mapping) or not value.get("path") or set(value) - {"path", "revision", "columns"}:
-            what = "a directory, file or Hub id, or {path: ..., revision: ..., columns: ...}"
-            raise InputError(f"{key}={value} must be {what}")
+            raise InputError(
+                f"{key}={value} must be a directory, file or Hub id, or {{path: ..., revision: ..., columns: ...}}"
+            )
         columns = value.get("columns") or {}
-        if columns and name in built_in():
+        if columns and name in list_built_in():
             raise InputError(
                 f"{key}.columns={columns}: {name} has columns of its own; choose another name for your data"
             )
-        if not isinstance(columns, Mapping) or set(columns) - set(COLUMNS) or not all(map(is_text, columns.values())):
-            what = f"map some of {', '.join(COLUMNS)} to your names: {{prompt: question, chosen: best}}"
-            raise InputError(f"{key}.columns={columns} must {what}")
+        if not isinstance(columns, Mapping) or set(columns) - set(FIELDS) or not all(map(is_text, columns.values())):
+            raise InputError(
+                f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to the names of your columns, such as "
+                f"{{prompt: question, chosen: best}}"
+            )
         return cls(str(value["path"]), value.get("revision"), columns)
 
     @property
     def local(self) -> Path | None:
-        """The path, if it exists or cannot be a Hub id."""
+        """The local path; None if this may be a Hub id."""
         path = Path(os.path.expanduser(self.path))
-        looks_local = self.path.startswith(("/", ".", "~")) or bool(find_suffix(self.path)) or self.path.count("/") > 1
-        return path if os.path.exists(path) or looks_local else None
+        is_no_hub_id = self.path.startswith(("/", ".", "~")) or self.path.count("/") > 1 or find_suffix(self.path) != ""
+        return path if is_no_hub_id or os.path.exists(path) else None
 
     @property
     def has_no_splits(self) -> bool:
@@ -74,78 +74,86 @@ class Source:
 
 
 class Datasets(NamedTuple):
+    """The names in `datasets`, with `dataset_sources` for all of them."""
+
     names: list[str]
     sources: dict[str, Any]
     problems: list[str]
 
 
-def built_in() -> tuple[str, ...]:
+def list_built_in() -> tuple[str, ...]:
     return *load_defaults()["dataset_sources"], "demo"
 
 
-def name_datasets(given: str | Sequence[str], sources: Mapping[str, Any]) -> Datasets:
-    """Find the names and places in `datasets`.
+def name_datasets(datasets: str | Sequence[str], sources: Mapping[str, Any]) -> Datasets:
+    """Name every path or Hub id in `datasets` after its last part.
 
-    A path or Hub id is own data, named after its last part.
+    `sources` is `dataset_sources`; the result has the new names too.
     """
-    names, places, problems = [], dict(sources), []
-    listed = [given] if isinstance(given, str) else given
-    for value in listed:
-        if value in built_in() or _has_place(places.get(value)):
-            names.append(value)
+    names, named_sources, problems = [], dict(sources), []
+    values = [datasets] if isinstance(datasets, str) else datasets
+    for value in values:
+        if value in list_built_in() or _has_path(named_sources.get(value)):
+            names.append(value)  # it is a name already
             continue
-        source = Source(value)
-        if source.local is None and not HUB_ID.fullmatch(value):
+        local_path, name = Source(value).local, _name_after(value)
+        if local_path is None and not HUB_ID.fullmatch(value):
             problems.append(
-                f"datasets names {value!r}, which is none of {', '.join(built_in())}, and no file or directory: "
+                f"datasets names {value!r}, which is none of {', '.join(list_built_in())}, and no file or directory: "
                 f"give its path or Hub id, or say where it is with dataset_sources.{value}=DIR_FILE_OR_HUB_ID"
             )
-        elif source.local is not None and not source.local.exists():
-            problems.append(f"datasets names {value}, and there is no such file or directory{seen_from(source.local)}")
-        elif (name := _name_after(value)) in (*built_in(), *names) or _has_place(places.get(name)):
-            renamed = ",".join("OTHER" if other == value else other for other in listed)
+        elif local_path is not None and not local_path.exists():
+            problems.append(f"datasets names {value}, and there is no such file or directory{seen_from(local_path)}")
+        elif name in (*list_built_in(), *names) or _has_path(named_sources.get(name)):
+            renamed = ",".join("OTHER" if other == value else other for other in values)
             problems.append(
                 f"datasets names {value}, but the name {name} is taken: give datasets=[{renamed}] "
                 f"dataset_sources.OTHER={value}"
             )
         else:
             names.append(name)
-            places[name] = {**places[name], "path": value} if isinstance(places.get(name), Mapping) else value
-    return Datasets(names, places, problems)
+            settings = named_sources.get(name)  # of its columns or revision, if any
+            named_sources[name] = {**settings, "path": value} if isinstance(settings, Mapping) else value
+    return Datasets(names, named_sources, problems)
 
 
-def find_dataset_problems(given: str | Sequence[str], sources: Any) -> list[str]:
-    """List what is wrong with `datasets` and `dataset_sources`, one sentence each."""
+def find_dataset_problems(datasets: str | Sequence[str], sources: Any) -> list[Problem]:
+    """List what is wrong with `datasets` and `dataset_sources`."""
     if not isinstance(sources, Mapping):
-        return [f"dataset_sources={sources} must map names to places, such as dataset_sources.hh=DIR"]
-    _, places, problems = name_datasets(given, sources)
-    for name, value in ((name, value) for name, value in places.items() if value is not None):
+        sentence = f"dataset_sources={sources} must map names to paths or Hub ids, such as dataset_sources.hh=DIR"
+        return [Problem("dataset_sources", sentence)]
+    _, named_sources, sentences = name_datasets(datasets, sources)
+    problems = [Problem("datasets", sentence) for sentence in sentences]
+    for name, value in named_sources.items():
+        if value is None:
+            continue
         try:
             Source.parse(name, value)
         except InputError as error:
-            problems.append(str(error))
+            problems.append(Problem("dataset_sources", str(error)))
     return problems
 
 
-def _has_place(source: Any) -> bool:
-    return bool(source) and not (isinstance(source, Mapping) and "path" not in source)
+def _has_path(source: Any) -> bool:
+    """Return whether a value of `dataset_sources` says where the data is."""
+    return "path" in source if isinstance(source, Mapping) else bool(source)
 
 
 def seen_from(path: Path) -> str:
-    """` in DIR` for a relative path, which is sought there."""
+    """Say ` in DIR` of a missing path that is relative."""
     return "" if path.is_absolute() else f" in {Path.cwd()}"
 
 
-def _name_after(place: str) -> str:
+def _name_after(path: str) -> str:
     """A name for keys: `mine` for `/data/mine.csv.gz` and `somebody/mine`."""
-    name = os.path.basename(os.path.abspath(os.path.expanduser(place)))
+    name = os.path.basename(os.path.abspath(os.path.expanduser(path)))
     return re.sub(r"[^\w-]", "_", name[: len(name) - len(find_suffix(name))])
 
 
 def place_datasets(config: DictConfig) -> None:
-    """Make `datasets` a list of names, and put their places into `dataset_sources`."""
+    """Replace paths in `datasets` by names, and add these to `dataset_sources`."""
     sources: Any = OmegaConf.to_container(config.dataset_sources)
-    given: Any = config.datasets if isinstance(config.datasets, str) else list(config.datasets)
-    names, sources, _ = name_datasets(given, sources)
+    datasets: Any = config.datasets if isinstance(config.datasets, str) else list(config.datasets)
+    names, named_sources, _ = name_datasets(datasets, sources)
     with open_dict(config):
-        config.datasets, config.dataset_sources = names, sources
+        config.datasets, config.dataset_sources = names, named_sources

@@ -1,7 +1,7 @@
 """The plan of a run: its config as typed values.
 
-It also has what follows from them. Validation, launch, memory prediction and trainers read it; below `settings` nothing
-reads the config. Fields have the names of their keys. Imports no torch.
+Fields have the names of the config's keys. Validation, launch, memory prediction and trainers read the plan; packages
+below `settings` do not read the config. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class ParallelDims(NamedTuple):
     """Numbers of processes along the axes of `dpo.parallel.mesh.Mesh`."""
 
     world_size: int = 1
-    shard_size: int = 1  # share one copy of weights, gradients and optimizer state
-    tensor_size: int = 1  # cut each layer
+    shard_size: int = 1  # processes that share one copy of weights, gradients and optimizer state
+    tensor_size: int = 1  # processes that share each layer
 
     @classmethod
     def of(cls, world_size: int, *, shard_size: int | None = None, tensor_size: int = 1) -> ParallelDims:
-        """Fill in the sizes; `shard_size` None: one copy for all processes."""
+        """Find the sizes; without `shard_size`, all processes share one copy."""
         return cls(world_size, shard_size or world_size // tensor_size, tensor_size)
 
     @property
     def data_size(self) -> int:
-        """Number of processes that see different rows."""
+        """Number of processes that see different examples."""
         return self.world_size // self.tensor_size
 
     @property
@@ -54,7 +54,7 @@ class ParallelDims(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run's places, what it continues, and how its processes start."""
+    """A run's directories and checkpoints, and how its processes start."""
 
     seed: int
     exp_name: str
@@ -161,7 +161,7 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Updates: optimizer, learning rate, and what is checked and kept while training."""
+    """How weights are updated, and what is checked before and during updates."""
 
     optimizer: str
     lr: float
@@ -191,6 +191,8 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class WandbPlan:
+    """Settings of logging to Weights & Biases."""
+
     enabled: bool
     entity: str | None
     project: str
@@ -215,12 +217,12 @@ class Plan:
 
     trainer: TrainerSpec
     dims: ParallelDims
-    compute_dtype: str  # of the policy
+    compute_dtype: str  # dtype in which the policy computes
     reference_dtype: str
     loss: Loss
-    reference: str | None  # source of its log-probabilities, one of choices.REFERENCES; None: the loss needs none
+    reference: str | None  # source of the reference's log-probabilities, one of choices.REFERENCES; None: not needed
     launched: bool  # whether torchrun or Slurm started the processes
-    gpus: int  # of this machine
+    gpus: int  # number of this machine's GPUs
     run: RunPlan
     fsdp: FSDPPlan
     model: ModelPlan
@@ -232,10 +234,11 @@ class Plan:
     logging: LoggingPlan
     wandb: WandbPlan
     tensorboard: bool
-    values: Mapping[str, Any]  # of all keys by their dotted names, as they were given
+    values: Mapping[str, Any]  # of all keys, by dotted key
 
     @property
     def quantized(self) -> bool:
+        """Return whether the base of the adapter is stored in 4 bits."""
         return self.lora is not None and self.lora.name in QUANTIZED
 
     @property
@@ -254,11 +257,12 @@ class Plan:
 
     @property
     def follow_every(self) -> int | None:
-        """Updates after which the reference becomes the policy's copy, or None."""
+        """Number of updates between syncs of the reference, or None."""
         return self.online.sync_reference_every if self.online else None
 
     @property
     def n_offline(self) -> int:
+        """Number of examples of a batch that come from the datasets."""
         share = self.online.mix_offline if self.online else 1.0
         return round(share * self.data.batch_size)
 
@@ -273,57 +277,55 @@ class Plan:
         return self.reference is not None and self.training.cache_reference_logps == "all"
 
     def nested_values(self) -> dict[str, Any]:
+        """Nest `values`: `{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
         nested: dict[str, Any] = {}
-        for name, value in self.values.items():
-            *groups, key = name.split(".")
-            node = nested
+        for dotted_key, value in self.values.items():
+            *groups, name = dotted_key.split(".")
+            mapping = nested
             for group in groups:
-                node = node.setdefault(group, {})
-            node[key] = value
+                mapping = mapping.setdefault(group, {})
+            mapping[name] = value
         return nested
 
     def change(self, key: str, value: Any) -> Plan:
-        """The plan with another value of a key, on the same processes.
+        """Make the plan with another value of one key.
 
-        For the key `lora` it is another option of that group.
+        If the key is `lora`, the value is another option of that group, such as `qlora`.
         """
-        values = {**self.values, key: value}
         if key == "lora":
-            options = {f"lora.{name}": default for name, default in load_defaults(lora=value)["lora"].items()}
-            values = {**options, **self.values, "lora.name": value}
+            lora_defaults = {f"lora.{name}": default for name, default in load_defaults(lora=value)["lora"].items()}
+            values = {**lora_defaults, **self.values, "lora.name": value}
+        else:
+            values = {**self.values, key: value}
         return make_plan(values, trainer=self.trainer, world_size=self.dims.world_size)
 
 
 def resolve(config: DictConfig, *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
-    """Plan a run from the valid keys of its config.
+    """Make the plan of a config, whose values may be invalid.
 
-    Validation reports the problems of the others. Callers give `trainer` and `world_size` if the trainer is constructed
-    and the processes are started already.
+    Validation reports invalid values, with the help of this plan. `trainer` and `world_size` are given once the trainer
+    is constructed and its processes are started; until then they follow from the config and the machine.
     """
     return make_plan(flatten(config), trainer=trainer, world_size=world_size)
 
 
 def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, world_size: int | None = None) -> Plan:
-    """`resolve` for values by dotted key."""
+    """Make the plan of values by dotted key; see `resolve`."""
     rank_env, gpus = find_rank_env(), count_gpus()
     trainer = trainer or _find_trainer(values)
     if world_size is None and rank_env is not None:
         world_size = rank_env.world_size
-    elif world_size is None:
-        world_size = (_count(values, "world_size") or max(1, gpus)) if trainer.multi_process else 1
-    tensor_size = 1
-    if trainer.cuts_layers and trainer.multi_process:
-        is_given = values.get("tensor_parallel_size") is not None
-        tensor_size = (_count(values, "tensor_parallel_size") or 1) if is_given else world_size
-    gathered_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
-    compute_dtype = gathered_dtype or values.get("model.policy_dtype")
-    loss, is_adapted = _find_loss(_read_loss_options(values)), values.get("lora.name") in ADAPTED
+    fsdp_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
+    compute_dtype = fsdp_dtype or values.get("model.policy_dtype")
+    loss = _find_loss(_nest_loss_options(values))
     reference = _find_reference(values) if loss.reference else None
+    # a reference that is not a model of its own computes in the policy's dtype
+    reference_dtype = values.get("model.reference_dtype") if reference == "model" else None
     return Plan(
         trainer=trainer,
-        dims=ParallelDims.of(world_size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size),
+        dims=_find_dims(values, trainer, world_size=world_size, gpus=gpus),
         compute_dtype=compute_dtype,
-        reference_dtype=(values.get("model.reference_dtype") if reference == "model" else None) or compute_dtype,
+        reference_dtype=reference_dtype or compute_dtype,
         loss=loss,
         reference=reference,
         launched=rank_env is not None,
@@ -331,7 +333,7 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         run=_read(RunPlan, values),
         fsdp=_read(FSDPPlan, values, "fsdp_"),
         model=_read(ModelPlan, values, "model."),
-        lora=_read(AdapterPlan, values, "lora.") if is_adapted else None,
+        lora=_read(AdapterPlan, values, "lora.") if values.get("lora.name") in ADAPTED else None,
         online=_read(OnlinePlan, values, "online.") if values.get("online.name") == "online" else None,
         data=_read(DataPlan, values),
         training=_read(TrainingPlan, values),
@@ -347,11 +349,12 @@ Section = TypeVar("Section")
 
 
 def _read(section: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
-    """A section of the plan; keys that the config lacks are None."""
+    """Read a section of the plan; missing keys are None."""
     return section(**{field.name: values.get(prefix + field.name) for field in fields(section)})  # type: ignore[arg-type]
 
 
-def _read_loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
+def _nest_loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values under `loss`, with those under `loss.weights` in a mapping."""
     options = {key.removeprefix("loss."): value for key, value in values.items() if key.startswith("loss.")}
     weights = {key.removeprefix("weights."): value for key, value in options.items() if key.startswith("weights.")}
     options = {key: value for key, value in options.items() if key.partition(".")[0] != "weights"}
@@ -359,37 +362,57 @@ def _read_loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
-    trainer = _named(TRAINERS, values.get("trainer"), BASIC)
+    """Find the trainer; BasicTrainer stands for an unknown name."""
+    trainer = _look_up(TRAINERS, values.get("trainer"), BASIC)
     if trainer is TENSOR_PARALLEL:
-        return _named(TENSOR_PARALLEL_BACKENDS, values.get("tensor_parallel.backend"), trainer)
+        return _look_up(TENSOR_PARALLEL_BACKENDS, values.get("tensor_parallel.backend"), trainer)
     return trainer
 
 
-def _find_loss(options: Mapping[str, Any]) -> Loss:
-    """The loss that the options name.
+def _find_dims(values: Mapping[str, Any], trainer: TrainerSpec, *, world_size: int | None, gpus: int) -> ParallelDims:
+    """Find the numbers of processes; `world_size` is None unless it is decided."""
+    if world_size is None:
+        world_size = (_count(values, "world_size") or max(1, gpus)) if trainer.multi_process else 1
+    tensor_size = 1
+    if trainer.cuts_layers and trainer.multi_process:
+        if values.get("tensor_parallel_size") is None:
+            tensor_size = world_size
+        else:
+            tensor_size = _count(values, "tensor_parallel_size") or 1  # 1 stands for an invalid value
+    return ParallelDims.of(world_size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size)
 
-    DPO stands for an unknown name, and parts that cannot be mixed are left out: validation reports both.
+
+def _find_loss(options: Mapping[str, Any]) -> Loss:
+    """Find the loss that the options name.
+
+    DPO stands for an unknown name, and losses that cannot be mixed are left out of a mix: validation reports both.
     """
     name, weights = options.get("name"), options.get("weights", {})
     if not isinstance(name, str) or name not in LOSSES:
         return LOSSES["dpo"]
-    valid = {part: weight for part, weight in weights.items() if part in LOSSES and LOSSES[part].can_be_mixed}
-    return find_loss({**options, "weights": valid} if weights else options)
+    if not weights:
+        return find_loss(options)
+    valid = {loss: weight for loss, weight in weights.items() if loss in LOSSES and LOSSES[loss].can_be_mixed}
+    return find_loss({**options, "weights": valid})
 
 
 def _find_reference(values: Mapping[str, Any]) -> str:
-    """The source of the reference's log-probabilities; without an adapter, a separate model."""
+    """Find the source of the reference's log-probabilities, one of REFERENCES.
+
+    Without an adapter it is a second model. `base` stands for an unknown name.
+    """
     if values.get("lora.name") not in ADAPTED:
         return "model"
-    wanted = values.get("lora.reference")
-    return wanted if wanted in REFERENCES else "base"
+    source = values.get("lora.reference")
+    return source if source in REFERENCES else "base"
 
 
-def _named(table: Mapping[str, Any], name: Any, default: Any) -> Any:
+def _look_up(table: Mapping[str, Any], name: Any, default: Any) -> Any:
+    """Look up a name, which may be a value of any type."""
     return table.get(name, default) if isinstance(name, str) else default
 
 
 def _count(values: Mapping[str, Any], key: str) -> int | None:
-    """A key's value if it is a positive integer."""
+    """Return a key's value if it is a positive integer, else None."""
     value = values.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

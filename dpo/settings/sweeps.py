@@ -1,4 +1,4 @@
-"""Jobs of a sweep: names of their directories, a table of results."""
+"""The jobs of a sweep: their directories and a table of results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from dpo.settings.command_line import parse_key
 from dpo.system.redaction import redact
 from dpo.system.run_directory import SWEEP
 
-LONGEST_GROUP = 128  # characters that W&B allows
-LONGEST_NAME = 100  # characters; file systems allow 255, but W&B and others append some
-QUALITIES = (("rewards_eval/accuracies", max), ("loss/eval", min))  # the first one that was measured counts
-BESIDE = ("rewards_eval/margins", "loss/eval")  # of the same evaluation: few test pairs are often all ranked right
+LONGEST_GROUP = 128  # characters of a group's name that W&B allows
+LONGEST_NAME = 100  # characters; file systems allow 255, but W&B and other programs append some
+# metrics that rank a job's evaluations, and how; the first that the job logged is used
+RANKING = (("rewards_eval/accuracies", max), ("loss/eval", min))
+# metrics shown beside the accuracy, which is often 1 for several jobs if there are few test pairs
+SHOWN_BESIDE = ("rewards_eval/margins", "loss/eval")
 
 
 @dataclass
 class Job:
+    """A job of a sweep: one run with its own overrides."""
+
     number: int
     overrides: list[str]
     directory: Path | None = None
@@ -30,19 +34,22 @@ class Job:
 
     @property
     def name(self) -> str:
-        """A unique file name from number and overrides, without secrets."""
-        text = re.sub(r"[^\w.=,+-]+", "_", ",".join(self.shown), flags=re.ASCII).strip("_")
+        """A unique file name made of number and overrides, without secrets."""
+        text = re.sub(r"[^\w.=,+-]+", "_", ",".join(self.redacted_overrides), flags=re.ASCII).strip("_")
         return f"{self.number}_{text}"[:LONGEST_NAME].rstrip("_.") if text else str(self.number)
 
     @property
-    def shown(self) -> list[str]:
+    def redacted_overrides(self) -> list[str]:
         return [redact(override).lstrip("+~") for override in self.overrides]
 
     def summarize(self) -> dict[str, Any]:
-        """Its entry in `sweep.json`, with its best evaluation after an update."""
+        """Make the job's entry in `sweep.json`, with its best evaluation.
+
+        The evaluation before the first update does not count.
+        """
         summary = {
             "job": self.number,
-            "overrides": self.shown,
+            "overrides": self.redacted_overrides,
             "finished": self.is_finished,
             "metric": None,
             "best": None,
@@ -50,11 +57,12 @@ class Job:
             "examples": None,
             "directory": str(self.directory),
         }
-        lines = _read_evaluations(self.directory / "metrics.jsonl") if self.directory else []
-        for metric, better in QUALITIES:
-            if measured := [line for line in lines if line.get(metric) is not None]:
-                best = better(measured, key=lambda line: line[metric])
-                shown = {name: best[name] for name in (metric, *BESIDE) if best.get(name) is not None}
+        evaluations = _read_evaluations(self.directory / "metrics.jsonl") if self.directory else []
+        for metric, choose in RANKING:
+            with_metric = [evaluation for evaluation in evaluations if evaluation.get(metric) is not None]
+            if with_metric:
+                best = choose(with_metric, key=lambda evaluation: evaluation[metric])
+                shown = {name: best[name] for name in (metric, *SHOWN_BESIDE) if best.get(name) is not None}
                 summary |= {"metric": metric, "best": best[metric], "metrics": shown, "examples": best["examples"]}
                 break
         return summary
@@ -68,17 +76,19 @@ class Sweep:
         self.folder = Path()  # of the sweep's own files
 
     def begin_job(self, config: Any, hydra_config: Any) -> None:
-        """Give a job a directory named after its overrides.
+        """Give a job a directory named after its swept overrides.
 
-        It is inside the directory given for the sweep, or, without one, a new one under `local_dirs`.
+        If the command line has `local_run_dir`, the job's directory is inside it. Otherwise it is a new directory under
+        `local_dirs`.
         """
-        constant = set(hydra_config.job.config.override_dirname.exclude_keys)
-        overrides = {override: parse_key(override) for override in hydra_config.overrides.task}
-        job = Job(hydra_config.job.num, [override for override, key in overrides.items() if key not in constant])
-        is_given = "local_run_dir" in overrides.values()
-        config.local_run_dir = f"{os.path.expanduser(config.local_run_dir)}{'/' if is_given else '_'}{job.name}"
+        fixed_keys = set(hydra_config.job.config.override_dirname.exclude_keys)  # the same in all jobs
+        keys = {override: parse_key(override) for override in hydra_config.overrides.task}
+        job = Job(hydra_config.job.num, [override for override, key in keys.items() if key not in fixed_keys])
+        has_run_dir = "local_run_dir" in keys.values()
+        separator = "/" if has_run_dir else "_"
+        config.local_run_dir = f"{os.path.expanduser(config.local_run_dir)}{separator}{job.name}"
         job.directory = Path(config.local_run_dir)
-        folder = job.directory.parent if is_given else Path(hydra_config.sweep.dir)
+        folder = job.directory.parent if has_run_dir else Path(hydra_config.sweep.dir)
         config.wandb.group = config.wandb.group or redact(folder.name)[-LONGEST_GROUP:]
         if not config.dry_run:
             self.folder = folder
@@ -89,9 +99,9 @@ class Sweep:
             self.jobs[-1].is_finished = True
 
     def report(self) -> None:
-        """Print the table and write `sweep.json`, however the sweep ended.
+        """Print the table of results and write it to `sweep.json`.
 
-        Jobs that ran elsewhere, under another launcher of Hydra, are not in it.
+        Jobs that another launcher of Hydra ran in other processes are not in the table.
         """
         if not self.jobs:
             return
@@ -104,10 +114,11 @@ class Sweep:
         except OSError as error:
             print(f"warning: {file} cannot be written: {error}")
         else:
-            print(f"the same in {file}")
+            print(f"this table is also in {file}")
 
 
 def _read_evaluations(log: Path) -> list[dict[str, Any]]:
+    """Read the evaluations of a run after its first update."""
     if not log.is_file():
         return []
     lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -116,6 +127,7 @@ def _read_evaluations(log: Path) -> list[dict[str, Any]]:
 
 
 def as_table(summaries: Sequence[dict[str, Any]]) -> str:
+    """Format the summaries of jobs as a table, one row for each."""
     rows = [("job", "overrides", "best evaluation", "directory")]
     for summary in summaries:
         best = "none"

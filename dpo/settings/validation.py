@@ -1,7 +1,7 @@
-"""Config validation: every problem at once, before anything is loaded.
+"""Config validation: all problems are reported at once, before anything is loaded.
 
-Conditions on the value of a key alone are in `dpo/settings/keys.py`; those on several keys, or on keys and the machine,
-are the table CHECKS. Imports no torch.
+Conditions on the value of one key are in `dpo/settings/keys.py`. Conditions on several keys, or on keys and the
+machine, are the table CHECKS. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from dpo.settings.choices import (
     STEPS_OF_LR,
     TENSOR_PARALLEL,
     explain_unknown,
+    join_with_or,
 )
-from dpo.settings.files import OPTIONAL, UNRESOLVED, dotted, flatten, load_aliases, load_defaults
-from dpo.settings.keys import KEYS, Key, make_option_key, read_rule
+from dpo.settings.files import GROUPS, UNRESOLVED, dotted, flatten, load_aliases, load_defaults
+from dpo.settings.keys import KEYS, Key, Problem, make_option_key, read_rule
 from dpo.settings.places import find_dataset_problems, name_datasets
 from dpo.settings.plan import Plan, resolve
 
@@ -41,53 +42,56 @@ WEIGHTS = "loss.weights."
 class Check(NamedTuple):
     """A condition under which a config is refused, or warned about.
 
-    It is skipped if it reads a key without a valid value. With `keys` it is tried for those that are set: not null, and
-    not at their defaults. `{key}` in a sentence is the key's value.
+    A check with `keys` is made for each of them that is set, which means that it is neither null nor at its default. A
+    check that reads a key without a valid value is skipped, as that value is reported itself. In a sentence, `{lr}` is
+    the value of `lr`, `{KEY}` one of `keys`, `{VALUE}` its value, `{processes}` and `{gpus}` their numbers.
     """
 
-    broken: Callable[[Values, Plan], Any]
+    is_broken: Callable[[Values, Plan], Any]  # true if the config is refused or warned about
     sentence: str | Callable[[Values, Plan], str]
     level: Level = "error"
     keys: tuple[str, ...] = ()
 
 
-def needs(keys: str, what: str, met: Callable[[Values, Plan], Any], level: Level = "warning") -> Check:
-    """A check that keys have an effect, given other keys."""
-    why = "needs" if level == "error" else "has no effect: it needs"
-    return Check(lambda v, p: not met(v, p), f"{{KEY}}={{VALUE}} {why} {what}", level, tuple(keys.split()))
+def needs(keys: str, what: str, is_met: Callable[[Values, Plan], Any], level: Level = "warning") -> Check:
+    """Make a check that keys, separated by spaces, have an effect."""
+    verb = "needs" if level == "error" else "has no effect: it needs"
+    return Check(lambda v, p: not is_met(v, p), f"{{KEY}}={{VALUE}} {verb} {what}", level, tuple(keys.split()))
 
 
-def _list_losses(fits: Callable[[Loss], bool], between: str = ", ") -> str:
-    return between.join(name for name, loss in LOSSES.items() if fits(loss))
+def _list_losses(is_listed: Callable[[Loss], bool], separator: str = ", ") -> str:
+    return separator.join(name for name, loss in LOSSES.items() if is_listed(loss))
 
 
-SEVERAL = "a trainer of several processes: trainer=FSDPTrainer"
-REFERENCE = f"a loss with a reference: any but {_list_losses(lambda loss: not loss.reference)}"
-PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: loss.trains_on != 'pairs')}"
-MARGIN = (
-    "a loss whose log-ratios enter by their difference alone: "
+# what several keys need
+SEVERAL_PROCESSES = "a trainer of several processes: trainer=FSDPTrainer"
+LOSS_WITH_REFERENCE = f"a loss with a reference: any but {_list_losses(lambda loss: not loss.reference)}"
+LOSS_OF_PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: loss.trains_on != 'pairs')}"
+LOSS_OF_MARGIN = (
+    "a loss that depends on the log-ratios by their difference alone: "
     f"loss={_list_losses(lambda loss: loss.reference and loss.margin_only, ' or ')}"
 )
 
 # fmt: off
 CHECKS = (
-    # --- keys that have an effect under others alone
+    # --- keys that have an effect only with some values of other keys. v: the values, p: the plan
     needs("fsdp_port", "processes that train.py starts itself: trainer=FSDPTrainer, without a launcher",
           lambda v, p: p.trainer.multi_process and not p.launched),
-    needs("collective_timeout_secs", SEVERAL, lambda v, p: p.trainer.multi_process),
-    needs("fsdp_shard_size", SEVERAL, lambda v, p: p.trainer.multi_process, "error"),
-    needs("fsdp_reduce_dtype", SEVERAL, lambda v, p: p.trainer.multi_process, "error"),
+    needs("collective_timeout_secs", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process),
+    needs("fsdp_shard_size", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process, "error"),
+    needs("fsdp_reduce_dtype", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process, "error"),
     needs("fsdp_reshard_after_forward", "processes that share weights: trainer=FSDPTrainer",
           lambda v, p: p.dims.shard_size > 1),
     needs("fsdp_reduce_once", "gradient_accumulation_steps above 1 and processes that share weights: "
           "trainer=FSDPTrainer", lambda v, p: p.dims.shard_size > 1 and v["gradient_accumulation_steps"] > 1),
     needs("fsdp_frozen_weights", "a reference of its own or an adapter, and trainer=FSDPTrainer",
           lambda v, p: p.trainer.multi_process and p.has_frozen_weights),
-    needs("model.fsdp_policy_mp", f"{SEVERAL}, or use model.autocast", lambda v, p: p.trainer.multi_process, "error"),
+    needs("model.fsdp_policy_mp", f"{SEVERAL_PROCESSES}, or use model.autocast",
+          lambda v, p: p.trainer.multi_process, "error"),
     needs("tensor_parallel_size", "trainer=TensorParallelTrainer",
           lambda v, p: p.trainer.cuts_layers or v["tensor_parallel_size"] == 1, "error"),
     needs("tensor_parallel.backend", "trainer=TensorParallelTrainer", lambda v, p: p.trainer.cuts_layers, "error"),
-    needs("lr_scaling", "several processes that see different rows: trainer=FSDPTrainer",
+    needs("lr_scaling", "several processes that see different examples: trainer=FSDPTrainer",
           lambda v, p: p.dims.data_size > 1),
     needs("min_lr_ratio", "schedule=linear or schedule=cosine", lambda v, p: v["schedule"] != "constant", "error"),
     needs("tensorboard.enabled save_every keep_checkpoints export", "debug=false", lambda v, p: not v["debug"]),
@@ -98,15 +102,15 @@ CHECKS = (
           lambda v, p: v["sample_during_eval"] or v["online.name"] == "online"),
     needs("do_first_sampling", "do_first_eval=true and sample_during_eval=true",
           lambda v, p: v["do_first_eval"] and v["sample_during_eval"]),
-    needs("loss.sft_weight", PAIRS, lambda v, p: p.loss.trains_on == "pairs", "error"),
-    needs("loss.wpo loss.ld_alpha", REFERENCE, lambda v, p: p.loss.reference, "error"),
-    needs("loss.f_divergence", MARGIN, lambda v, p: p.loss.reference and p.loss.margin_only, "error"),
+    needs("loss.sft_weight", LOSS_OF_PAIRS, lambda v, p: p.loss.trains_on == "pairs", "error"),
+    needs("loss.wpo loss.ld_alpha", LOSS_WITH_REFERENCE, lambda v, p: p.loss.reference, "error"),
+    needs("loss.f_divergence", LOSS_OF_MARGIN, lambda v, p: p.loss.reference and p.loss.margin_only, "error"),
     needs("loss.f_alpha", "loss.f_divergence=alpha", lambda v, p: v["loss.f_divergence"] == "alpha"),
-    needs("cache_reference_logps lora.reference", REFERENCE, lambda v, p: p.loss.reference),
+    needs("cache_reference_logps lora.reference", LOSS_WITH_REFERENCE, lambda v, p: p.loss.reference),
     needs("model.reference_dtype",
-          f"{REFERENCE}, and a model of its own that gives it: lora=none, or lora.reference=model",
+          f"{LOSS_WITH_REFERENCE}, and a reference that is a second model: lora=none, or lora.reference=model",
           lambda v, p: p.reference == "model"),
-    needs("online.sync_reference_every", f"{REFERENCE}, and lora=none",
+    needs("online.sync_reference_every", f"{LOSS_WITH_REFERENCE}, and lora=none",
           lambda v, p: p.reference == "model" and v["lora.name"] not in ADAPTED, "error"),
     needs("online.reward_model", "online.scorer=reward_model", lambda v, p: v["online.scorer"] == "reward_model"),
     needs("online.function", "online.scorer=function", lambda v, p: v["online.scorer"] == "function"),
@@ -115,7 +119,7 @@ CHECKS = (
     Check(lambda v, p: p.launched and p.dims.world_size > 1 and not p.trainer.multi_process,
           "trainer={trainer} is one process, and {processes} were launched: use trainer=FSDPTrainer"),
     Check(lambda v, p: v["world_size"] not in (None, 1) and p.dims.world_size == 1 and not p.trainer.multi_process,
-          f"world_size={{world_size}} needs {SEVERAL}"),
+          f"world_size={{world_size}} needs {SEVERAL_PROCESSES}"),
     Check(lambda v, p: p.launched and v["world_size"] not in (None, p.dims.world_size) and p.trainer.multi_process,
           "world_size={world_size}, but {processes} processes were launched: leave it out"),
     Check(lambda v, p: not p.launched and p.trainer.multi_process and 0 < p.gpus < p.dims.world_size,
@@ -130,7 +134,7 @@ CHECKS = (
           lambda v, p: f"fsdp_shard_size={v['fsdp_shard_size']} does not divide the {p.dims.data_size} processes: "
           f"try {_list_divisors(p.dims.data_size)}"),
     Check(lambda v, p: _is_divided(p) and v["batch_size"] % (v["gradient_accumulation_steps"] * p.dims.data_size),
-          lambda v, p: _explain_batches(v["batch_size"], v["gradient_accumulation_steps"], p.dims.data_size)),
+          lambda v, p: _explain_batch_size(v["batch_size"], v["gradient_accumulation_steps"], p.dims.data_size)),
     # --- trainers, packages and hardware
     Check(lambda v, p: v["sample_during_eval"] and p.trainer is PACKAGE,
           "sample_during_eval=true does not work with tensor_parallel.backend=tensor_parallel: set "
@@ -163,9 +167,9 @@ CHECKS = (
           "model.attn_implementation=flex_attention cannot train on a CPU: use sdpa"),
     # --- models, lengths, intervals and rates
     Check(lambda v, p: _is_missing(v["model.name_or_path"]),
-          lambda v, p: _explain_missing("model.name_or_path", v)),
-    Check(lambda v, p: _is_missing(v["model.tokenizer_name_or_path"] or ""),
-          lambda v, p: _explain_missing("model.tokenizer_name_or_path", v)),
+          lambda v, p: _explain_missing("model.name_or_path", v), keys=("model.name_or_path",)),
+    Check(lambda v, p: _is_missing(v["model.tokenizer_name_or_path"]),
+          lambda v, p: _explain_missing("model.tokenizer_name_or_path", v), keys=("model.tokenizer_name_or_path",)),
     Check(lambda v, p: v["lora.reference"] == "adapter" and v["model.archive"] is None,
           "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"),
     Check(lambda v, p: v["max_prompt_length"] >= v["max_length"],
@@ -179,14 +183,15 @@ CHECKS = (
           lambda v, p: f"save_every={v['save_every']} (examples) must be a multiple of batch_size: "
           f"try {_find_multiple(v['save_every'], v['batch_size'])}"),
     Check(lambda v, p: v["lr"] < 1e-6 and v["lora.name"] in ADAPTED and v["optimizer"] in STEPS_OF_LR,
-          "lr={lr} is a rate for all weights; adapters take some ten times as much: 5e-6 to 2e-4", "warning"),
-    # a step is about lr, and a relative change below 1/512 to 1/256 of a weight is rounded away; adapters are float32
+          "lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much: 5e-6 to "
+          "2e-4", "warning"),
+    # a step is about lr, and bfloat16 rounds a step of less than 1/512 to 1/256 of a weight away; adapters are float32
     Check(lambda v, p: v["lr"] < 1e-5 and v["model.policy_dtype"] == "bfloat16" and v["lora.name"] not in ADAPTED
           and v["optimizer"] in STEPS_OF_LR,
           "lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
           "with model.autocast=bfloat16, or an lr of 1e-5 or more", "warning"),
-    # --- losses; weights of a mix that are wrong alone have a sentence of their own
-    Check(lambda v, p: v["loss.name"] == "mix" and not any(w and _may_be_pairwise(key) for key, w in v.items()),
+    # --- losses. An unknown loss in loss.weights counts as one of pairs here, because it is reported itself
+    Check(lambda v, p: v["loss.name"] == "mix" and not any(w and _may_weigh_pairs(key) for key, w in v.items()),
           "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
     Check(lambda v, p: p.loss.needs_label_smoothing and v["loss.label_smoothing"] == 0,
           "loss.label_smoothing=0 makes the loss infinite: set it above 0, such as loss.label_smoothing=0.001"),
@@ -221,39 +226,40 @@ def _is_divided(plan: Plan) -> bool:
 
 
 def _list_divisors(number: int) -> str:
-    """Divisors of a number in words, such as `1, 2 or 4`."""
-    *most, last = [str(n) for n in range(1, number + 1) if number % n == 0]
-    return f"{', '.join(most)} or {last}" if most else last
+    """List the divisors of a number, as in `1, 2 or 4`."""
+    return join_with_or([str(n) for n in range(1, number + 1) if number % n == 0])
 
 
 def _find_multiple(number: int, factor: int) -> int:
+    """Find the positive multiple of `factor` nearest to `number`."""
     return max(1, round(number / factor)) * factor
 
 
-def _explain_batches(batch: int, steps: int, data_size: int) -> str:
-    parts = steps * data_size
-    fix = f"try batch_size={_find_multiple(batch, parts)}"
-    if batch % data_size == 0:
-        fix += f", or gradient_accumulation_steps={_list_divisors(batch // data_size)}"
-    elif batch % steps == 0:
-        fix += f", or {_list_divisors(batch // steps)} processes"
+def _explain_batch_size(batch_size: int, accumulation_steps: int, data_size: int) -> str:
+    n_parts = accumulation_steps * data_size
+    fix = f"try batch_size={_find_multiple(batch_size, n_parts)}"
+    if batch_size % data_size == 0:
+        fix += f", or gradient_accumulation_steps={_list_divisors(batch_size // data_size)}"
+    elif batch_size % accumulation_steps == 0:
+        fix += f", or {_list_divisors(batch_size // accumulation_steps)} processes"
     return (
-        f"batch_size={batch} must be divisible by gradient_accumulation_steps * processes = "
-        f"{steps} * {data_size} = {parts}: {fix}"
+        f"batch_size={batch_size} must be divisible by gradient_accumulation_steps * processes = "
+        f"{accumulation_steps} * {data_size} = {n_parts}: {fix}"
     )
 
 
 def _is_missing(name: str) -> bool:
-    """Return whether a model's name can only be a missing path."""
+    """Return whether a model name is a path that does not exist."""
     return (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).exists()
 
 
 def _explain_missing(key: str, v: Values) -> str:
-    return f"{key}={v[key]} is not there: no such directory{' (~ is not expanded)' * v[key].startswith('~')}"
+    hint = " (~ is not expanded)" if v[key].startswith("~") else ""
+    return f"{key}={v[key]} does not exist{hint}: give a directory or a Hub id"
 
 
-def _may_be_pairwise(key: str) -> bool:
-    """Return whether a key weighs pairs, or an unknown loss."""
+def _may_weigh_pairs(key: str) -> bool:
+    """Return whether a key weighs a loss of pairs or unknown loss."""
     loss = LOSSES.get(key.removeprefix(WEIGHTS))
     return key.startswith(WEIGHTS) and (loss is None or loss.trains_on == "pairs")
 
@@ -265,80 +271,96 @@ def _find_script(v: Values) -> Path:
 def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[str]:
     """List the problems of a composed config, one sentence each.
 
-    A sentence has the value and the fix. `plan` is the config's plan, if known already.
+    A sentence has the value and the fix. `plan` is the config's plan, if it has been made already.
     """
-    problems = find_problems(flatten(config), plan or resolve(config))
-    written: Any = OmegaConf.to_container(config)
-    if config.get("resume") == "auto" and "get_local_run_dir" in str(written["local_run_dir"]):
-        problems.append("resume=auto looks into local_run_dir, which is a new one each time: give local_run_dir=DIR")
-    return problems
+    sentences = [problem.sentence for problem in find_problems(flatten(config), plan or resolve(config))]
+    unresolved: Any = OmegaConf.to_container(config)
+    if config.get("resume") == "auto" and "get_local_run_dir" in str(unresolved["local_run_dir"]):
+        sentences.append(
+            "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by default: "
+            "give local_run_dir=DIR"
+        )
+    return sentences
 
 
-def find_problems(values: Values, plan: Plan) -> list[str]:
-    """`find_config_problems` for values by dotted key."""
-    sources, keys = values.get("dataset_sources", {}), _list_keys(values)
-    resolved = {k: value for k, value in values.items() if value is not UNRESOLVED and k != "dataset_sources"}
-    in_order = sorted(resolved, key=lambda key: key.startswith("loss."))  # as --cfg job: model, then loss
-    invalid = {key: problem for key in in_order if (problem := find_value_problem(key, resolved[key], keys))}
-    # weights stay even if invalid: a check asks which losses a mix names, whatever their weights
-    valid = {k: value for k, value in values.items() if k.startswith(WEIGHTS) or (k in resolved and k not in invalid)}
+def find_problems(values: Values, plan: Plan) -> list[Problem]:
+    """List the problems of values by dotted key, and of their plan."""
+    keys = _list_keys(values)
+    checkable = {k: value for k, value in values.items() if value is not UNRESOLVED and k != "dataset_sources"}
+    in_order = sorted(checkable, key=lambda key: key.startswith("loss."))  # the loss comes last, as in --cfg job
+    sentences = {key: find_value_problem(key, checkable[key], keys) for key in in_order}
+    invalid = {key: sentence for key, sentence in sentences.items() if sentence is not None}
+    # weights stay even if they are invalid: a check asks which losses a mix names, whatever their weights
+    valid = {k: value for k, value in values.items() if k.startswith(WEIGHTS) or (k in checkable and k not in invalid)}
     return [
         *_find_absent(values),
-        *invalid.values(),
+        *(Problem(key, sentence) for key, sentence in invalid.items()),
         *_find_broken(valid, plan, "error"),
-        *find_dataset_problems(valid.get("datasets", []), sources),
+        *find_dataset_problems(valid.get("datasets", []), values.get("dataset_sources", {})),
     ]
 
 
 def find_warnings(config: DictConfig, plan: Plan) -> list[str]:
-    """List the keys of a valid config that have little effect."""
+    """List the warnings about a valid config, one sentence each."""
     values = flatten(config)
     names = name_datasets(values["datasets"], values["dataset_sources"]).names
-    placed = {name for name, source in values["dataset_sources"].items() if source is not None}
+    sources = {name for name, source in values["dataset_sources"].items() if source is not None}
     unused = (
         f"dataset_sources.{name} has no effect: datasets={','.join(names)} does not name it; datasets=[{name}] does"
-        for name in sorted(placed - set(names))
+        for name in sorted(sources - set(names))
     )
-    return [*_find_broken(values, plan, "warning"), *unused]
+    return [*(problem.sentence for problem in _find_broken(values, plan, "warning")), *unused]
 
 
-def _find_broken(values: Values, plan: Plan, level: Level) -> Iterator[str]:
-    """Yield the sentences of a level's checks that the values break."""
-    defaults = dict(dotted(load_defaults(**{group: values.get(f"{group}.name") for group in OPTIONAL})))
+def _find_broken(values: Values, plan: Plan, level: Level) -> Iterator[Problem]:
+    """Yield the problems that the checks of a level find."""
+    defaults = dict(dotted(load_defaults(**{group: values.get(f"{group}.name") for group in GROUPS})))
     facts = {"processes": plan.dims.world_size, "gpus": plan.gpus}
-    for broken, sentence, _, keys in (check for check in CHECKS if check.level == level):
-        set_keys = [key for key in keys if values.get(key) not in (None, defaults.get(key))]
-        with suppress(KeyError):  # the check reads a key without a valid value, which is a problem of its own
-            if (keys and not set_keys) or not broken(values, plan):
+    for check in CHECKS:
+        if check.level != level:
+            continue
+        set_keys = [key for key in check.keys if values.get(key) not in (None, defaults.get(key))]
+        if check.keys and not set_keys:
+            continue
+        with suppress(KeyError):  # raised by a check that reads a key without a valid value
+            if not check.is_broken(values, plan):
                 continue
-            for key in set_keys or ("",):  # a check without keys is reported once
-                fillers = {**facts, **values, "KEY": key, "VALUE": values.get(key)}
-                yield _fill(sentence, fillers) if isinstance(sentence, str) else sentence(values, plan)
+            for key in set_keys or [""]:  # a check without keys is reported once
+                if isinstance(check.sentence, str):
+                    sentence = _fill(check.sentence, {**facts, **values, "KEY": key, "VALUE": values.get(key)})
+                else:
+                    sentence = check.sentence(values, plan)
+                yield Problem(key, sentence)
 
 
 def _fill(sentence: str, values: Values) -> str:
-    return re.sub(r"\{([\w.]+)\}", lambda name: str(_as_typed(values[name[1]])), sentence)
+    """Replace each `{name}` in a sentence by its value."""
+    return re.sub(r"\{([\w.]+)\}", lambda match: str(_as_typed(values[match[1]])), sentence)
 
 
-def _find_absent(values: Values) -> Iterator[str]:
+def _find_absent(values: Values) -> Iterator[Problem]:
+    """Yield a problem for each key that was removed, as with `~KEY`."""
     for key in KEYS:
-        if key not in values and not key.startswith(tuple(f"{group}." for group in OPTIONAL)):
-            yield f"{key} was removed from the config: give {key}=VALUE instead of ~{key}"
+        if key not in values and not key.startswith(tuple(f"{group}." for group in GROUPS)):
+            yield Problem(key, f"{key} was removed from the config: give {key}=VALUE instead of ~{key}")
     for group, options in (("lora", ADAPTED), ("online", ("online",))):
+        option = values.get(f"{group}.name")
         lacking = [key for key in KEYS if key.startswith(f"{group}.") and key not in values]
-        if (option := values.get(f"{group}.name")) in options and lacking:
-            yield f"{group}.name={option} lacks {', '.join(lacking)}: choose {group}={option}"
+        if option in options and lacking:
+            yield Problem("", f"{group}.name={option} lacks {', '.join(lacking)}: choose {group}={option}")
 
 
 def _list_keys(values: Values) -> dict[str, Key]:
-    """All keys of a config, with its loss's options without a row."""
-    name = values.get("loss.name")
-    options = dotted({"loss": load_defaults(name)["loss"]} if isinstance(name, str) and name in LOSSES else {})
+    """List all keys, with those options of the loss that KEYS lacks."""
+    loss_name = values.get("loss.name")
+    if not isinstance(loss_name, str) or loss_name not in LOSSES:
+        return KEYS
+    options = dotted({"loss": load_defaults(loss_name)["loss"]})
     return {key: make_option_key(default) for key, default in options} | KEYS
 
 
 def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | None:
-    """A sentence on a value that is wrong by itself, or None."""
+    """Explain why a value is wrong by itself, if it is."""
     if key not in keys and key.startswith(WEIGHTS):
         return _explain_weight(key)
     if key not in keys:
@@ -357,23 +379,26 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
 
 
 def _explain_weight(key: str) -> str:
+    """Explain why a key under `loss.weights` names no loss of a mix."""
     name = key.removeprefix(WEIGHTS)
-    why = f"no loss is called {name}"
     if name in LOSSES and LOSSES[name].batch_statistic is not None:
-        why = f"{name} compares the examples of a batch with each other, so it is trained alone, as loss={name}"
-    return f"{key}: {why}; a mix adds up {_list_losses(lambda loss: loss.can_be_mixed)}"
+        reason = f"{name} compares the examples of a batch with each other, so it is trained alone, as loss={name}"
+    else:
+        reason = f"no loss is called {name}"
+    return f"{key}: {reason}; a mix adds up {_list_losses(lambda loss: loss.can_be_mixed)}"
 
 
 def explain_unknown_key(key: str, known: Collection[str]) -> str:
-    """A sentence on an unknown key, with the one that was meant."""
+    """Explain that a key is unknown, and suggest a similar one."""
     if name := load_aliases().get(key.rpartition(".")[2]):
         return f"unknown key {key}: here it is {name}"
-    by_small_letters = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(key.lower(), by_small_letters, n=1)
-    return f"unknown key {key}" + (
-        f": did you mean {by_small_letters[near[0]]}?" if near else "; `python train.py --cfg job` shows all keys"
-    )
+    by_lower_case = {name.lower(): name for name in known}
+    similar = difflib.get_close_matches(key.lower(), by_lower_case, n=1)
+    if similar:
+        return f"unknown key {key}: did you mean {by_lower_case[similar[0]]}?"
+    return f"unknown key {key}; `python train.py --cfg job` shows all keys"
 
 
 def _as_typed(value: Any) -> Any:
+    """Write a value as on the command line, such as null."""
     return json.dumps(value) if value is None or isinstance(value, bool) else value

@@ -35,10 +35,10 @@ class FirstUpdate(NamedTuple):
         if tested:
             parts.append(f"self-test on {count(tested, 'example')} (self_test=false leaves it out)")
         if plan.caches_reference_first:
-            pairs = sum(sizes) + min(data.report.epoch, n_trained)
+            n_scored = sum(sizes) + min(data.report.epoch, n_trained)
             parts.append(
-                f"the reference scores up to {count(pairs, 'pair')} (cache_reference_logps=as_needed scores each when "
-                f"it is needed)"
+                f"the reference scores up to {count(n_scored, 'example')} (cache_reference_logps=as_needed scores each "
+                f"when it is needed)"
             )
         if evaluation.do_first_eval and sizes:
             parts.append(

@@ -29,10 +29,10 @@ from dpo.training.batches import Batch
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_metrics
 from dpo.training.reference import Reference, read_logps
 
-Columns = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
+NamedTensors = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
 
 
-def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str], *, tails: bool) -> Columns:
+def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str], *, tails: bool) -> NamedTensors:
     """Sum a model's log-probabilities over each response's tokens.
 
     Returns fields of `Scores` by name. With `tails` also sums over the tokens beyond the shorter response's length.
@@ -49,7 +49,7 @@ def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str],
     return {role + kind: row for kind, rows in sums.items() for role, row in microbatch.by_role(rows, roles).items()}
 
 
-def make_scores(policy: Columns, lengths: Columns, reference: Columns) -> Scores:
+def make_scores(policy: NamedTensors, lengths: NamedTensors, reference: NamedTensors) -> Scores:
     """Make a loss's input from sums of policy and reference.
 
     `lengths` are the numbers of scored tokens by role.
@@ -118,7 +118,7 @@ class Objective:
         self.device = next(policy.parameters()).device
         self.dropout = AdapterDropout(policy, seed=seed)
 
-    def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> Columns:
+    def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> NamedTensors:
         """Run a model on a microbatch and sum its log-probabilities.
 
         Returns the columns of `sum_tokens`. The microbatch is on the device.
@@ -127,7 +127,7 @@ class Objective:
             tokens = self.layout.forward(model, microbatch.inputs, with_squares=with_squares)
         return sum_tokens(tokens, microbatch, self.loss.roles, tails=self.loss.needs_tails)
 
-    def reference_forward(self, microbatch: Microbatch) -> Columns:
+    def reference_forward(self, microbatch: Microbatch) -> NamedTensors:
         """Run `forward` on the reference, which must have a model."""
         with self.reference.in_use():
             return self.forward(self.reference.model, microbatch)
@@ -139,7 +139,7 @@ class Objective:
         *,
         split: str,
         loss: Loss | None = None,
-    ) -> tuple[torch.Tensor, Columns]:
+    ) -> tuple[torch.Tensor, NamedTensors]:
         """Compute the losses of a microbatch, (B,), and detached metrics.
 
         `loss` replaces the run's loss. The metrics include the reference's log-probabilities, under REFERENCE. Raises
@@ -155,7 +155,7 @@ class Objective:
         output = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
         return output.losses, self._metrics(scores, reference, output, split=split)
 
-    def _metrics(self, scores: Scores, reference: Columns, output: Losses, *, split: str) -> Columns:
+    def _metrics(self, scores: Scores, reference: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
         """Metrics per example, detached, with the reference's log-probabilities."""
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
         if output.rewards and self.loss.trains_on == "pairs":
@@ -172,12 +172,12 @@ class Objective:
 
     def _find_scores(
         self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
-    ) -> tuple[Scores, Columns]:
+    ) -> tuple[Scores, NamedTensors]:
         """Score a microbatch with policy and reference.
 
         Returns a loss's input, and the reference's log-probabilities under REFERENCE.
         """
-        reference: Columns = {}
+        reference: NamedTensors = {}
         if with_reference and cached is not None:
             reference = dict(zip(self.loss.reference_columns, cached[microbatch.indices].unbind(1), strict=True))
         elif with_reference:  # before the policy's forward, whose activations stay in memory
@@ -233,7 +233,7 @@ class Objective:
             output = self.loss(scores._replace(average=average))  # with the same rewards
         return Reduced(self._metrics(scores, reference, output, split="eval"), {})
 
-    def _find_all_scores(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, Columns]:
+    def _find_all_scores(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, NamedTensors]:
         """Score every example of the batches on every process, in float64.
 
         Also caches the reference's log-probabilities.
@@ -331,8 +331,8 @@ class Objective:
         if self.mesh.rank == 0:
             logps.save(path)
         n_stored = 0 if stored is None else int((~np.isnan(stored).any(axis=1)).sum())  # rows that are complete
-        known = f", {count(n_stored, 'pair')} read from {path}" if n_stored else ""
-        return f"{count(n_scored, 'pair')} scored by the reference{known}"
+        known = f", {count(n_stored, 'example')} read from {path}" if n_stored else ""
+        return f"{count(n_scored, 'example')} scored by the reference{known}"
 
 
 def make_objective(

@@ -108,9 +108,10 @@ class OnlineBatches(Batches):
             choice = drawn[place] = _choose_pair(prompts[place], answers[place], prompt_scores)
             # a tie stays in the batch without a weight, so that every process has as many forwards as without ties
             weights[place] = float(self.keeps_ties or not choice.is_tie)
+            texts = {role: answer.text for role, answer in zip(example.roles, choice.pair, strict=True)}
             examples[place] = example._replace(
                 responses=tuple(answer.tokens for answer in choice.pair),
-                digest=text_digest(choice.prompt, [answer.text for answer in choice.pair]),
+                digest=text_digest(choice.prompt, texts),
                 truncated=example.truncated or not all(answer.ended for answer in choice.pair),
             )
         in_order = [examples[place] for place in range(len(prompts))]
@@ -227,7 +228,7 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     whole, _ = append_eos(prompt.text, [], ids, data.tokenizer, rendered=prompt.rendered)
     placeholder = [0] * plan.online.max_new_tokens  # for a response
     cut, _ = truncate(whole, [placeholder], prompt.truncation_mode, plan.data.max_length, plan.data.max_prompt_length)
-    return Example(tuple(cut), (), id=(prompt.number, 0), dataset=prompt.dataset, truncated=cut != whole)
+    return Example(tuple(cut), (), id=(prompt.index_in_split, 0), dataset=prompt.dataset, truncated=cut != whole)
 
 
 def _choose_pair(prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Drawn:

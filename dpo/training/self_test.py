@@ -13,9 +13,9 @@ from dpo.errors import InputError
 from dpo.losses import Loss
 from dpo.models.pretrained import DTYPES
 from dpo.settings.plan import Plan
-from dpo.training.objective import Columns, Objective, make_scores
+from dpo.training.objective import NamedTensors, Objective, make_scores
 
-Forward = Callable[[], Columns]
+Forward = Callable[[], NamedTensors]
 TOLERANCE = 1e-4  # largest relative difference between equal models' log-probabilities, from rounding
 ULPS = 8  # largest relative difference between two forwards of the same inputs, in epsilons of the dtype
 
@@ -50,7 +50,7 @@ def check_models(
     forward: Forward,
     reference_forward: Forward | None,
     *,
-    lengths: Columns,
+    lengths: NamedTensors,
     loss: Loss,
     other_dtype: str | None = None,
     repeats_to: torch.dtype | None = None,
@@ -105,7 +105,7 @@ def _check_forwards(
     forward: Forward,
     reference_forward: Forward | None,
     repeats_to: torch.dtype | None,
-) -> tuple[Columns, Columns, float]:
+) -> tuple[NamedTensors, NamedTensors, float]:
     """Run and check the forwards of policy and reference.
 
     Returns the log-probabilities of both, and the policy's largest magnitude. Raises InputError if any are not finite,

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from dpo.data.asking import as_messages, choose_form, common_format, render
+from dpo.data.asking import as_messages, choose_format, common_format, render
 from dpo.data.demo import get_demo
 from dpo.data.table import Prompt
 from dpo.errors import InputError
@@ -31,8 +31,8 @@ def chatty(tokenizer):
      (None, True, "chat"), (None, False, "raw")],
 )  # fmt: skip
 def test_auto_follows_the_training_data_then_the_tokenizer(trained_on, template, form, tokenizer, chatty):
-    assert choose_form("auto", trained_on, chatty if template else tokenizer) == form
-    assert choose_form("hh", trained_on, chatty) == "hh"
+    assert choose_format("auto", trained_on, chatty if template else tokenizer) == form
+    assert choose_format("hh", trained_on, chatty) == "hh"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from support.runs import train, write_rows
 
-from dpo.data.custom import get_own, split_shared_prompt
+from dpo.data.custom import get_custom, split_shared_prompt
 from dpo.data.examples import list_examples
 from dpo.data.sources import load_rows
 from dpo.data.table import iterate_prompts
@@ -55,7 +55,7 @@ def test_texts_with_a_prompt_are_taken_as_they_are(tokenizer):
         {"prompt": "Q:", "chosen": " yes", "rejected": " no", "source": "other columns are ignored"},
         {"prompt": "Q:", "chosen": " sure", "rejected": " never"},
     ]
-    data = get_own(rows, "mine", tokenizer)
+    data = get_custom(rows, "mine", tokenizer)
     assert data == {
         "Q:": {"responses": [" yes", " no", " sure", " never"], "pairs": [(0, 1), (2, 3)], "sft_target": " sure"}
     }
@@ -85,13 +85,13 @@ def test_texts_with_a_prompt_are_taken_as_they_are(tokenizer):
 )
 def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected, tokenizer):
     assert split_shared_prompt(chosen, rejected) == expected
-    (data,) = get_own([{"chosen": chosen, "rejected": rejected}], "mine", tokenizer).items()
+    (data,) = get_custom([{"chosen": chosen, "rejected": rejected}], "mine", tokenizer).items()
     assert (data[0], *data[1]["responses"]) == expected
 
 
 def test_texts_that_share_nothing_need_a_prompt(tokenizer):
     with pytest.raises(InputError, match=r"chosen and rejected begin with no word in common, .*columns\.prompt=COL"):
-        get_own([{"chosen": "yes", "rejected": "no"}], "mine", tokenizer)
+        get_custom([{"chosen": "yes", "rejected": "no"}], "mine", tokenizer)
 
 
 RENAMED = {"prompt": "question", "chosen": "best", "rejected": "worst"}
@@ -99,18 +99,18 @@ RENAMED = {"prompt": "question", "chosen": "best", "rejected": "worst"}
 
 def test_columns_may_have_other_names(tokenizer, chat):
     rows = [{"question": "Q:", "best": " yes", "worst": " no", "prompt": "another column"}]
-    assert get_own(rows, "mine", tokenizer, RENAMED) == {
+    assert get_custom(rows, "mine", tokenizer, RENAMED) == {
         "Q:": {"responses": [" yes", " no"], "pairs": [(0, 1)], "sft_target": " yes"}
     }
     messages = {RENAMED[key]: value for key, value in HELLO.items()}
     template = chat(ENDS_TURNS_WITH_EOS)
-    assert get_own([messages], "mine", template, RENAMED) == get_own([HELLO], "mine", template)
+    assert get_custom([messages], "mine", template, RENAMED) == get_custom([HELLO], "mine", template)
     with pytest.raises(InputError, match=r"columns\.prompt=question: mine has no such column; there are best, worst"):
-        get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, RENAMED)
-    shared = get_own([{"best": "a b", "worst": "a c"}], "mine", tokenizer, {"chosen": "best", "rejected": "worst"})
+        get_custom([{"best": "a b", "worst": "a c"}], "mine", tokenizer, RENAMED)
+    shared = get_custom([{"best": "a b", "worst": "a c"}], "mine", tokenizer, {"chosen": "best", "rejected": "worst"})
     assert list(shared) == ["a"]
-    with pytest.raises(InputError, match=r"mine\.columns names promt: give those of pairs"):
-        get_own(rows, "mine", tokenizer, {"promt": "question"})
+    with pytest.raises(InputError, match=r"mine\.columns has the fields promt: give some of those of pairs"):
+        get_custom(rows, "mine", tokenizer, {"promt": "question"})
     sources = {"hh": {"path": "x", "columns": RENAMED}}
     with pytest.raises(InputError, match=r"dataset_sources\.hh\.columns=.*: hh has columns of its own"):
         next(get_batch_iterator(["hh"], tokenizer, n_epochs=1, dataset_sources=sources))
@@ -137,7 +137,7 @@ QA = [{"question": "Q:", "answer": " yes"}, {"question": "P:", "answer": " no"},
 
 
 def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
-    data = get_own(QA, "mine", tokenizer, trains_on="targets")
+    data = get_custom(QA, "mine", tokenizer, trains_on="targets")
     assert data.notes == ["mine: columns prompt=question, completion=answer"]
     assert data == {
         "Q:": {"responses": [" yes", " sure"], "pairs": [], "sft_target": " sure"},
@@ -149,21 +149,21 @@ def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
 
 
 def test_columns_with_our_names_or_given_ones_need_no_note(tokenizer):
-    ours = get_own([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, trains_on="targets")
-    given = get_own(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, trains_on="targets")
+    ours = get_custom([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, trains_on="targets")
+    given = get_custom(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, trains_on="targets")
     assert ours.notes == given.notes == []
 
 
 def test_the_last_message_of_a_chat_is_the_target_and_the_rest_is_prompt(chat):
     turns = [user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")]
     template = chat(ENDS_TURNS_WITH_SEMICOLON)
-    data = get_own([{"messages": turns}], "mine", template, trains_on="targets")
+    data = get_custom([{"messages": turns}], "mine", template, trains_on="targets")
     assert [*data.items()] == [
         ("<user>Hi;<assistant>Hm?;<user>Sing;<assistant>", {"responses": ["La;"], "pairs": [], "sft_target": "La;"})
     ]
     assert [*data.messages.values()] == [turns[:-1]]
     # the same as prompt and completion
-    assert get_own([{"prompt": turns[:-1], "completion": turns[-1:]}], "mine", template, trains_on="targets") == data
+    assert get_custom([{"prompt": turns[:-1], "completion": turns[-1:]}], "mine", template, trains_on="targets") == data
 
 
 def test_messages_may_be_of_sharegpts_form(chat):
@@ -171,28 +171,28 @@ def test_messages_may_be_of_sharegpts_form(chat):
     row = {"conversations": [{"from": speaker, "value": text} for speaker, text in said]}
     turns = [{"role": "system", "content": "Be"}, user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")]
     template = chat(ENDS_TURNS_WITH_SEMICOLON)
-    data = get_own([row], "mine", template, trains_on="targets")
-    assert data == get_own([{"messages": turns}], "mine", template, trains_on="targets")
+    data = get_custom([row], "mine", template, trains_on="targets")
+    assert data == get_custom([{"messages": turns}], "mine", template, trains_on="targets")
     assert [*data.messages.values()] == [turns[:-1]]
 
 
 def test_the_input_of_an_instruction_comes_below_it(tokenizer):
     row = {"instruction": "Sum up.", "output": " A"}
     rows = [{**row, "input": "Text"}, {**row, "input": ""}, {**row, "input": None}, row]
-    data = get_own(rows, "mine", tokenizer, trains_on="targets")
+    data = get_custom(rows, "mine", tokenizer, trains_on="targets")
     assert data.notes == ["mine: columns prompt=instruction, completion=output, input=input"]
     assert {prompt: entry["responses"] for prompt, entry in data.items()} == {
         "Sum up.\n\nText": [" A"],
         "Sum up.": [" A", " A", " A"],
     }
     pairs = [{"instruction": "Sum up.", "input": "Text", "chosen": " A", "rejected": " B"}]
-    assert list(get_own(pairs, "mine", tokenizer)) == ["Sum up.\n\nText"]
+    assert list(get_custom(pairs, "mine", tokenizer)) == ["Sum up.\n\nText"]
     with pytest.raises(InputError, match="record 1 of mine: input must be text, and is 0"):
-        get_own([{**pairs[0], "input": 0}], "mine", tokenizer)
+        get_custom([{**pairs[0], "input": 0}], "mine", tokenizer)
     # unless the config says what the prompt is
-    assert list(get_own(pairs, "mine", tokenizer, {"prompt": "instruction"})) == ["Sum up."]
+    assert list(get_custom(pairs, "mine", tokenizer, {"prompt": "instruction"})) == ["Sum up."]
     with pytest.raises(InputError, match="record 1 of mine: instruction must be text, and is "):
-        get_own([{**rows[0], "instruction": [user("a")]}], "mine", tokenizer, trains_on="targets")
+        get_custom([{**rows[0], "instruction": [user("a")]}], "mine", tokenizer, trains_on="targets")
 
 
 def test_a_response_may_be_one_message(chat):
@@ -202,7 +202,7 @@ def test_a_response_may_be_one_message(chat):
         "rejected": assistant("Go away"),
     }
     template = chat(ENDS_TURNS_WITH_SEMICOLON)
-    assert get_own([row], "mine", template) == get_own([HELLO], "mine", template)
+    assert get_custom([row], "mine", template) == get_custom([HELLO], "mine", template)
 
 
 @pytest.mark.parametrize(
@@ -212,16 +212,16 @@ def test_a_response_may_be_one_message(chat):
         ([{"from": "human", "value": "Hi"}, assistant("La")], "record 1 of mine: from is missing, and must be text"),
         (
             [user("Hi"), assistant("Hm?"), user("Sing")],
-            "record 1 of mine: the last message is of user, and must be of a",
+            "record 1 of mine: the last message is from user, and must be from a",
         ),
         ([assistant("La")], "record 1 of mine: a prompt and its responses need at least one message each"),
         ([user("Hi"), {"role": "assistant", "content": None}], "record 1 of mine: content is null"),
-        ("Hi", "record 1 of mine: messages must be a list of chat messages and is text"),
+        ("Hi", "record 1 of mine: messages must be a list of chat messages, and is text"),
     ],
 )
 def test_a_chat_without_a_last_answer_is_named(chat, messages, message):
     with pytest.raises(InputError, match=message):
-        get_own([{"messages": messages}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="targets")
+        get_custom([{"messages": messages}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="targets")
 
 
 def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
@@ -240,7 +240,7 @@ def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
     # a loss of pairs is told what is missing, and how columns are given beside a path
     refused = train(*command("pairs", f"datasets=[{file}]"))
     assert refused.returncode == 2
-    assert f"{file} has no chosen and rejected, which a loss of pairs needs" in refused.stderr
+    assert f"training on pairs needs the columns chosen and rejected; {file} has " in refused.stderr
     assert "'dataset_sources.my_rows.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}'" in refused.stderr
 
 
@@ -252,24 +252,24 @@ def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):
 def test_a_null_is_null_and_neither_missing_nor_replaced(tokenizer, key, null):
     row = {"prompt": "Q:", "chosen": "Q: yes", "rejected": "Q: no"}
     with pytest.raises(InputError, match=rf"record 3 of mine: {key} is (null|NaN, which is how pandas writes null):"):
-        get_own([row, row, {**row, key: null}], "mine", tokenizer)
+        get_custom([row, row, {**row, key: null}], "mine", tokenizer)
 
 
 def test_a_prompt_that_other_records_have_is_not_taken_from_what_the_responses_share(tokenizer):
     row = {"prompt": "Q:", "chosen": "Q: yes", "rejected": "Q: no"}
     without = {key: row[key] for key in ("chosen", "rejected")}
     with pytest.raises(InputError, match="record 2 of mine: prompt is missing, and must be text or a list of"):
-        get_own([row, without], "mine", tokenizer)
-    assert list(get_own([without], "mine", tokenizer)) == ["Q:"]
+        get_custom([row, without], "mine", tokenizer)
+    assert list(get_custom([without], "mine", tokenizer)) == ["Q:"]
 
 
 def test_an_empty_cell_of_a_table_is_an_empty_text_except_for_a_prompt(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text("prompt,chosen,rejected\na:, yes,\n")
-    assert get_own(load_rows(Source(str(file)), "train"), "rows", None)["a:"]["responses"] == [" yes", ""]
+    assert get_custom(load_rows(Source(str(file)), "train"), "rows", None)["a:"]["responses"] == [" yes", ""]
     file.write_text("prompt,chosen,rejected\n,a,b\n")
     with pytest.raises(InputError, match="record 1 of rows: the prompt is empty"):
-        get_own(load_rows(Source(str(file)), "train"), "rows", None)
+        get_custom(load_rows(Source(str(file)), "train"), "rows", None)
 
 
 # chat messages
@@ -299,7 +299,7 @@ OPENS_WITH_THINK = ENDS_TURNS_WITH_SEMICOLON.replace("<assistant>{% endif %}", "
     ],
 )
 def test_messages_are_rendered_as_a_prompt_and_its_responses(row, template, prompt, responses, chat):
-    data = get_own([row], "mine", chat(template))
+    data = get_custom([row], "mine", chat(template))
     assert data == {prompt: {"responses": responses, "pairs": [(0, 1)], "sft_target": responses[0]}}
     assert (data.truncation_mode, data.rendered) == ("keep_start", True)
 
@@ -307,7 +307,7 @@ def test_messages_are_rendered_as_a_prompt_and_its_responses(row, template, prom
 def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):
     named = [{**user("Hi"), "name": "Eve"}]  # templates are not given other fields
     rows = [{**HELLO, "prompt": named}, {**HELLO, "prompt": [user("A")]}]
-    data = get_own(rows, "mine", chat(ENDS_TURNS_WITH_SEMICOLON))
+    data = get_custom(rows, "mine", chat(ENDS_TURNS_WITH_SEMICOLON))
 
     assert [*data.messages] == [*data]
     assert [*data.messages.values()] == [[user("Hi")], [user("A")]]
@@ -328,7 +328,7 @@ def test_batches_of_messages_end_with_one_eos_and_keep_those_between_turns(chat,
 def test_one_whole_conversation_in_each_field_is_the_same_as_prompt_and_answers(chat):
     template = chat(ENDS_TURNS_WITH_EOS)
     whole = {"chosen": HELLO["prompt"] + HELLO["chosen"], "rejected": HELLO["prompt"] + HELLO["rejected"]}
-    assert get_own([whole], "mine", template) == get_own([HELLO], "mine", template)
+    assert get_custom([whole], "mine", template) == get_custom([HELLO], "mine", template)
 
 
 REFUSES = "{{ raise_exception('roles must alternate') }}"
@@ -357,17 +357,18 @@ COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
         (
             [HELLO, {"prompt": "a", "chosen": " b", "rejected": " c"}],
             ENDS_TURNS_WITH_EOS,
-            "record 2 of mine: earlier records hold chat messages; use one kind",
+            "record 2 of mine holds text, and earlier records hold chat messages: use one kind",
         ),
         (
             [{"prompt": "a", "chosen": " b", "rejected": " c"}, HELLO],
             ENDS_TURNS_WITH_EOS,
-            "record 2 of mine: earlier records hold text; use one kind",
+            "record 2 of mine holds chat messages, and earlier records hold text: use one kind",
         ),
         (
             [{**HELLO, "rejected": "Go away"}],
             ENDS_TURNS_WITH_EOS,
-            "prompt is a chat, chosen is a chat, rejected is text; they must all be text or all be chat messages",
+            "prompt holds chat messages, chosen holds chat messages, rejected holds text; they must all be text or all "
+            "be chat messages",
         ),
         ([{**HELLO, "chosen": []}], ENDS_TURNS_WITH_EOS, "need at least one message each"),
         ([{**HELLO, "chosen": [{"role": "assistant"}]}], ENDS_TURNS_WITH_EOS, "content is missing, and must be text"),
@@ -377,5 +378,5 @@ COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
 )
 def test_messages_that_cannot_be_rendered_are_named(chat, rows, template, message):
     with pytest.raises(InputError) as error:
-        get_own(rows, "mine", chat(template))
+        get_custom(rows, "mine", chat(template))
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""Columns of own data: recognized, or refused with the fix."""
+"""Columns of custom data: recognized, or refused with the fix."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_pair_is_recognized(present, found):
 )
 def test_a_target_is_recognized_under_sft_alone(present, columns):
     assert recognize(present, trains_on="targets") == columns
-    with pytest.raises(InputError, match=r"rows\.csv has no chosen and rejected, which a loss of pairs needs"):
+    with pytest.raises(InputError, match=r"training on pairs needs the columns chosen and rejected; rows\.csv has "):
         recognize(present)
 
 
@@ -96,9 +96,9 @@ def test_the_note_names_the_prompt_and_unused_columns(row, given, told, trains_o
     [
         (
             {"context": "Where is A?", **TEXTS, **LABELS},
-            "rows.csv has chosen and rejected, and which column is their prompt is not known: it may be context. Give "
-            "'dataset_sources.mine.columns={prompt: context, chosen: chosen, rejected: rejected}', or, if the prompt "
-            "is what chosen and rejected begin with, "
+            "rows.csv has chosen and rejected, but it is not known which column is their prompt: it may be context. "
+            "Give 'dataset_sources.mine.columns={prompt: context, chosen: chosen, rejected: rejected}', or, if the "
+            "prompt is what chosen and rejected begin with, "
             "'dataset_sources.mine.columns={chosen: chosen, rejected: rejected}'",
         ),
         ({"dialog": TALK["conversations"], **TEXTS}, "it may be dialog. Give"),
@@ -136,64 +136,71 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "prompt chosen score",
             "pairs",
             {},
-            "rows.csv has no rejected, which a loss of pairs needs; the columns are prompt, chosen, score: give "
-            "'dataset_sources.mine.columns={prompt: prompt, chosen: chosen, rejected: COLUMN}'",
+            "training on pairs needs the columns chosen and rejected; rows.csv has prompt, chosen, score: name them "
+            "with 'dataset_sources.mine.columns={prompt: prompt, chosen: chosen, rejected: COLUMN}', "
+            "or add them to the records",
         ),
         (
             "question answer",
             "pairs",
             {},
-            "rows.csv has no chosen and rejected, which a loss of pairs needs; the columns are question, answer: give "
+            "training on pairs needs the columns chosen and rejected; rows.csv has question, answer: name them with "
             "'dataset_sources.mine.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}', "
-            "or train on what is there with loss=sft",
+            "or train on what is there with loss=sft, or add them to the records",
         ),
         (
             "a b(c)",
             "targets",
             {"completion": "b(c)"},
-            "rows.csv has neither prompt and completion nor messages, one of which SFT needs; the columns are a, b(c): "
-            "give 'dataset_sources.mine.columns={prompt: COLUMN, completion: \"b(c)\"}', or columns={messages: COLUMN}",
+            "training on targets needs the columns chosen and rejected, or prompt and completion, or messages; "
+            "rows.csv has a, b(c): name them with "
+            "'dataset_sources.mine.columns={prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}' or "
+            "'dataset_sources.mine.columns={prompt: COLUMN, completion: \"b(c)\"}' or "
+            "'dataset_sources.mine.columns={messages: COLUMN}', or add them to the records",
         ),
         (
             "input instruction",
             "pairs",
             {},
-            "rows.csv has no chosen and rejected, which a loss of pairs needs; the columns are input, instruction: "
-            "give 'dataset_sources.mine.columns={prompt: instruction, chosen: COLUMN, rejected: COLUMN}'",
+            "training on pairs needs the columns chosen and rejected; rows.csv has input, instruction: name them with "
+            "'dataset_sources.mine.columns={prompt: instruction, chosen: COLUMN, rejected: COLUMN}', "
+            "or add them to the records",
         ),
         (
             "text",
             "targets",
             {},
-            "rows.csv has neither prompt and completion nor messages, one of which SFT needs; the only column is text: "
-            "give each record a prompt and a completion",
+            "training on targets needs the columns chosen and rejected, or prompt and completion, or messages; "
+            "rows.csv has text: name them with 'dataset_sources.mine.columns={messages: COLUMN}', "
+            "or add them to the records",
         ),
         (
             "prompt completion label",
             "pairs",
             {},
-            "rows.csv has no chosen and rejected, which a loss of pairs needs; the columns are prompt, completion, "
-            "label: give 'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', "
-            "made from a good and a bad completion of each prompt by their label",
+            "training on pairs needs the columns chosen and rejected; rows.csv has prompt, completion, label: name "
+            "them with 'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or make each "
+            "pair of a good and a bad completion of one prompt, by their label, or add them to the records",
         ),
         (
             "prompt chosen",
             "pairs",
             {"chosen": "chosen", "rejected": "chosen"},
-            "dataset_sources.mine.columns gives chosen for chosen and rejected: give each its own",
+            "dataset_sources.mine.columns gives the column chosen for chosen and rejected: give each a column of "
+            "its own",
         ),
         (
             "question instruction input output",
             "targets",
             {},
-            "rows.csv: prompt may be question or instruction or input: choose one, as in "
+            "rows.csv: the column of prompt may be question or instruction or input: choose one, as in "
             "'dataset_sources.mine.columns={prompt: question, completion: output}'",
         ),
         (
             "query accepted preferred rejected",
             "pairs",
             {},
-            "rows.csv: chosen may be accepted or preferred: choose one, as in "
+            "rows.csv: the column of chosen may be accepted or preferred: choose one, as in "
             "'dataset_sources.mine.columns={prompt: query, chosen: accepted, rejected: rejected}'",
         ),
         (
@@ -206,8 +213,8 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "prompt messages",
             "targets",
             {"prompt": "prompt", "messages": "messages"},
-            "dataset_sources.mine.columns names prompt, messages: give those of pairs (prompt, chosen, rejected), "
-            "of targets (prompt, completion), or messages alone",
+            "dataset_sources.mine.columns has the fields prompt, messages: give some of those of pairs (prompt, "
+            "chosen, rejected), or of those of targets (prompt, completion), or messages alone",
         ),
     ],
 )

@@ -29,7 +29,7 @@ def test_prompts_without_the_bos_that_the_tokenizer_adds_are_warned_about(tokeni
         single="<bos> $A", special_tokens=[("<bos>", like_gemma.bos_token_id)]
     )
     [warning] = find_bos_warnings(like_gemma, "Where?")
-    assert warning.startswith("the tokenizer begins texts with '<bos>', and prompts do not")
+    assert warning.startswith("this tokenizer would begin every text with '<bos>', but training adds no special tokens")
     assert find_bos_warnings(like_gemma, "<bos>Where?") == []
 
 
@@ -39,14 +39,14 @@ def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(tokenize
     of_a_chat_model = copy.deepcopy(tokenizer)
     of_a_chat_model.chat_template = "{{ messages[0].content }}"
     [warning] = find_chat_warnings(of_a_chat_model, forms)
-    assert warning.startswith("the tokenizer has a chat template, and mine and hh hold text, which is used as it is")
-    assert "Give messages, [{role: user, content: ...}], in place of text" in warning
+    assert warning.startswith("the tokenizer has a chat template, but mine and hh hold text, which is used as it is")
+    assert "give messages in place of text, [{role: user, content: ...}]" in warning
     assert find_chat_warnings(of_a_chat_model, {"chats": CHAT}) == []
 
     shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     result = train(*command("run", f"model.name_or_path={tmp_path / 'chat'}", "dry_run=true"))
-    assert result.stdout.count("warning: the tokenizer has a chat template, and hh holds text") == 1, result.stderr
+    assert result.stdout.count("warning: the tokenizer has a chat template, but hh holds text") == 1, result.stderr
 
 
 def prepare(folder, *, trains_on: str = "pairs", batch_size: int = 2, batch_parts: int = 1) -> TrainingData:
@@ -94,7 +94,7 @@ def test_the_coming_run_is_described_and_written_before_it_starts(three_pairs, t
         ({"batch_size": 4, "batch_parts": 2}, "set batch_size=2 or add data"),
         (
             {"batch_size": 4, "batch_parts": 4},
-            "add data, for it is a multiple of gradient_accumulation_steps * processes = 4",
+            "add data; the batch size must be a multiple of gradient_accumulation_steps * processes = 4",
         ),
         ({"trains_on": "targets", "batch_size": 3}, "the train split of hh has 2 examples"),  # SFT counts prompts
     ],

@@ -164,10 +164,10 @@ def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path
         ({}, ["{dir} has no train split", "it holds nothing"]),
         ({"a.csv": "a\n1\n", "b.csv": "a\n1\n"}, ["datasets={dir}/FILE takes both splits from one file"]),
         ({"test/state.json": "{}", "dataset_dict.json": "{}"}, ["it holds dataset_dict.json, test"]),
-        ({"mine.csv": "a\n1\n"}, ["it holds mine.csv. datasets={dir}/mine.csv takes both splits from that file"]),
+        ({"mine.csv": "a\n1\n"}, ["it holds mine.csv. datasets={dir}/mine.csv takes both splits from one file"]),
         (
             {"train.jsonl": "{}", "train.parquet": ""},
-            ["several formats or places (train.jsonl, train.parquet)", "keep one"],
+            ["train split several times (train.jsonl, train.parquet)", "keep one of them"],
         ),
         ({"train.jsonl": '{"a": 1}\n\n{"a": \n'}, ["line 3 of {dir}/train.jsonl is not JSON"]),
         ({"train.json": '[{"a": 1}, {]'}, ["{dir}/train.json cannot be read", "line 1 column"]),

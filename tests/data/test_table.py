@@ -258,7 +258,7 @@ def test_order_of_three_epochs_is_that_of_lists_of_prompts(names, order, tmp_pat
         options = {"batch_size": 4, "shuffle": True, "n_epochs": 3, "n_examples": None, "seed": 7}
         for places in iterate_examples(data.train.counts.tolist(), **options):
             for prompt, _, texts in read_examples(prompts, places):
-                assert prompts[prompt.number] == prompt
+                assert prompts[prompt.index_in_split] == prompt
                 seen.update(repr((prompt.text, texts)).encode())
         found.append(seen.hexdigest()[:32])
     assert found == [order, order]
@@ -333,7 +333,7 @@ def test_a_bad_row_ends_all_processes_with_one_sentence(rows, command, tmp_path)
     assert result.returncode == 2, result.stderr
     assert [line for line in result.stderr.splitlines() if "error" in line.lower()] == [
         f"error: record 23 of {tmp_path / 'bad'} (train): rejected is missing, and must be text; "
-        "there is chosen: add it, or remove the record"
+        "the record has chosen: add rejected, or remove the record"
     ]
     assert "Traceback" not in result.stderr
 

@@ -210,9 +210,14 @@ def test_chosen_and_rejected_rows_are_stacked_at_one_length():
     }
 
 
-def test_an_example_is_known_by_its_texts_and_by_where_one_ends():
-    known = text_digest("a", [" b", " c"])
+def test_an_example_is_known_by_its_texts_with_their_roles_and_by_where_one_ends():
+    known = text_digest("a", {"chosen": " b", "rejected": " c"})
     assert re.fullmatch("[0-9a-f]{32}", known)
-    others = {text_digest("a b", ["", " c"]), text_digest("a", [" c", " b"]), text_digest("a", [" b c"])}
-    assert len(others | {known}) == 4
-    assert text_digest("é漢", ("\ud800",)) != known  # any text has one
+    others = {
+        text_digest("a b", {"chosen": "", "rejected": " c"}),
+        text_digest("a", {"chosen": " c", "rejected": " b"}),
+        text_digest("a", {"chosen": " b c"}),
+        text_digest("a", {"rejected": " b c"}),
+        text_digest("é漢", {"chosen": "\ud800"}),  # any text has one
+    }
+    assert len(others | {known}) == 6

@@ -159,7 +159,7 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
         for folder, said in refused.items():
             with pytest.raises(InputError, match=rf"^online\.reward_model={folder}:? {said}"):
                 load(folder)
-        with pytest.raises(InputError, match=r"^reward model '.*nowhere' cannot be loaded: give a local directory"):
+        with pytest.raises(InputError, match=r"^reward model '.*nowhere' cannot be loaded; give a local directory"):
             load(str(tmp_path / "nowhere"))
 
 

@@ -120,7 +120,7 @@ def test_samples_ledger_and_logs_of_a_run_hold_what_was_drawn(run, tmp_path):
     # an example is a prompt: two batches of eleven are an epoch
     assert [row["epoch"] for row in trained] == [update // 2 for update in range(5) for _ in range(4)]
     for row in drawn:
-        assert row["example"] == text_digest(row["prompt"], (row["chosen"], row["rejected"]))
+        assert row["example"] == text_digest(row["prompt"], {role: row[role] for role in ("chosen", "rejected")})
         scores = row["score_chosen"], *row["score_others"], row["score_rejected"]
         assert scores == tuple(text.count("e") for text in (row["chosen"], *row["others"], row["rejected"]))
         assert scores[0] == max(scores)

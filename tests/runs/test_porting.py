@@ -185,8 +185,8 @@ def test_a_copy_that_fails_leaves_nothing_and_no_shell_sees_the_name(scp, monkey
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("loss", None, "loss.name=None is not there; `ls config/loss` shows all"),
-        ("loss", {"name": "foo"}, "loss.name=foo is not there"),
+        ("loss", None, "loss.name=None does not exist; `ls config/loss` shows all"),
+        ("loss", {"name": "foo"}, "loss.name=foo does not exist"),
         ("loss", {"name": "dpo"}, "loss.beta is not set, and has no default"),
         ("model", None, "model.name_or_path is not set, and has no default"),
     ],

@@ -40,7 +40,8 @@ def run_dir(tmp_path) -> Path:
         right = 0.0 if (split, update) == ("train", 1) else 1.0
         rows = [
             dict.fromkeys(SCHEMA.names)
-            | {"example": text_digest(pair["prompt"], (pair["chosen"], pair["rejected"])), "dataset": "mine"}
+            | {"example": text_digest(pair["prompt"], {role: pair[role] for role in ("chosen", "rejected")})}
+            | {"dataset": "mine"}
             | {"update": update, "epoch": update - 1, "split": split, "truncated": False, "loss": 0.5}
             | {"chosen_tokens": len(pair["chosen"]), "rejected_tokens": 5, "policy_chosen": -1.0}
             | {"margin": -2 * right if pair is WRONG else right}
@@ -103,7 +104,7 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (
         found["note"]
-        == f"Texts are not shown: dataset source {mine} does not exist; give a directory, a file or a Hub id"
+        == f"Texts are not shown: dataset source {mine} does not exist: give a directory, a file or a Hub id"
     )
     assert found["never_flipped"][0]["texts"] is None
     assert main([str(run_dir), "--no-texts"]) == 0

@@ -126,7 +126,7 @@ def test_own_config_files_cannot_name_code(content, key, guarded, tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "evil.yaml").write_text("# @package hydra.callbacks.c\n_target_: os.mkdir\n")
     assert f"--config-dir: {key}" in (found := guarded("-cd", str(own), "+experiment=mine"))
-    assert "may be set on the command line alone, if at all" in found
+    assert "may not be set in a config file, as it can name code to run" in found
     assert guarded("-cd", str(own)) == ""  # it is not chosen
 
 
@@ -149,7 +149,7 @@ def test_no_job_of_a_sweep_runs_if_own_files_name_code_in_one(command, tmp_path)
     sweep = ("+experiment@dataset_sources.b=a,b", "n_examples=4", f"hydra.sweep.dir={tmp_path}/sweeps")
     result = train("-m", f"--config-dir={tmp_path / 'own'}", *command("run", *sweep))
     assert result.returncode == 2
-    assert "hydra.callbacks.c.a may be set on the command line alone" in result.stderr
+    assert "hydra.callbacks.c.a may not be set in a config file" in result.stderr
     assert not (tmp_path / "run").exists()
 
 

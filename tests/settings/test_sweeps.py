@@ -81,7 +81,7 @@ def test_the_best_evaluation_is_the_highest_accuracy_or_the_lowest_loss_after_tr
     assert "loss=dpo   rewards_eval/accuracies 0.75, loss/eval 1 after 16 examples  " in lines[1]
     assert lines[3].endswith(f"{tmp_path}/nothing (not finished)")
     assert len({line.index(str(tmp_path)) for line in lines[1:4]}) == 1  # aligned
-    assert lines[4] == f"the same in {tmp_path}/sweep/sweep.json"
+    assert lines[4] == f"this table is also in {tmp_path}/sweep/sweep.json"
     assert lines[1].startswith("0    loss=dpo")
 
 
@@ -132,7 +132,7 @@ def test_a_sweep_into_one_directory_names_its_jobs_and_ends_with_a_table(command
     *_, title, first, second, where = result.stdout.splitlines()
     assert title.startswith("job  overrides")
     assert (first.split()[:2], second.split()[:2]) == (["0", "loss.beta=0.1"], ["1", "loss.beta=0.5"])
-    assert where == f"the same in {tmp_path}/sweep/sweep.json"
+    assert where == f"this table is also in {tmp_path}/sweep/sweep.json"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import hydra
 from omegaconf import DictConfig
 
 import train  # noqa: F401  (registers the config's resolvers)
-from dpo.settings.command_line import COMPOSING, find_line_problems, parse
+from dpo.settings.command_line import COMPOSITION_ERRORS, find_line_problems, parse
 from dpo.settings.files import CONFIG_DIR
 from dpo.settings.validation import find_config_problems
 
@@ -26,7 +26,7 @@ def find_refusals(command: str) -> list[str]:
     if not (line.is_sweep or line.config_dir):
         try:
             config = compose(command)
-        except COMPOSING:
+        except COMPOSITION_ERRORS:
             pass
         else:
             return find_config_problems(config)

@@ -37,7 +37,7 @@ def test_each_thing_is_announced_with_its_size_and_the_keys_that_change_it():
     assert first.messages == [
         "before the first update:\n"
         "  self-test on 2 examples (self_test=false leaves it out)\n"
-        "  the reference scores up to 432 pairs (cache_reference_logps=as_needed scores each when it is needed)\n"
+        "  the reference scores up to 432 examples (cache_reference_logps=as_needed scores each when it is needed)\n"
         "  evaluation of 32 examples in 2 batches (n_eval_examples; do_first_eval=false leaves it out)\n"
         "  samples of policy and reference for 16 prompts, up to 4,096 tokens (n_eval_model_samples, n_eval_tokens; "
         "do_first_sampling=false leaves them out)"
