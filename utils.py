@@ -46,39 +46,40 @@ def rank0_print(*args: Any, **kwargs: Any) -> None:
 
 
 def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
-    """Copy `HOST:PATH` by scp to `local_path`, and return that path.
+    """Copy `HOST:PATH` by scp to `local_path`, and return the local path.
 
-    `local_path` is by default the PATH of the other machine. Nothing is copied if that file exists, or if HOST is this
-    machine. Raises InputError if `remote_path` is not HOST:PATH, and RunError if scp fails; no partial file stays.
+    `local_path` is by default PATH. Nothing is copied if that file exists, or if HOST is this machine. Raises
+    InputError if `remote_path` is not HOST:PATH, and RunError if scp fails; no partial file is left.
     """
     host, colon, path = remote_path.partition(":")
     if not (host and colon and path) or host.startswith("-"):  # scp would take a leading hyphen for an option
-        raise InputError(f"remote_path={remote_path} is not HOST:PATH")
+        raise InputError(f"remote_path={remote_path} must be HOST:PATH")
     full_name = socket.gethostname()
-    if host in (full_name, full_name.partition(".")[0]):  # this machine, with its domain or without
+    if host in (full_name, full_name.partition(".")[0]):  # this machine, with or without its domain
         return path
     local = Path(local_path or path)
     if local.exists():
         return str(local)
     local.parent.mkdir(parents=True, exist_ok=True)
-    beside = local.with_name(f".{local.name}.{os.getpid()}")
+    temporary = local.with_name(f".{local.name}.{os.getpid()}")
     print(f"copying {remote_path} to {local}")
+    command = ["scp", "--", remote_path, str(temporary)]
     try:
-        copied = subprocess.run(["scp", "--", remote_path, str(beside)], stderr=subprocess.PIPE, text=True, check=False)
-        if copied.returncode:
-            raise RunError(f"scp cannot copy {remote_path}: {copied.stderr.strip()[:300]}")
-        beside.replace(local)
+        result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if result.returncode:
+            raise RunError(f"scp cannot copy {remote_path}: {result.stderr.strip()[:300]}")
+        temporary.replace(local)
     except FileNotFoundError as error:
-        raise RunError(f"{remote_path} cannot be copied: this machine has no scp, or it left no file") from error
+        raise RunError(f"{remote_path} cannot be copied: this machine has no scp, or scp wrote no file") from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return str(local)
 
 
 def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int, *, group: Any = None) -> torch.Tensor:
     """Every rank's `values` concatenated along dimension 0, in rank order.
 
-    One process gets `values` itself.
+    With one process, returns `values` itself.
     """
     if world_size == 1:
         return values
@@ -90,12 +91,14 @@ def all_gather_if_needed(values: torch.Tensor, rank: int, world_size: int, *, gr
 def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, device: str | torch.device) -> dict:
     """Part `rank` of `world_size` equal parts of a batch, on `device`.
 
-    Raises ValueError if the rows do not divide evenly: the reference implementation silently dropped the rest.
+    Raises ValueError if the rows cannot be divided evenly; the reference implementation silently drops the remainder.
     """
-    rows = len(next(iter(batch.values())))
-    if rows % world_size:
-        raise ValueError(f"{rows} rows cannot be cut into {world_size} equal parts")
-    part = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
+    n_rows = len(next(iter(batch.values())))
+    if n_rows % world_size:
+        raise ValueError(
+            f"{n_rows} rows cannot be cut into {world_size} equal parts: give a batch whose rows world_size divides"
+        )
+    part = slice(rank * n_rows // world_size, (rank + 1) * n_rows // world_size)
     return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}
 
 
@@ -105,7 +108,10 @@ def formatted_dict(d: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
-    """Print this process's allocated and peak memory on each visible GPU."""
+    """Print this process's allocated and peak memory on each visible GPU.
+
+    If `rank` is given, on GPU `rank` alone.
+    """
     for device in range(torch.cuda.device_count()):
         if rank is not None and device != rank:
             continue
@@ -114,7 +120,7 @@ def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
 
 
 class TemporarilySeededRandom:
-    """Context with `random` and `numpy.random` seeded; their states are restored."""
+    """Context manager that seeds `random` and `numpy.random`, then restores them."""
 
     def __init__(self, seed: int) -> None:
         self.seed = int(seed)  # Python 3.11's random.seed refuses numpy integers

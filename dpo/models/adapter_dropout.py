@@ -1,10 +1,11 @@
-"""The dropout of adapters, a function of the text.
+"""The dropout of adapters, a function of seed, update, layer and text.
 
-So it is the same in every layout, split and number of processes. For an input x of an adapted layer, the adapter sees
-x_i / (1 - p) for kept features i, and 0 for the others. Feature i is kept if the signed 32-bit product a * b_i is at
-least (2 p - 1) 2^31. The odd numbers a and b_i are hashes: a of the seed, the update, the layer, and the token with all
-tokens before it; b_i of the seed, the update and i. Nothing has to be saved for a backward pass that recomputes
-activations, or for a resumed run.
+So it is the same in every layout, with every split into microbatches, and on any number of processes. Nothing has to be
+saved for a backward pass that recomputes activations, or for a resumed run.
+
+For an input x of an adapted layer, the adapter gets x_i / (1 - p) for kept features i, and 0 for dropped ones. Feature
+i is kept if the signed 32-bit product a * b_i is at least (2 p - 1) 2^31. The odd numbers a and b_i are hashes: a of
+the seed, the update, the layer, and the token with all tokens before it; b_i of the seed, the update and i.
 """
 
 from __future__ import annotations
@@ -22,28 +23,30 @@ from dpo.models.packing import NONE, Packed
 class Dropout(torch.nn.Module):
     """Dropout of an adapted layer's input, if `AdapterDropout` turns it on.
 
-    `first_feature` is not 0 if a process computes with a slice of the features.
+    R rows of L tokens are fed to the model. Under tensor parallelism a process may compute with a slice of the
+    features, which begins at `first_feature`.
     """
 
     def __init__(self, p: float, n_features: int) -> None:
         super().__init__()
         self.p, self.n_features, self.first_feature = p, n_features, 0
-        self.tokens: torch.Tensor | None = None  # (R, L) int32: a
-        self.features: torch.Tensor | None = None  # int32, for at least all features of the layer: b
+        self.token_hashes: torch.Tensor | None = None  # a of the module's docstring, (R, L) int32; None: off
+        self.feature_hashes: torch.Tensor | None = None  # b, int32, for as many features as the widest layer has
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.tokens is None or self.features is None:
+        if self.token_hashes is None or self.feature_hashes is None:
             return x
-        if x.shape[:-1] not in (self.tokens.shape, (self.tokens.numel(),)):
+        # layers get (R, L, features) or, in some models, (R * L, features)
+        if x.shape[:-1] not in (self.token_hashes.shape, (self.token_hashes.numel(),)):
             raise InputError(
-                f"lora.dropout={self.p} needs adapted layers that are given each token once: one is given "
-                f"{tuple(x.shape[:-1])} for {tuple(self.tokens.shape)} tokens: name others in lora.target_modules, or "
-                f"choose lora.dropout=0"
+                f"lora.dropout={self.p} needs adapted layers whose input has each token once. The batch has "
+                f"{tuple(self.token_hashes.shape)} tokens, and an adapted layer got an input for "
+                f"{tuple(x.shape[:-1])}: name other layers in lora.target_modules, or choose lora.dropout=0"
             )
-        a = self.tokens.to(x.device).view(*x.shape[:-1], 1)
-        b = self.features.to(x.device)[self.first_feature : self.first_feature + x.shape[-1]]
-        kept = a * b >= int(self.p * 2**32) - 2**31
-        return x.where(kept, 0) / (1 - self.p)
+        a = self.token_hashes.to(x.device).view(*x.shape[:-1], 1)
+        b = self.feature_hashes.to(x.device)[self.first_feature : self.first_feature + x.shape[-1]]
+        is_kept = a * b >= int(self.p * 2**32) - 2**31  # the product overflows, like a random int32
+        return x.where(is_kept, 0) / (1 - self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -58,59 +61,64 @@ class AdapterDropout:
 
     @contextmanager
     def on(self, inputs: PaddedRows | Packed, *, update: int | None) -> Iterator[None]:
-        """Turn on the dropout of `update` for these inputs; None: off."""
+        """Turn on the dropout of `update`, unless None, for these inputs."""
         if update is None or not self.modules:
             yield
             return
         n_layers, n_features = len(self.modules), max(module.n_features for module in self.modules)
-        paths = hash_paths(inputs)
-        salt = _mix(_mix(paths.new_full((1,), self.seed)) + update)
-        salts = _mix(salt + torch.arange(n_layers + n_features, device=paths.device))
-        tokens = _odd(_mix(paths + salts[:n_layers, None, None]))  # (layers, R, L)
-        features = _odd(salts[n_layers:])
+        text_hashes = hash_paths(inputs)
+        salt = _mix(_mix(text_hashes.new_full((1,), self.seed)) + update)
+        salts = _mix(salt + torch.arange(n_layers + n_features, device=text_hashes.device))  # for layers, then features
+        token_hashes = _make_odd(_mix(text_hashes + salts[:n_layers, None, None]))  # (layers, R, L)
+        feature_hashes = _make_odd(salts[n_layers:])
         try:
-            for module, of_layer in zip(self.modules, tokens, strict=True):
-                module.tokens, module.features = of_layer, features
+            for module, layer_hashes in zip(self.modules, token_hashes, strict=True):
+                module.token_hashes, module.feature_hashes = layer_hashes, feature_hashes
             yield
         finally:
             for module in self.modules:
-                module.tokens = module.features = None
+                module.token_hashes = module.feature_hashes = None
 
 
 def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
-    """Hashes of each token and all before it, (R, L) int64.
+    """Hashes of each token with all earlier ones, (R, L) int64.
 
-    A hash does not depend on the token's place in the microbatch. Hashes of padding mean nothing.
+    Earlier tokens are those of the prompt and of the same response, so a hash does not depend on where the layout puts
+    the token. Hashes of padding mean nothing.
     """
-    column = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
-    packed = isinstance(inputs, Packed)
-    terms = _mix(_mix(inputs.input_ids) + (inputs.position_ids if packed else column))
-    sums = terms.cumsum(1)
-    if not packed:
+    columns = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
+    is_packed = isinstance(inputs, Packed)
+    hashes = _mix(_mix(inputs.input_ids) + (inputs.position_ids if is_packed else columns))  # of token and position
+    sums = hashes.cumsum(1)
+    if not is_packed:
         return sums
     tree, branch = inputs.tree, inputs.branch
-    begins = torch.ones_like(tree, dtype=torch.bool)  # where a prompt or a response begins
-    begins[:, 1:] = (tree[:, 1:] != tree[:, :-1]) | (branch[:, 1:] != branch[:, :-1])
-    begin = column.where(begins, 0).cummax(1).values
-    sums -= (sums - terms).gather(1, begin)
-    prompt_end = column.where(branch == NONE, 0).cummax(1).values  # the last token of a prompt so far
-    after_prompt = (branch != NONE) & (branch.gather(1, prompt_end) == NONE) & (tree.gather(1, prompt_end) == tree)
-    return sums + sums.gather(1, prompt_end).where(after_prompt, 0)
+    # subtract the sum before the token's segment, which is a prompt or a response
+    is_start = torch.ones_like(tree, dtype=torch.bool)
+    is_start[:, 1:] = (tree[:, 1:] != tree[:, :-1]) | (branch[:, 1:] != branch[:, :-1])
+    start_column = columns.where(is_start, 0).cummax(1).values
+    sums -= (sums - hashes).gather(1, start_column)
+    # add the sum of the whole prompt to each token of its responses; an empty prompt has no last column
+    last_prompt_column = columns.where(branch == NONE, 0).cummax(1).values
+    is_own_prompt = (branch.gather(1, last_prompt_column) == NONE) & (tree.gather(1, last_prompt_column) == tree)
+    return sums + sums.gather(1, last_prompt_column).where((branch != NONE) & is_own_prompt, 0)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Mix an int64 by the finalizer of SplitMix64 (Steele et al. 2014)."""
-    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
-    return x ^ _shifted(x, 31)
+    """Mix int64s by the finalizer of SplitMix64 (Steele et al. 2014)."""
+    x = (x ^ _shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shift_right(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shift_right(x, 31)
 
 
-def _shifted(x: torch.Tensor, n: int) -> torch.Tensor:
-    """Shift right as if `x` were unsigned."""
+def _shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
+    """Shift right by `n` bits as if `x` were unsigned."""
     return (x >> n) & (2 ** (64 - n) - 1)
 
 
-def _odd(x: torch.Tensor) -> torch.Tensor:
-    """The upper half of an int64, made odd."""
-    # products of odd numbers take every odd value equally often
+def _make_odd(x: torch.Tensor) -> torch.Tensor:
+    """The upper 32 bits of int64s as odd int32s.
+
+    Products of odd numbers take every odd value equally often.
+    """
     return (x >> 32).int() | 1

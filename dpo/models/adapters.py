@@ -1,7 +1,7 @@
 """LoRA adapters (arXiv 2106.09685), put into a model in place by PEFT.
 
 The model's class, blocks and names stay the same, but the weights of an adapted layer move under `base_layer`. A model
-may hold two adapters: the trained `policy` and a frozen `reference` beside it.
+may hold two adapters: `policy`, which is trained, and `reference`, which is frozen.
 """
 
 from __future__ import annotations
@@ -35,21 +35,24 @@ if TYPE_CHECKING:
 POLICY, REFERENCE = "policy", "reference"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 PREFIX = "base_model.model."  # begins every name in PEFT's files
-SPECS = {"r": "int >= 1", "lora_alpha": "number > 0"}  # for the keys of PEFT's config that are used here
-# Keys that do not change what a trained adapter computes. The keys that name the adapted layers are among them, because
-# the file of weights names these layers too. An adapter with any other key set is refused.
-HARMLESS = {
+SPECS = {"r": "int >= 1", "lora_alpha": "number > 0"}  # specs of the keys of PEFT's config that are used here
+# Keys of PEFT's config that are ignored, as they do not change what a trained adapter computes. The keys that name the
+# adapted layers are among them, because the file of weights names these layers too. An adapter with any other key set
+# is refused.
+IGNORED_KEYS = {
     *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "fan_in_fan_out", "init_lora_weights"),
 }
-CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that also modify the base
+BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that also modify the base
 FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
 
 
 class ParameterCount(NamedTuple):
+    """Numbers of parameters of a policy."""
+
     trainable: int
-    total: int  # with those of a reference's adapter
+    total: int  # including the adapter of a reference in the same model
 
 
 class StoredAdapter(NamedTuple):
@@ -62,91 +65,100 @@ class StoredAdapter(NamedTuple):
 
     @property
     def layers(self) -> list[str]:
-        """The names of the layers that it adapts."""
+        """The names of the layers that the adapter adapts."""
         return sorted({name.rpartition(".lora_")[0] for name in self.weights})
 
 
 def _import_peft() -> Any:
     silence_bitsandbytes()
-    import peft  # late: it takes a second, and most runs have no adapter
+    import peft  # not at the top, as importing it takes a second, and most runs have no adapter
 
     return peft
 
 
 def find_adapter(path: str | Path | None) -> Path | None:
-    """A directory in PEFT's format: the path, its LATEST, or its parent."""
+    """The directory in PEFT's format that a path names, if any.
+
+    The path may be the directory, a run (its LATEST), or the `policy.pt` in the directory.
+    """
     if path is None:
         return None
     path = Path(os.path.expanduser(path))
-    candidates = (path, path / "LATEST", *([path.parent] if path.name == "policy.pt" else []))
+    candidates = [path, path / "LATEST"]
+    if path.name == "policy.pt":
+        candidates.append(path.parent)
     return next((candidate for candidate in candidates if (candidate / CONFIG).is_file()), None)
 
 
 def read_adapter(directory: Path) -> StoredAdapter:
     """Read an adapter in PEFT's format.
 
-    Raises InputError if it is damaged, or of an unsupported kind.
+    Raises InputError if it is damaged, or of an unsupported type.
     """
-    config = directory / CONFIG
-    with _explaining(directory):
+    config_file = directory / CONFIG
+    with _explaining_errors(directory):
         check_readable(directory / WEIGHTS)
-        written = _read_config(directory)
-        kind = written["peft_type"]
+        config = _read_config(directory)
+        adapter_type = config["peft_type"]
         weights = load_file(directory / WEIGHTS)
-    if kind != "LORA":
-        raise InputError(f"{directory} holds an adapter of type {kind}; only LORA is supported here")
-    for key, rule in ((key, read_rule(spec)) for key, spec in SPECS.items()):
-        if not rule.holds(written.get(key)):
-            raise InputError(f"{config}: {key}={json.dumps(written.get(key))[:100]} must be {rule.wanted}")
-    if unsupported := _find_unsupported(written, weights):
+    if adapter_type != "LORA":
+        raise InputError(f"{directory} holds an adapter of type {adapter_type}; only LORA is supported here")
+    for key, spec in SPECS.items():
+        rule = read_rule(spec)
+        if not rule.holds(config.get(key)):
+            raise InputError(f"{config_file}: {key}={json.dumps(config.get(key))[:100]} must be {rule.wanted}")
+    if unsupported := _find_unsupported(config, weights):
         raise InputError(
             f"{directory} holds an adapter with {', '.join(unsupported)}, which is not supported here: merge it into "
-            f"its base with peft, and give that as model.name_or_path"
+            f"its base with peft, and give the result as model.name_or_path"
         )
-    r, alpha = written["r"], written["lora_alpha"]
-    for name, tensor in weights.items():  # a foreign rank would decide how much memory is taken
-        rank = tensor.shape[0 if ".lora_A." in name else -1] if tensor.ndim == 2 else None
-        if rank != r:
-            raise InputError(f"{config}: r={r}, and {name} is {tuple(tensor.shape)}")
-    return StoredAdapter(directory, r, alpha, {key.removeprefix(PREFIX): tensor for key, tensor in weights.items()})
+    r, alpha = config["r"], config["lora_alpha"]
+    # check every rank, as PEFT takes memory for matrices of rank r before they are compared with the weights
+    for name, tensor in weights.items():
+        rank_dim = 0 if ".lora_A." in name else -1
+        if tensor.ndim != 2 or tensor.shape[rank_dim] != r:
+            raise InputError(f"{config_file}: r={r} does not agree with the shape of {name}, {tuple(tensor.shape)}")
+    return StoredAdapter(directory, r, alpha, {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()})
 
 
-def _find_unsupported(written: Mapping[str, Any], weights: Iterable[str]) -> list[str]:
-    """Parts of an adapter beyond plain LoRA on linear layers.
+def _find_unsupported(config: Mapping[str, Any], weights: Iterable[str]) -> list[str]:
+    """The settings and weights of an adapter beyond plain LoRA.
 
-    These are settings in its config, and up to three names of weights.
+    Returns texts `key=value` for PEFT's config, and up to three names of weights.
     """
-    defaults, initialisation = vars(_import_peft().LoraConfig()), str(written.get("init_lora_weights"))
+    defaults = vars(_import_peft().LoraConfig())
     unsupported = [
         f"{key}={value}"
-        for key, value in written.items()
-        if value and key not in HARMLESS | SPECS.keys() and value != defaults.get(key)
+        for key, value in config.items()
+        if value and key not in IGNORED_KEYS | SPECS.keys() and value != defaults.get(key)
     ]
-    if initialisation.startswith(CHANGE_THE_BASE):
-        unsupported.append(f"init_lora_weights={initialisation}")
+    init = str(config.get("init_lora_weights"))
+    if init.startswith(BASE_CHANGING_INITS):
+        unsupported.append(f"init_lora_weights={init}")
     return unsupported + sorted(name for name in weights if not FACTOR_NAME.fullmatch(name))[:3]
 
 
 def read_base(directory: Path) -> str | None:
-    """The base that an adapter names, a Hub id or a path."""
-    with _explaining(directory):
+    """The base that an adapter names, a Hub id or path."""
+    with _explaining_errors(directory):
         base = _read_config(directory).get("base_model_name_or_path")
     if not isinstance(base, str | None):
-        given = json.dumps(base)[:100]
-        raise InputError(f"{directory / CONFIG}: base_model_name_or_path={given} must be a name, or null")
+        value = json.dumps(base)[:100]
+        raise InputError(f"{directory / CONFIG}: base_model_name_or_path={value} must be a name, or null")
     return base or None
 
 
-def _explaining(directory: Path) -> AbstractContextManager[None]:
+def _explaining_errors(directory: Path) -> AbstractContextManager[None]:
+    """Turn errors of reading an adapter into InputErrors inside."""
     errors = (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError)
     return explaining(errors, lambda why: InputError(f"{directory} is not an adapter in PEFT's format: {why}"))
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    written = read_json(directory / CONFIG)
-    if not isinstance(written, dict):
-        raise InputError(f"{directory / CONFIG} holds no mapping, as PEFT writes it")
-    return written
+    config = read_json(directory / CONFIG)
+    if not isinstance(config, dict):
+        raise InputError(f"{directory / CONFIG} must hold a mapping, as PEFT writes it")
+    return config
 
 
 def add_adapter(
@@ -160,10 +172,10 @@ def add_adapter(
 ) -> None:
     """Freeze a model and add an adapter in float32, which becomes active.
 
-    The policy's is trained, any other is not. As PEFT draws it from the seed it changes nothing: B is 0. On the meta
-    device it takes no memory. Its dropout is off until `AdapterDropout` turns it on.
-    Raises InputError if the config names no layer of the model, or one that cannot be adapted; `targets` says where the
-    layers are named.
+    The adapter is trainable if it is the policy's. PEFT draws A from the seed and sets B to 0, so a new adapter changes
+    nothing. On the meta device it takes no memory. Its dropout is off until `AdapterDropout` turns it on.
+    Raises InputError if the config names no layer of the model, or one that cannot be adapted; `targets` is the config
+    key or the file that names the layers, for the message.
     """
     config = copy.deepcopy(config)  # PEFT keeps and changes it
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
@@ -171,11 +183,11 @@ def add_adapter(
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if hasattr(head, "base_layer") and head.weight is embedding.weight:  # merging would change the embedding
         raise InputError(
-            f"{targets} names the head of {type(model).__name__}, which is its embedding too: leave it out"
+            f"{targets} names the head of {type(model).__name__}, which is its embedding too: leave out the head"
         )
     for layer in _adapted_layers(model):
-        _prepare(layer, name, dropout, targets)
-    model.requires_grad_(False)  # PEFT has left the new factors trainable, a reference's too
+        _replace_parts(layer, name, dropout, targets)
+    model.requires_grad_(False)  # PEFT has left the new factors trainable, also in a reference
     for weight in adapter_weights(model, POLICY).values():
         weight.requires_grad_(True)
     _activate(_adapted_layers(model), name)
@@ -184,36 +196,39 @@ def add_adapter(
 def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) -> None:
     """Let PEFT put an adapter into a model, drawn from the seed."""
     peft = _import_peft()
-    on_meta = next(model.parameters()).is_meta
+    model_class, on_meta = type(model).__name__, next(model.parameters()).is_meta
     device = torch.device("meta") if on_meta else nullcontext()  # or PEFT makes the factors in memory first
-    # None would warn about several GPUs
-    with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings(), device:
-        warnings.simplefilter("ignore")  # about a second adapter, GPT-2's layers, and a tied head, which is refused
+    gpus = range(torch.cuda.device_count())  # without this argument, fork_rng warns if there are several
+    with torch.random.fork_rng(gpus), warnings.catch_warnings(), device:
+        # PEFT warns about a second adapter, GPT-2's layers, and a tied head, which `add_adapter` refuses
+        warnings.simplefilter("ignore")
         torch.manual_seed(seed)
-        kind = type(model).__name__
-        with explaining(ValueError, lambda why: InputError(f"{targets} cannot be adapted in {kind}: {why}")):
+        with explaining(ValueError, lambda why: InputError(f"{targets} cannot be adapted in {model_class}: {why}")):
             peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)
-    if isinstance(config.target_modules, set):  # PEFT accepts a single match
+    if isinstance(config.target_modules, set):  # PEFT raises only if none of them is in the model
         names = ["." + key.removesuffix(".base_layer") for key, _ in model.named_modules()]
-        if absent := sorted(t for t in config.target_modules if not any(n.endswith(f".{t}") for n in names)):
-            raise InputError(f"{targets} names layers that {type(model).__name__} has not: {', '.join(absent[:5])}")
+        missing = [target for target in config.target_modules if not any(n.endswith(f".{target}") for n in names)]
+        if missing:
+            raise InputError(f"{targets} names layers that are not in {model_class}: {', '.join(sorted(missing)[:5])}")
 
 
-def _prepare(layer: Any, name: str, dropout: float, targets: str) -> None:
-    """Replace PEFT's dropout and factors in an adapted layer."""
+def _replace_parts(layer: Any, name: str, dropout: float, targets: str) -> None:
+    """Replace PEFT's dropout and matrices in an adapted layer by our own."""
     if name in layer.lora_embedding_A:
-        kind = type(layer.get_base_layer()).__name__
-        raise InputError(f"{targets} names a layer of class {kind}: only linear layers can be adapted")
-    layer.cast_input_dtype_enabled = False  # else q, k and v would each keep a float32 copy of their input
+        layer_class = type(layer.get_base_layer()).__name__
+        raise InputError(
+            f"{targets} names a layer of class {layer_class}, but only linear layers can be adapted: leave it out"
+        )
+    layer.cast_input_dtype_enabled = False  # or q, k and v would each keep a float32 copy of their input
     if dropout > 0:
         layer.lora_dropout[name] = Dropout(dropout, layer.in_features)
-    for part in (layer.lora_A, layer.lora_B):
-        if name in part:
-            part[name] = Factor(part[name])
+    for matrices in (layer.lora_A, layer.lora_B):
+        if name in matrices:
+            matrices[name] = Factor(matrices[name])
 
 
 class Factor(torch.nn.Linear):
-    """A matrix of an adapter, in float32, multiplied in its input's dtype."""
+    """A float32 matrix of an adapter, cast to its input's dtype."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -225,7 +240,7 @@ class Factor(torch.nn.Linear):
 
 def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
     """PEFT's config of a new adapter."""
-    targets = "all-linear" if target_modules == "auto" else list(target_modules)  # all but the head
+    targets = "all-linear" if target_modules == "auto" else list(target_modules)  # PEFT leaves out the head
     return _import_peft().LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
 
 
@@ -245,13 +260,13 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     Raises InputError if they do not fit.
     """
     parameters = adapter_weights(model, name)
-    shared = parameters.keys() & stored.weights.keys()
+    shared_keys = parameters.keys() & stored.weights.keys()
     differing = sorted(parameters.keys() ^ stored.weights.keys())
-    differing += sorted(key for key in shared if parameters[key].shape != stored.weights[key].shape)
+    differing += sorted(key for key in shared_keys if parameters[key].shape != stored.weights[key].shape)
     if differing:
-        advice = "the model that it was trained on"
-        if names := _names_to_give(model, parameters, stored):
-            advice = f"lora.target_modules=[{','.join(names)}], or {advice}"
+        advice = "the model that the adapter was trained on"
+        if targets := _find_other_targets(model, parameters, stored):
+            advice = f"lora.target_modules=[{','.join(targets)}], or {advice}"
         raise InputError(
             f"{stored.directory} does not fit the adapter of this model ({type(model).__name__}), which differs in "
             f"{', '.join(differing[:3])}: give {advice}"
@@ -261,21 +276,23 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
             parameter.copy_(stored.weights[key])
 
 
-def _names_to_give(model: Any, parameters: Iterable[str], stored: StoredAdapter) -> list[str]:
-    """The `lora.target_modules` of a stored adapter that adapts other layers.
+def _find_other_targets(model: Any, parameters: Iterable[str], stored: StoredAdapter) -> list[str]:
+    """The `lora.target_modules` of a stored adapter, if it adapts other layers.
 
-    These are the last parts of the layers' names, or whole names if not all layers with such a last part are adapted.
+    `parameters` names the matrices of the adapter in the model; the list is empty if both adapt the same layers. It has
+    the last parts of the layers' names, such as `q_proj`, or full names if not all layers with such a last part are
+    adapted.
     """
     layers = set(stored.layers)
     if layers == {key.rpartition(".lora_")[0] for key in parameters}:
         return []
     last_parts = {layer.rpartition(".")[2] for layer in layers}
-    named_alike = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
-    return sorted(layers if layers < named_alike else last_parts)
+    layers_by_last_part = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
+    return sorted(layers if layers < layers_by_last_part else last_parts)
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
-    """The parameters of an adapter, by name without the adapter's own."""
+    """The parameters of the adapter `name`, by their names without `name`."""
     return {
         key.replace(f".{name}.", "."): parameter
         for key, parameter in model.named_parameters()
@@ -284,7 +301,7 @@ def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The state dict of a model's base, with the plain model's names."""
+    """The state dict of a model's base, as without adapters."""
     return {
         key.replace(".base_layer.", "."): tensor
         for key, tensor in model.state_dict().items()
@@ -294,9 +311,10 @@ def base_weights(model: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Merge a stored adapter into a model; returns its weights by name.
+    """Merge a stored adapter into a model; return all weights by name.
 
-    Each sum is taken in float32 and rounded once, to `dtype` or its weight's. Raises InputError if it does not fit.
+    Each sum is in float32 and rounded once, to `dtype` or the dtype of the base's weight. Raises InputError if the
+    adapter does not fit.
     """
     add_stored_adapter(model, stored)
     for layer in _adapted_layers(model):
@@ -307,13 +325,15 @@ def merge_adapter(model: Any, stored: StoredAdapter, dtype: torch.dtype | None =
 
 def weights_in_use(model: Any) -> list[torch.Tensor]:
     """The base's weights, and the active adapter's unless it adds nothing."""
-    names = {name for layer in _adapted_layers(model) for name in layer.active_adapters}
-    assert len(names) <= 1, "all layers compute with the same adapter"
-    adapter = adapter_weights(model, names.pop()) if names else {}
-    adds = any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key)
-    # parameters alone: a 4-bit base is in buffers, and never changes
-    base = [parameter for key, parameter in model.named_parameters() if not _is_adapter_weight(key)]
-    return [*base, *(adapter.values() if adds else ())]
+    active_adapters = {name for layer in _adapted_layers(model) for name in layer.active_adapters}
+    assert len(active_adapters) <= 1, "all layers compute with the same adapter"
+    # without the buffers of a 4-bit base, which never change
+    weights = [parameter for key, parameter in model.named_parameters() if not _is_adapter_weight(key)]
+    for name in active_adapters:
+        adapter = adapter_weights(model, name)
+        if any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key):
+            weights += adapter.values()
+    return weights
 
 
 def _is_adapter_weight(key: str) -> bool:
@@ -335,11 +355,11 @@ def _activate(layers: Iterable[Any], name: str | None) -> None:
 
 
 def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[None]]:
-    """Make a context in which a policy has another adapter, or none.
+    """Make a context manager that activates the adapter `name` inside.
 
-    The layers are found once, as an update enters the context for every microbatch.
+    If `name` is None, the model computes without an adapter inside. Afterwards the policy's adapter is active.
     """
-    layers = _adapted_layers(model)
+    layers = _adapted_layers(model)  # found once, as an update enters the context for every microbatch
 
     @contextmanager
     def switched() -> Iterator[None]:
@@ -357,19 +377,22 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Count the parameters of all processes; 4-bit weights count one by one."""
-    trainable, total = (sum(p.numel() for p in chosen) for chosen in (trained_parameters(model), model.parameters()))
-    linear = (layer for layer in model.modules() if isinstance(layer, torch.nn.Linear))
-    packed = (layer for layer in linear if not isinstance(layer.weight, torch.nn.Parameter))
-    return ParameterCount(trainable, total + sum(layer.in_features * layer.out_features for layer in packed))
+    """The number of a model's parameters, with all shards and 4-bit weights."""
+    n_trainable = sum(parameter.numel() for parameter in trained_parameters(model))
+    n_total = sum(parameter.numel() for parameter in model.parameters())
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear) and not isinstance(layer.weight, torch.nn.Parameter):
+            n_total += layer.in_features * layer.out_features  # a 4-bit weight, which is a packed buffer
+    return ParameterCount(n_trainable, n_total)
 
 
 def policy_part(model: torch.nn.Module) -> ModelPart:
-    return (AdapterPart if adapter_weights(model, POLICY) else ModelPart)("policy", model)
+    """The checkpoint's part with the policy: its adapter, or all weights."""
+    return AdapterPart("policy", model) if adapter_weights(model, POLICY) else ModelPart("policy", model)
 
 
 class AdapterPart(ModelPart):
-    """A policy's adapter in a checkpoint, also in PEFT's format."""
+    """The checkpoint's part with a policy's adapter, also in PEFT's format."""
 
     @property
     def n_bytes(self) -> int:
@@ -381,9 +404,9 @@ class AdapterPart(ModelPart):
 
     def convert(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         config = self.source.peft_config[POLICY].to_dict() | {"inference_mode": True}
-        as_lists = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         tensors = {key: tensor.contiguous() for key, tensor in state.items()}
         return {
-            CONFIG: json.dumps(as_lists, indent=2, sort_keys=True).encode(),
+            CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(),
             WEIGHTS: save(tensors, metadata={"format": "pt"}),
         }

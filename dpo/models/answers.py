@@ -24,6 +24,8 @@ Tokens = tuple[int, ...]
 
 
 class Sampling(NamedTuple):
+    """How answers are sampled."""
+
     max_new_tokens: int
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
@@ -34,9 +36,9 @@ class Answer(NamedTuple):
     """A model's answer to a prompt."""
 
     text: str
-    tokens: Tokens  # with the one that ended it
-    ended: bool  # not cut off at `max_new_tokens`
-    score: float = math.nan  # in training; higher is better
+    tokens: Tokens  # including the end token, if any
+    ended: bool  # by an end token, not cut off at `max_new_tokens`
+    score: float = math.nan  # of the scorer, in online training; higher is better
 
 
 class Drawn(NamedTuple):
@@ -68,89 +70,98 @@ def answer(
     watch: Callable[[list[int]], bool] | None = None,
     in_step: bool = False,
 ) -> list[Answer]:
-    """Sample answers to prompts, whose numbers are mixed into the seed.
+    """Sample one answer to each prompt.
 
-    After each token `watch` gets the tokens of the last answer so far, and ends all answers by returning true.
-    `in_step`: several processes hold the model's shards, so each continues until the last has finished.
+    An answer's random numbers follow from `sampling.seed` and the prompt's number in `numbers`. After each step `watch`
+    gets the last prompt's new tokens, and ends all answers by returning true. `in_step`: several processes hold shards
+    of the model and answer in lockstep, so each continues until the last one has finished.
     """
     device = next(model.parameters()).device
     batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)
-    ids = batch["prompt_input_ids"].to(device)
-    # Only the end tokens of the model's generation config apply: penalties would change the distribution that answers
-    # are drawn from.
-    own = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
-    criteria = [] if watch is None else [_Watcher(lambda row: watch(row[ids.shape[1] :].tolist()))]
+    prompt_ids = batch["prompt_input_ids"].to(device)
+    n_prompt = prompt_ids.shape[1]  # the same for all prompts, which are padded on the left
+    # Of the model's generation config only the end tokens apply. Penalties, for instance, would change the distribution
+    # that answers are drawn from.
+    model_eos: Any = model.generation_config.eos_token_id
+    end_tokens = {tokenizer.eos_token_id, *(model_eos if isinstance(model_eos, list) else [model_eos])} - {None}
+    criteria = [] if watch is None else [_StopIf(lambda row: watch(row[n_prompt:].tolist()))]
     with _plain_generation(model):
-        out = model.generate(
-            ids,
+        rows = model.generate(
+            prompt_ids,
             attention_mask=batch["prompt_attention_mask"].to(device),
             max_new_tokens=sampling.max_new_tokens,
-            do_sample=False,  # `_Draw` draws
-            eos_token_id=sorted(ends),
+            do_sample=False,  # `_DrawToken` draws
+            eos_token_id=sorted(end_tokens),
             pad_token_id=tokenizer.pad_token_id,
-            logits_processor=choosing(sampling, numbers, n_prompt=ids.shape[1]),
+            logits_processor=choosing(sampling, numbers, n_prompt=n_prompt),
             stopping_criteria=transformers.StoppingCriteriaList(criteria),
             synced_gpus=in_step,
         )
     answers = []
-    for row in out[:, ids.shape[1] :].tolist():
-        end = next((i for i, token in enumerate(row, start=1) if token in ends), None)
-        tokens = tuple(row[:end])
+    for new_tokens in rows[:, n_prompt:].tolist():
+        end = next((i for i, token in enumerate(new_tokens, start=1) if token in end_tokens), None)
+        tokens = tuple(new_tokens[:end])  # padding follows the end token
         text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        answers.append(Answer(text, tokens, end is not None))
+        answers.append(Answer(text, tokens, ended=end is not None))
     return answers
 
 
 def choosing(sampling: Sampling, numbers: Sequence[int], *, n_prompt: int) -> transformers.LogitsProcessorList:
-    """Processors of logits (B, V) that leave only the token drawn."""
+    """Processors of logits (B, V) that leave only the token drawn.
+
+    For greedy answers there are none. `numbers` has a number for each of the B prompts of `n_prompt` tokens.
+    """
     processors = transformers.LogitsProcessorList()
-    if sampling.temperature > 0:
-        processors += [transformers.TemperatureLogitsWarper(float(sampling.temperature))]
-        processors += [transformers.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-        seeds = [[sampling.seed, number] for number in numbers]
-        processors += [_Draw(seeds, n_prompt=n_prompt, n_new=sampling.max_new_tokens)]
+    if sampling.temperature <= 0:  # greedy
+        return processors
+    processors.append(transformers.TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.top_p < 1:
+        processors.append(transformers.TopPLogitsWarper(sampling.top_p))
+    seeds = [[sampling.seed, number] for number in numbers]
+    processors.append(_DrawToken(seeds, n_prompt=n_prompt, n_new=sampling.max_new_tokens))
     return processors
 
 
 @contextmanager
 def _plain_generation(model: Any) -> Iterator[None]:
-    """Take away the model's own generation settings inside."""
-    own = model.generation_config
+    """Replace the model's own generation config by transformers' defaults inside."""
+    own_config = model.generation_config
     model.generation_config = transformers.GenerationConfig()
     try:
         with for_generation(), generating_with_sdpa(model):
             yield
     finally:
-        model.generation_config = own
+        model.generation_config = own_config
 
 
-class _Draw(transformers.LogitsProcessor):
-    """Draw each row's tokens with uniform numbers from its own seed."""
+class _DrawToken(transformers.LogitsProcessor):
+    """Draw each row's next token, from the row's own seed."""
 
     def __init__(self, seeds: Sequence[Sequence[int]], *, n_prompt: int, n_new: int) -> None:
         self.n_prompt = n_prompt
-        self.uniform = torch.from_numpy(np.stack([np.random.default_rng(seed).random(n_new) for seed in seeds]))
+        by_row = [np.random.default_rng(seed).random(n_new) for seed in seeds]
+        self.uniform = torch.from_numpy(np.stack(by_row))  # (B, n_new)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.uniform = self.uniform.to(scores.device)
         cumulative = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)  # (B, V)
-        # times the last sum, which rounding keeps from being exactly 1
-        threshold = self.uniform[:, input_ids.shape[1] - self.n_prompt, None] * cumulative[:, -1:]
+        step = input_ids.shape[1] - self.n_prompt
+        # times the sum of all probabilities, which after rounding is not exactly 1
+        threshold = self.uniform[:, step, None] * cumulative[:, -1:]
         # the first token whose cumulative probability exceeds the threshold, so its own probability is > 0
         drawn = torch.searchsorted(cumulative, threshold, right=True)
-        drawn.clamp_(max=scores.shape[1] - 1)  # NaN exceeds every sum, and would give token V
+        drawn.clamp_(max=scores.shape[1] - 1)  # if the sums are NaN, the index is V
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
 
-class _Watcher(transformers.StoppingCriteria):
-    """End all rows once `ends` returns true for the last one's tokens."""
+class _StopIf(transformers.StoppingCriteria):
+    """End all rows once `should_stop` returns true for the last row's tokens."""
 
-    def __init__(self, ends: Callable[[torch.Tensor], bool]) -> None:
-        self.ends = ends
+    def __init__(self, should_stop: Callable[[torch.Tensor], bool]) -> None:
+        self.should_stop = should_stop
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), bool(self.ends(input_ids[-1])), device=input_ids.device)
+        return torch.full((len(input_ids),), bool(self.should_stop(input_ids[-1])), device=input_ids.device)
 
 
 @torch.no_grad()
@@ -162,6 +173,5 @@ def log_probabilities(
     [microbatch] = Padded().split(examples, 1)
     device = next(model.parameters()).device
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        by_token = Padded().forward(model, microbatch.to(device).inputs).logps  # (1, B, T): one side, the answers
-    [sums] = by_token.sum(-1)
-    return sums.tolist()
+        by_token = Padded().forward(model, microbatch.to(device).inputs).logps  # (1, B, T)
+    return by_token[0].sum(-1).tolist()

@@ -25,7 +25,7 @@ from dpo.system.plain_files import check_readable, read_json
 from dpo.system.redaction import redact
 
 UNKNOWN, OTHER = "unknown", "other"  # the Hub's words for a licence that is not known, and for one without an id
-HUB_SECS = 5  # how long the Hub may take to answer
+HUB_SECS = 5  # seconds that the Hub may take to answer
 NO_CONFIG = "Not known: no config of the run was found."
 # settings that determine the weights: keys that a resumed run may not change, and the length of training
 SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
@@ -34,90 +34,122 @@ IN_4_BITS = 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bn
 
 
 def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: StoredAdapter | None = None) -> None:
-    """Write `README.md` for a `model` in a folder, or an `adapter` alone."""
-    plan, saved = origin.plan, read_file(origin.policy) if origin.policy else {}
-    # the plan has the decision of who exports, and the card shows the run's
-    values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if origin.run_dir else {}
+    """Write `README.md` for a `model` or for an `adapter` alone."""
+    plan, run_dir = origin.plan, origin.run_dir
+    checkpoint = read_file(origin.policy) if origin.policy else {}
+    # The values of the run's config. Only model.trust_remote_code is that of the export in `plan.values`.
+    values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if run_dir else {}
     base, name, loss = plan.model.name_or_path, values.get("exp_name"), plan.values.get("loss.name")
-    on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
+    base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
     sources = {dataset: _find_dataset_source(plan, dataset) for dataset in values.get("datasets", ())}
-    prompt_format = find_prompt_format(origin) if origin.run_dir else None
+    prompt_format = find_prompt_format(origin) if run_dir else None
     licence = _find_licence(base, plan.run.cache_dir)
-    alone = model is None
-    runs_code = origin.had_own_code if alone else bool(list(folder.glob("*.py")))  # beside the base, or in the folder
+    is_adapter = model is None
+    starts_from_base = base_on_hub and not (is_adapter and origin.weights.archive)  # not from a policy.pt
     metadata = ModelCardData(
         model_name=name,
-        base_model=base if on_hub and not (alone and origin.weights.archive) else None,
+        base_model=base if starts_from_base else None,
         datasets=[source for source in sources.values() if HUB_ID.fullmatch(source)] or None,
-        library_name="peft" if alone else "transformers",
-        base_model_relation="adapter" if alone else None,
+        library_name="peft" if is_adapter else "transformers",
+        base_model_relation="adapter" if is_adapter else None,
         pipeline_tag="text-generation",
         tags=[tag for tag in (loss, adapter and "lora") if tag] or None,
         prompt_format=prompt_format,
         **licence,
     )
-    trained = f"[{base}](https://huggingface.co/{base})" if on_hub else f"`{Path(base).name}`"
-    trained += f" trained with {str(loss).upper() if loss in ('sft', 'dpo', 'ipo') else loss or 'preferences'}"
-    trained += f" on {', '.join(sources)}" if sources else ""
-    trained += f", {saved['step_idx']:,} examples" if isinstance(saved.get("step_idx"), int) else ""
-    form = f"`{MEANINGS[HH]}`" if prompt_format == HH else MEANINGS.get(str(prompt_format))
-    shown = [key for key in SETTINGS if key in values and key not in SHOWN_ELSEWHERE]
-    title = name or f"{Path(base).name}, {loss or 'trained'}"
+
+    base_name = Path(base).name
+    base_text = f"[{base}](https://huggingface.co/{base})" if base_on_hub else f"`{base_name}`"
+    settings = {
+        f"`{key}`": f"`{_format_cell(values[key])}`" for key in SETTINGS if key in values and key not in SHOWN_ELSEWHERE
+    }
+    # the model's own Python code is in the folder, or beside an adapter's base
+    runs_code = origin.had_own_code if is_adapter else bool(list(folder.glob("*.py")))
     paragraphs = (
-        f"# {title}",
-        f"{trained}. {_describe(model, adapter)}",
-        _show_loading(plan if alone else None, runs_code=runs_code),
-        "Prompts were tokenized without special tokens added, and every response ended with the EOS token."
-        + (f" Form of a prompt: {form}." if form else ""),
+        f"---\n{metadata.to_yaml()}\n---",
+        f"# {name}" if name else f"# {base_name}, {loss or 'trained'}",
+        f"{base_text} {_describe_training(loss, sources, checkpoint)}. {_describe_weights(model, adapter)}",
+        _show_loading(plan if is_adapter else None, runs_code=runs_code),
+        _describe_prompts(prompt_format),
         "## Evaluation",
-        _show_evaluation(_as_mapping(saved.get("metrics"))),
+        _show_evaluation(_as_mapping(checkpoint.get("metrics"))),
         "## Training data",
-        _make_table("dataset | source", sources, NO_CONFIG),
-        *_count_data(origin.run_dir),
+        _make_table("dataset | source", sources, if_empty=NO_CONFIG),
+        *_count_data(run_dir),
         "## Settings",
-        _make_table("key | value", {f"`{key}`": f"`{_format_cell(values[key])}`" for key in shown}, NO_CONFIG),
+        _make_table("key | value", settings, if_empty=NO_CONFIG),
         "## Code",
-        _describe_code(origin.run_dir),
+        _describe_code(run_dir),
         "## Licence",
         _describe_licence(licence),
     )
-    text = "\n\n".join((f"---\n{metadata.to_yaml()}\n---", *paragraphs))
-    (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+    (folder / "README.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+
+
+def _describe_training(loss: str | None, sources: Iterable[str], checkpoint: Mapping[str, Any]) -> str:
+    text = f"trained with {str(loss).upper() if loss in ('sft', 'dpo', 'ipo') else loss or 'preferences'}"
+    if datasets := ", ".join(sources):
+        text += f" on {datasets}"
+    if isinstance(checkpoint.get("step_idx"), int):
+        text += f", {checkpoint['step_idx']:,} examples"
+    return text
+
+
+def _describe_prompts(prompt_format: str | None) -> str:
+    text = "Prompts were tokenized without special tokens added, and every response ended with the EOS token."
+    if prompt_format is None:
+        return text
+    form = MEANINGS[prompt_format]
+    return f"{text} Form of a prompt: {f'`{form}`' if prompt_format == HH else form}."
 
 
 def _show_evaluation(metrics: Mapping[str, Any]) -> str:
     rows = {f"`{key}`": f"{value:.6g}" for key, value in metrics.items() if isinstance(value, int | float)}
-    intro = "Means over the evaluation examples, at this checkpoint.\n\n" if rows else ""
-    return intro + _make_table("metric | value", rows, "This checkpoint was saved without an evaluation.")
+    if not rows:
+        return "This checkpoint was saved without an evaluation."
+    return "Means over the evaluation examples, at this checkpoint.\n\n" + _make_table("metric | value", rows)
 
 
-def _make_table(header: str, rows: Mapping[str, str], otherwise: str) -> str:
-    lines = (f"| {header} |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items()))
-    return "\n".join(lines) if rows else otherwise
+def _make_table(header: str, rows: Mapping[str, str], *, if_empty: str = "") -> str:
+    """A Markdown table of two columns, or the text `if_empty`."""
+    if not rows:
+        return if_empty
+    return "\n".join((f"| {header} |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())))
 
 
-def _describe(model: Any, adapter: StoredAdapter | None) -> str:
+def _describe_weights(model: Any, adapter: StoredAdapter | None) -> str:
+    """A sentence on a model's class and dtype, and an adapter."""
     about_model = ""
     if model is not None:
         about_model = f"Class: `{type(model).__name__}`, weights in {str(model.dtype).removeprefix('torch.')}."
     if adapter is None:
         return about_model
     layers = ", ".join(sorted({f"`{layer.rpartition('.')[2]}`" for layer in adapter.layers}))
-    lora = f"LoRA adapter (r {adapter.r}, alpha {adapter.alpha:g}; {layers})"
+    about_adapter = f"LoRA adapter (r {adapter.r}, alpha {adapter.alpha:g}; {layers})"
     if about_model:
-        return f"The {lora} is merged into it. {about_model}"
-    return f"This is the {lora}: peft loads it with its base; keep the dtype below, or the logits differ from training."
+        return f"The {about_adapter} is merged into it. {about_model}"
+    return (
+        f"This is the {about_adapter}: peft loads it with its base; keep the dtype below, or the logits differ from "
+        f"training."
+    )
 
 
-def _show_loading(base: Plan | None, *, runs_code: bool) -> str:
-    """Code that loads the model; `base` is that of an adapter."""
-    code = ", trust_remote_code=True" if runs_code else ""
-    in_4_bits = base is not None and base.quantized
-    # without options transformers would give the base another dtype than in training, from its own config
-    options = f', dtype="{base.compute_dtype}"' if base else ""
-    options += f", quantization_config={IN_4_BITS}" if in_4_bits else ""
+def _show_loading(adapter_plan: Plan | None, *, runs_code: bool) -> str:
+    """Code that loads the model.
+
+    `adapter_plan` is the plan of the run that trained an adapter; None for a whole model.
+    """
+    imports, options, code = "AutoModelForCausalLM, AutoTokenizer", "", ""
+    if adapter_plan is not None:
+        # without it, transformers would load the base in the dtype of its own config, not in that of training
+        options += f', dtype="{adapter_plan.compute_dtype}"'
+        if adapter_plan.quantized:
+            imports += ", BitsAndBytesConfig"
+            options += f", quantization_config={IN_4_BITS}"
+    if runs_code:
+        code = ", trust_remote_code=True"
     return f"""```python
-from transformers import AutoModelForCausalLM, AutoTokenizer{", BitsAndBytesConfig" if in_4_bits else ""}
+from transformers import {imports}
 
 model = AutoModelForCausalLM.from_pretrained("PATH_OR_HUB_ID"{options}{code})
 tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{code})
@@ -125,7 +157,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{code})
 
 
 def _find_dataset_source(plan: Plan, name: str) -> str:
-    """A dataset's Hub id, or its file's name without the private directory."""
+    """A dataset's Hub id, or its file's name without directory."""
     value = plan.data.dataset_sources.get(name)
     if value is None:
         return HUB_IDS.get(name, "made by the training code")
@@ -134,7 +166,7 @@ def _find_dataset_source(plan: Plan, name: str) -> str:
 
 
 def _format_cell(value: Any) -> str:
-    """A value as code in a table, or a path's last part."""
+    """A value as text for a cell; of a path, the end."""
     text = value if isinstance(value, str) else json.dumps(value)
     text = Path(text).name if text.startswith(("/", "~", "./", "../")) else text
     return " ".join(text.replace("|", "\\|").replace("`", "'").split())
@@ -148,47 +180,56 @@ def _count_data(run_dir: Path | None) -> Iterable[str]:
 
 
 def _describe_code(run_dir: Path | None) -> str:
-    facts = _read_record(run_dir, "env.json")
-    if not (commit := facts.get("git_commit")):
+    environment = _read_record(run_dir, "env.json")
+    commit = environment.get("git_commit")
+    if not commit:
         return "The commit is not known."
-    packages = _as_mapping(facts.get("packages"))
+    packages = _as_mapping(environment.get("packages"))
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages)
-    changed = ", with uncommitted changes" if facts.get("git_uncommitted_changes") else ""
+    changed = ", with uncommitted changes" if environment.get("git_uncommitted_changes") else ""
     return f"Git commit `{commit}`{changed}; {versions or 'versions unknown'}."
 
 
 def _describe_licence(licence: Mapping[str, str]) -> str:
     if licence["license"] == UNKNOWN:
-        return "Not known here: that of base model and data applies. Fill in `license` above before you publish."
+        return "Not known here: the licences of base model and data apply. Fill in `license` above before you publish."
     name = licence.get("license_name", licence["license"])
-    return f"That of the base model: {_format_cell(name)}. The data may have terms of its own."
+    return f"The licence of the base model: {_format_cell(name)}. The data may have terms of its own."
 
 
 def _find_licence(base: str, cache_dir: str | None) -> dict[str, str]:
-    """The licence in the base model's card, if on this machine."""
-    data = read_metadata(base, cache_dir)
-    fields = {key: data.get(key) for key in ("license", "license_name", "license_link")}
+    """The licence in the base model's card, if on this machine.
+
+    Returns metadata for the Hub; `license` is `unknown` without a licence, and `other` for one that has only a name.
+    """
+    metadata = read_metadata(base, cache_dir)
+    fields = {key: metadata.get(key) for key in ("license", "license_name", "license_link")}
     licence = {key: value for key, value in fields.items() if isinstance(value, str) and value}
-    if not licence.get("license_link", "https://").startswith(("https://", "http://")):  # a file beside the base's card
+    link = licence.get("license_link")
+    if link is not None and not link.startswith(("https://", "http://")):  # a file beside the base's card
         del licence["license_link"]
-    return {"license": OTHER if licence.keys() - {"license_link"} else UNKNOWN} | licence
+    has_id_or_name = licence.keys() & {"license", "license_name"}
+    return {"license": OTHER if has_id_or_name else UNKNOWN} | licence
 
 
 def find_prompt_format(origin: Origin) -> str | None:
-    """The form of training prompts, from the run or an export's card."""
+    """The form of training prompts, from the run or an export's card.
+
+    None if it is not known.
+    """
     if origin.run_dir is not None:
         train = _as_mapping(_read_record(origin.run_dir, "preflight.json").get("train"))
         formats = _as_mapping(train.get("prompt_formats"))
         return common_format({name: _check_form(form) for name, form in formats.items()}, origin.plan.data.datasets)
-    if origin.weights.archive is not None and origin.weights.adapter is None:
+    if origin.weights.archive is not None and origin.weights.adapter is None:  # a policy.pt alone
         return None
     source = find_source(origin.plan)
-    place = str(origin.weights.adapter or source["name"])
-    return _check_form(read_metadata(place, source["cache_dir"], ask_hub=True).get("prompt_format"))
+    model = str(origin.weights.adapter or source["name"])
+    return _check_form(read_metadata(model, source["cache_dir"], ask_hub=True).get("prompt_format"))
 
 
 def _check_form(form: Any) -> str | None:
-    """The form of prompts that a foreign file names, if it exists."""
+    """The form of prompts that a file names, if it exists."""
     return form if isinstance(form, str) and form in MEANINGS else None
 
 
@@ -197,17 +238,20 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _read_record(run_dir: Path | None, name: str) -> Mapping[str, Any]:
-    """A run's record about itself, empty if there is none."""
+    """The mapping in a run's JSON file; empty without a file."""
     if run_dir is None or not (run_dir / name).exists():
         return {}
     try:
         return _as_mapping(read_json(run_dir / name))
     except InputError as error:
-        raise InputError(f"{error}: move it away, or restore it") from error
+        raise InputError(f"{error}: move the file away, or restore it") from error
 
 
 def read_metadata(model: str, cache_dir: str | None, *, ask_hub: bool = False) -> Mapping[str, Any]:
-    """The metadata of a model's card, empty without a readable one."""
+    """The metadata of a model's card; empty without a readable card.
+
+    `model` is a directory or a Hub id, whose card may be in the cache or, with `ask_hub`, on the Hub.
+    """
     folder = Path(model).expanduser()
     try:
         if folder.exists():
@@ -215,8 +259,9 @@ def read_metadata(model: str, cache_dir: str | None, *, ask_hub: bool = False) -
             return metadata_load(folder / "README.md") or {}
         try:
             return metadata_load(hf_hub_download(model, "README.md", cache_dir=cache_dir, local_files_only=True)) or {}
-        except LocalEntryNotFoundError:  # a download would be retried many times
+        except LocalEntryNotFoundError:
+            # `model_info` asks once, while a download would be retried many times
             card = model_info(model, timeout=HUB_SECS).card_data if ask_hub else None
             return card.to_dict() if card else {}
-    except Exception:  # anything may be there, and nothing depends on it
+    except Exception:  # a card may hold anything, and no export should fail because of it
         return {}

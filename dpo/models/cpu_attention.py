@@ -34,13 +34,16 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention with the signature of transformers' "sdpa".
 
-    Inputs are (R, H, L, D), the output is (R, L, H, D). Computed here for bfloat16 on a CPU with an additive mask, in
-    all other cases by transformers.
+    Inputs are (R, H, L, D), and the output is (R, L, H, D). It is computed here for bfloat16 on a CPU with an additive
+    mask, and in all other cases by transformers.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-    masked = attention_mask is not None and attention_mask.is_floating_point() and not attention_mask.requires_grad
-    plain = not dropout and all(kwargs.get(key) is None for key in ("position_bias", "cache", "softcap"))
-    if not (query.device.type == "cpu" and dtype == torch.bfloat16 and masked and plain):
+    is_cpu_bfloat16 = query.device.type == "cpu" and dtype == torch.bfloat16
+    has_additive_mask = (
+        attention_mask is not None and attention_mask.is_floating_point() and not attention_mask.requires_grad
+    )
+    is_plain = not dropout and all(kwargs.get(key) is None for key in ("position_bias", "cache", "softcap"))
+    if not (is_cpu_bfloat16 and has_additive_mask and is_plain):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -49,7 +52,7 @@ def attention_forward(
     return masked_attention(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
 
 
-# custom operators, so that torch.compile does not trace into them: it would recompile for every length
+# Custom operators, as torch.compile does not trace into them. It would compile the code again for every row length.
 
 
 @torch.library.custom_op("dpo::masked_attention", mutates_args=())
@@ -58,16 +61,16 @@ def masked_attention(
 ) -> torch.Tensor:
     """softmax(scale * query @ key.T + mask) @ value.
 
-    Query and output are (R, H, L, D), key and value (R, K, L, D), the mask is (R or 1, 1, L, L). A key and a value head
-    are shared by H / K consecutive query heads.
+    Query and output are (R, H, L, D), key and value (R, K, L, D), the mask is (R or 1, 1, L, L). H / K consecutive
+    query heads share a key head and a value head.
     """
     out = torch.empty(*query.shape[:-1], value.shape[-1], dtype=value.dtype)
     with torch.autocast("cpu", enabled=False):
-        q, o = _grouped(query, key), _grouped(out, key)
+        q, o = _group_heads(query, key), _group_heads(out, key)  # (R * K, H / K, L, D)
         k, v = key.flatten(0, 1), value.flatten(0, 1)  # (R * K, L, D)
-        for rows, columns in _blocks(mask):
-            p = _probabilities(q[:, :, rows].flatten(1, 2), k[:, columns], mask[:, :, rows, columns], scale)
-            o[:, :, rows] = (p.to(v.dtype) @ v[:, columns]).view_as(o[:, :, rows])
+        for queries, keys in _blocks(mask):
+            p = _probabilities(q[:, :, queries].flatten(1, 2), k[:, keys], mask[:, :, queries, keys], scale)
+            o[:, :, queries] = (p.to(v.dtype) @ v[:, keys]).view_as(o[:, :, queries])
     return out
 
 
@@ -85,28 +88,29 @@ def masked_attention_backward(
 
     Sums over queries are in float32.
     """
-    grads = [torch.zeros(x.shape) for x in (query, key, value)]
+    grad_query, grad_key, grad_value = (torch.zeros(x.shape) for x in (query, key, value))  # float32
     with torch.autocast("cpu", enabled=False):
-        g, q, grad_query = (_grouped(x, key) for x in (grad, query, grads[0]))
-        k, v, grad_key, grad_value = (x.flatten(0, 1) for x in (key, value, *grads[1:]))
-        # sum over columns of p * (grad @ value.T), as in FlashAttention: (R * K, H / K, L, 1)
-        delta = _grouped((grad.float() * out).sum(-1, keepdim=True), key)
-        for rows, columns in _blocks(mask):
-            g_rows, q_rows, delta_rows = (x[:, :, rows].flatten(1, 2) for x in (g, q, delta))
-            p = _probabilities(q_rows, k[:, columns], mask[:, :, rows, columns], scale)
-            grad_scores = (g_rows @ v[:, columns].mT).float().sub_(delta_rows).mul_(p).to(q.dtype)
-            grad_query[:, :, rows] = (grad_scores @ k[:, columns]).view_as(grad_query[:, :, rows])
-            grad_key[:, columns] += grad_scores.mT @ q_rows
-            grad_value[:, columns] += p.to(g.dtype).mT @ g_rows
-    grads[0] *= scale
-    grads[1] *= scale
-    return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
+        # (R * K, H / K, L, D); views, like the next ones
+        g, q, grad_q = (_group_heads(x, key) for x in (grad, query, grad_query))
+        k, v, grad_k, grad_v = (x.flatten(0, 1) for x in (key, value, grad_key, grad_value))  # (R * K, L, D)
+        # the sum over keys of p * (grad @ value.T), as in FlashAttention: (R * K, H / K, L, 1)
+        delta = _group_heads((grad.float() * out).sum(-1, keepdim=True), key)
+        for queries, keys in _blocks(mask):
+            g_block, q_block, delta_block = (x[:, :, queries].flatten(1, 2) for x in (g, q, delta))
+            p = _probabilities(q_block, k[:, keys], mask[:, :, queries, keys], scale)
+            grad_scores = (g_block @ v[:, keys].mT).float().sub_(delta_block).mul_(p).to(q.dtype)
+            grad_q[:, :, queries] = (grad_scores @ k[:, keys]).view_as(grad_q[:, :, queries])
+            grad_k[:, keys] += grad_scores.mT @ q_block
+            grad_v[:, keys] += p.to(g.dtype).mT @ g_block
+    grad_query *= scale
+    grad_key *= scale
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _group_heads(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Group query heads by key head.
 
-    Returns (R * K, H / K, L, D) for (R, H, L, D).
+    Returns a view (R * K, H / K, L, D) of `x`, (R, H, L, D).
     """
     return x.unflatten(1, (key.shape[1], -1)).flatten(0, 1)
 
@@ -114,7 +118,7 @@ def _grouped(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention probabilities of a block, in float32.
 
-    Returns (R * K, H / K * rows, columns).
+    Returns (R * K, H / K * queries, keys).
     """
     scores = (q @ k.mT).float().mul_(scale)
     scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)
@@ -122,15 +126,16 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: 
 
 
 def _blocks(mask: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows of each block, and the columns they see.
+    """Yield (queries, keys) of each block of the attention matrix.
 
-    The columns are a range that covers what any of the rows sees; all if none sees any.
+    The keys are the shortest range with all keys that any of the queries attends to. They are all keys if no query
+    attends to any.
     """
-    seen = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): by any row of the batch
-    for start in range(0, len(seen), BLOCK):
-        rows = slice(start, start + BLOCK)
-        columns = seen[rows].any(0).nonzero()
-        yield rows, slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(None)
+    is_allowed = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): in any row of the batch
+    for start in range(0, len(is_allowed), BLOCK):
+        queries = slice(start, start + BLOCK)
+        keys = is_allowed[queries].any(0).nonzero()
+        yield queries, slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(None)
 
 
 @masked_attention.register_fake

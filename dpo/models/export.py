@@ -1,7 +1,7 @@
 """Export of a checkpoint as a model of transformers, or an adapter.
 
-A model consists of config, safetensors, tokenizer, generation config and model card. Weights that stay as they are in
-their file are mapped from it and written shard by shard; merged or converted ones are in memory once.
+A model consists of config, safetensors, tokenizer, generation config and model card. Weights that do not change are
+mapped from their file and written shard by shard. Merged or converted weights are in memory once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError, RunError, explaining
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
 from dpo.models.card import write_card
-from dpo.models.loading import find_source, load_base, resolve_place
+from dpo.models.loading import find_source, load_base, resolve_name
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
@@ -44,44 +44,50 @@ def export(
 ) -> Path:
     """Write a directory for `AutoModelForCausalLM.from_pretrained`, and return it.
 
-    It is written whole or not at all. `checkpoint` and `model` are as for `find_origin`; `dtype` None keeps that of the
-    weights. For an adapter, writes the adapter, which names its base, or, with `merge`, the sum of both. With `verify`
-    a checkpoint of ours is first compared with its checksums.
-    Raises InputError if the checkpoint cannot be exported or `out` is taken, RunError if writing fails.
+    It is written whole or not at all. `checkpoint` and `model` are the path and the base of `find_origin`. If `dtype`
+    is None, the weights keep their dtype. An adapter is written as an adapter, which names its base, or with `merge`
+    as the sum of both. With `verify`, a checkpoint that has checksums is first compared with them.
+    Raises InputError if the checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or give another directory")
     origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code)
-    _check(origin, checkpoint, dtype, merge)
+    _check_request(origin, checkpoint, dtype, merge)
     if verify:
-        for policy in {origin.policy, origin.weights.archive if merge else None} - {None}:
-            if (policy.parent / MANIFEST).exists():  # not an archive of the published reference
-                check_complete(policy.parent, only={policy.name, CONFIG, WEIGHTS})
-    after = "nothing of it was left there"
-    with explaining((OSError, SafetensorError), lambda why: RunError(f"{out} could not be written ({why}); {after}")):
+        policy_files = {origin.policy, origin.weights.archive if merge else None} - {None}
+        for policy_file in policy_files:
+            if (policy_file.parent / MANIFEST).exists():  # the reference implementation writes none
+                check_complete(policy_file.parent, only={policy_file.name, CONFIG, WEIGHTS})
+
+    def explain(why: str) -> RunError:
+        return RunError(f"{out} could not be written ({why}); nothing of it was left there")
+
+    with explaining((OSError, SafetensorError), explain):
         with replacing(out) as folder:
             folder.mkdir(parents=True)
             if origin.weights.adapter is not None and not merge:
-                _fill_with_adapter(folder, origin)
+                _write_adapter(folder, origin)
             else:
-                _fill(folder, origin, dtype and DTYPES[dtype], shard_bytes)
-            for file in folder.iterdir():
-                shutil.copymode(folder / "README.md", file)  # safetensors makes files that others cannot read
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
+                _write_model(folder, origin, dtype and DTYPES[dtype], shard_bytes)
+            for path in folder.iterdir():
+                shutil.copymode(folder / "README.md", path)  # safetensors makes files that other users cannot read
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
             sync_directory(folder)
         sync_directory(out.parent)
     return out
 
 
-def _check(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:
-    """Raise InputError if this checkpoint cannot be exported in this form."""
+def _check_request(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:
+    """Raise InputError if the checkpoint cannot be exported in this form."""
     if origin.weights == Weights():
         raise InputError(f"{checkpoint} is a model's directory, which transformers loads as it is: give a checkpoint")
-    if merge and origin.weights.adapter is None:
-        raise InputError(f"{checkpoint} holds no adapter that --merge could merge: it is exported without --merge")
-    if merge or origin.weights.adapter is None:
+    if origin.weights.adapter is None:
+        if merge:
+            raise InputError(f"{checkpoint} holds no adapter that --merge could merge: export it without --merge")
+        return
+    if merge:
         return
     if origin.policy is None:
         raise InputError(f"{checkpoint} is in PEFT's format already: give --merge for a model without an adapter")
@@ -91,7 +97,10 @@ def _check(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: boo
 
 
 def _find_base_for_peft(origin: Origin) -> str:
-    """The base for PEFT to load under an adapter, or InputError."""
+    """The base that PEFT is to load under an adapter.
+
+    Raises InputError if PEFT cannot load it.
+    """
     archive, adapter = origin.weights.archive, origin.weights.adapter
     if archive is not None:
         exported = archive.parent / EXPORTED
@@ -103,56 +112,61 @@ def _find_base_for_peft(origin: Origin) -> str:
         )
     if origin.plan.model.random_init:
         raise InputError(f"the base of {adapter} was drawn from a seed, which PEFT cannot load: give --merge")
-    return resolve_place(origin.plan.model.name_or_path)
+    return resolve_name(origin.plan.model.name_or_path)
 
 
-def _fill_with_adapter(folder: Path, origin: Origin) -> None:
-    source: Any = origin.weights.adapter
-    config = read_json(source / CONFIG)
+def _write_adapter(folder: Path, origin: Origin) -> None:
+    """Write an adapter, which names its base, with tokenizer and card."""
+    directory: Any = origin.weights.adapter
+    config = read_json(directory / CONFIG)
     config["base_model_name_or_path"] = _find_base_for_peft(origin)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    shutil.copyfile(source / WEIGHTS, folder / WEIGHTS)
+    shutil.copyfile(directory / WEIGHTS, folder / WEIGHTS)
     _write_tokenizer(folder, origin)
-    write_card(folder, origin, adapter=read_adapter(source))
+    write_card(folder, origin, adapter=read_adapter(directory))
 
 
-def _fill(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: int) -> None:
+def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    """Write a whole model, with tokenizer and card."""
     source = find_source(origin.plan)
     adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
     model = load_structure(**source, dtype=torch.float32)
     _load_weights(model, origin, adapter, dtype)
-    model.config = config = load_config(**source)  # the structure's has dropout set to 0
-    if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers has the class: code is left out
+    model.config = config = load_config(**source)  # `load_structure` has set dropout to 0 in its config
+    if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers' class is used, not the model's code
         del config.auto_map
-    model.generation_config = transformers.GenerationConfig()  # the base's own is written below
+    # save_pretrained refuses some published generation configs, so write the base's config as it is, below
+    model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=False)
     try:
         generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
-    except OSError:  # the base has none
+    except OSError:  # the base has no such file
         generation = transformers.GenerationConfig.from_model_config(config)
-    generation.to_json_file(folder / "generation_config.json")  # unchanged: save_pretrained refuses some published ones
+    generation.to_json_file(folder / "generation_config.json")
     _write_tokenizer(folder, origin)
     write_card(folder, origin, model=model, adapter=adapter)
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
-    """Give a model without weights those that the export writes.
+    """Give a model on the meta device the weights to export.
 
-    Weights that stay as they are in their file are mapped.
+    Weights that do not change stay mapped from their file.
     """
     state = read_archive(origin.weights.archive, model, key="") if adapter is None else _merge(origin, adapter, dtype)
-    weights = model.state_dict(keep_vars=True)
-    # tied weights are one object with several names, of which the state may have any: take the first there
-    stored_names = {id(weights[name]): name for name in reversed(weights) if name in state}
-    for name in stored_names.values():
-        if state[name].is_floating_point():  # one by one, so that there is no second copy of the model
+    expected = model.state_dict(keep_vars=True)
+    # Tied weights are one object with several names, of which the state may have any. Of those it has, take the first;
+    # in reversed order the first is written last.
+    name_in_state = {id(expected[name]): name for name in reversed(expected) if name in state}
+    for name in name_in_state.values():
+        if state[name].is_floating_point():  # replaced one by one, so that there is no second copy of the model
             state[name] = state[name].to(dtype or state[name].dtype)
-    model.load_state_dict({name: state[stored_names[id(weight)]] for name, weight in weights.items()}, assign=True)
+    complete = {name: state[name_in_state[id(weight)]] for name, weight in expected.items()}
+    model.load_state_dict(complete, assign=True)
     model.tie_weights()
 
 
 def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The base's weights as the run rounded them, plus the adapter."""
+    """The base's weights in the run's precision, with the adapter added."""
     plan, has_run = origin.plan, origin.run_dir is not None
     base_dtype = DTYPES[plan.model.policy_dtype] if has_run else None
     base = load_base(plan, base_dtype, origin.weights.archive, attn_implementation="eager")
@@ -164,9 +178,10 @@ def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) ->
 
 def _write_tokenizer(folder: Path, origin: Origin) -> None:
     """Write the tokenizer as it was published, without training's pad token."""
-    source = find_source(origin.plan) | {"name": origin.plan.model.tokenizer}
-    with explaining_load_errors("tokenizer", source["name"]):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source.pop("name"), **source)
-    if tokenizer._auto_class is None:  # as in config.json
+    source, name = find_source(origin.plan), origin.plan.model.tokenizer
+    del source["name"]
+    with explaining_load_errors("tokenizer", name):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
+    if tokenizer._auto_class is None:  # transformers' class is used, not the model's code
         tokenizer.init_kwargs.pop("auto_map", None)
     tokenizer.save_pretrained(folder)

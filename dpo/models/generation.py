@@ -29,9 +29,10 @@ def sample(
     seed: int | Sequence[int],
     in_step: bool = False,
 ) -> list[str]:
-    """Sample one continuation per prompt, and keep the random state.
+    """Sample one continuation per prompt, without a change of the random state.
 
-    `in_step`: several processes hold the model's shards, so each continues until the last has finished.
+    `in_step`: several processes hold shards of the model and sample in lockstep, so each continues until the last one
+    has finished.
     """
     prompt_ids = batch["prompt_input_ids"]
     gpus = range(torch.cuda.device_count())
@@ -52,7 +53,7 @@ def sample(
 
 @contextmanager
 def generating_with_sdpa(model: Any) -> Iterator[None]:
-    """Replace FlexAttention by SDPA inside."""
+    """Replace FlexAttention by SDPA attention inside."""
     if model.config._attn_implementation != "flex_attention":
         yield
         return
@@ -65,12 +66,14 @@ def generating_with_sdpa(model: Any) -> Iterator[None]:
 
 @contextmanager
 def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None]:
-    """Call `act` with 0, 1, ... before each forward inside: each token.
+    """Call `act` with 0, 1, ... before each forward pass inside.
 
-    Processes in lockstep call it in lockstep, so all can raise there together.
+    Sampling runs one pass per token. Processes that sample in lockstep call `act` in lockstep, so all can raise in it
+    together.
     """
     numbers = itertools.count()
-    handle = model.register_forward_pre_hook(lambda *_: act(next(numbers)), prepend=True)  # before weights are gathered
+    # prepended, so that `act` is called before FSDP's hook gathers weights
+    handle = model.register_forward_pre_hook(lambda *_: act(next(numbers)), prepend=True)
     try:
         yield
     finally:
@@ -81,17 +84,18 @@ CUT = "[...]"  # replaces the truncated part of a prompt
 
 
 def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: TextEncoder) -> list[str]:
-    """The prompts of examples as fed, with CUT for truncated text."""
+    """The texts of prompts as fed, with CUT for truncated text."""
     texts = []
     for example in examples:
-        text = prompts[example.id[0]].text
-        fed, untruncated = list(example.prompt), encode([text])[text]
-        if fed == untruncated:
-            texts.append(text)
-        elif untruncated[: len(fed)] == fed:
-            texts.append(f"{encode.tokenizer.decode(fed)} {CUT}")
+        prompt_index = example.id[0]
+        full_text = prompts[prompt_index].text
+        full_ids, fed_ids = encode([full_text])[full_text], list(example.prompt)
+        if fed_ids == full_ids:
+            texts.append(full_text)
+        elif fed_ids == full_ids[: len(fed_ids)]:
+            texts.append(f"{encode.tokenizer.decode(fed_ids)} {CUT}")
         else:
-            texts.append(f"{CUT} {encode.tokenizer.decode(fed)}")
+            texts.append(f"{CUT} {encode.tokenizer.decode(fed_ids)}")
     return texts
 
 
@@ -100,14 +104,16 @@ def sample_batches(
 ) -> list[str]:
     """Continuations of all prompts of global batches, in order.
 
-    Sharded weights are gathered once. `sample_batch` returns those of this process's part of a batch. As all processes
-    take part in every forward, one without prompts continues the first prompt and discards the result.
+    `sample_batch` returns the continuations of one process's part of a batch. Sharded weights are gathered once. As all
+    processes take part in every forward pass, a process without prompts continues the first prompt and discards the
+    result.
     """
     texts, device = [], next(model.parameters()).device
     with gathered_weights(model):
         for batch in batches:
-            own = np.array_split(np.arange(len(batch["prompt_input_ids"])), mesh.data_size)[mesh.data_rank]
-            fed = own if len(own) else [0]
-            rows: Any = {key: batch[key][fed].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
-            texts += mesh.gather_list(sample_batch(model, rows)[: len(own)])
+            indices_of_all = np.array_split(np.arange(len(batch["prompt_input_ids"])), mesh.data_size)
+            indices = indices_of_all[mesh.data_rank]
+            fed = indices if len(indices) else [0]
+            part: Any = {key: batch[key][fed].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
+            texts += mesh.gather_list(sample_batch(model, part)[: len(indices)])
     return texts

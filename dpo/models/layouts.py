@@ -1,7 +1,9 @@
-"""Layouts of examples for the model, and which of them it supports.
+"""Layouts of examples as rows of a forward pass; models' support.
 
-`padded` is the reference implementation's; `shared_prefix` gives the same numbers from a fraction of the tokens (see
-`dpo/models/packing.py`).
+`padded` is the layout of the reference implementation. `shared_prefix` gives the same log-probabilities from fewer
+tokens (see `dpo/models/packing.py`).
+
+In shapes, B is the number of examples, and "sides" the number of responses per example: 2 for pairs, 1 for SFT.
 """
 
 from __future__ import annotations
@@ -26,29 +28,29 @@ from dpo.system.arithmetic import without_tf32
 
 @dataclass
 class PaddedRows:
-    """Each response in its own row after its prompt.
+    """Each response in its own row, after its prompt.
 
-    First all chosen responses (under SFT the targets), then all rejected ones.
+    The rows of all chosen responses (under SFT, of all targets) come before those of all rejected responses.
     """
 
-    input_ids: torch.Tensor  # (sides * B, T), int64 like the others
-    attention_mask: torch.Tensor
-    labels: torch.Tensor  # IGNORE_INDEX where nothing is scored
-    sides: int
+    input_ids: torch.Tensor  # (sides * B, T) int64
+    attention_mask: torch.Tensor  # (sides * B, T) int64: 1 for tokens, 0 for padding
+    labels: torch.Tensor  # (sides * B, T) int64: token ids of responses, IGNORE_INDEX for prompts and padding
+    sides: int  # responses per example
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PaddedRows:
-        """Apply `change` to every tensor, to move or pin it."""
+        """Apply `change`, which moves or pins a tensor, to every tensor."""
         return PaddedRows(change(self.input_ids), change(self.attention_mask), change(self.labels), self.sides)
 
 
 class Microbatch(NamedTuple):
     """The inputs of one forward pass.
 
-    All processes take part in every forward, so a process without examples (B = 0) feeds the first of the batch and
-    discards the result.
+    All processes take part in every forward pass. So a process without examples (B = 0) feeds the first example of the
+    global batch, and discards the result.
     """
 
-    indices: torch.Tensor  # (B,) int64, of the examples in the global batch
+    indices: torch.Tensor  # (B,) int64: indices of the examples in the global batch
     lengths: torch.Tensor  # (sides, B) int64: scored tokens per response
     roles: torch.Tensor  # (sides, B) int64: each response's role, as an index into ROLES
     inputs: PaddedRows | Packed
@@ -60,17 +62,24 @@ class Microbatch(NamedTuple):
         indices: Sequence[int],
         lay_out: Callable[[Sequence[Example]], PaddedRows | Packed],
     ) -> Microbatch:
-        fed = [examples[i] for i in indices] or examples[:1]
-        lengths = torch.tensor([example.n_scored for example in fed]).T[:, : len(indices)]
-        roles = torch.tensor([[*map(ROLES.index, example.roles)] for example in fed]).T[:, : len(indices)]
-        return cls(torch.tensor(indices, dtype=torch.int64), lengths, roles, lay_out(fed))
+        """Make a microbatch of the examples at `indices` of a global batch."""
+        fed_examples = [examples[i] for i in indices] or examples[:1]
+        lengths = torch.tensor([example.n_scored for example in fed_examples]).T
+        roles = torch.tensor([[ROLES.index(role) for role in example.roles] for example in fed_examples]).T
+        n_examples = len(indices)  # 0 if the fed example is only a stand-in
+        return cls(
+            torch.tensor(indices, dtype=torch.int64),
+            lengths[:, :n_examples],
+            roles[:, :n_examples],
+            lay_out(fed_examples),
+        )
 
     def to(self, device: torch.device | str) -> Microbatch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens in a forward, padding included."""
+        """The number of tokens in the forward pass, including padding."""
         return self.inputs.input_ids.numel()
 
     def pin_memory(self) -> Microbatch:
@@ -80,10 +89,11 @@ class Microbatch(NamedTuple):
         return Microbatch(change(self.indices), change(self.lengths), change(self.roles), self.inputs.map(change))
 
     def by_role(self, values: torch.Tensor, roles: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Split values of responses, (sides, B), by role into (B,).
+        """Split one value per response, (sides, B), by role into (B,) each.
 
-        0 where an example has no response of that role.
+        The value is 0 where an example has no response of the role.
         """
+        # an example has at most one response of a role, so the sum over sides picks its value
         return {role: values.where(self.roles == ROLES.index(role), 0).sum(0) for role in roles}
 
 
@@ -93,62 +103,67 @@ class Padded:
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """Split a global batch into `parts` microbatches per process.
 
-        Returns the microbatches of process `rank` among `size`: numbers `rank`, `rank + size`, ...
+        Returns the microbatches of process `rank` of `size` processes. Processes take microbatches in turn.
         """
         length = max(len(e.prompt) + len(response) for e in examples for response in e.responses)
-        shares = np.array_split(np.arange(len(examples)), parts * size)[rank::size]  # the last may be empty
-        return [Microbatch.of(examples, share.tolist(), partial(pad, length=length)) for share in shares]
+        indices_of_all = np.array_split(np.arange(len(examples)), parts * size)  # the last arrays may be empty
+        lay_out = partial(pad, length=length)
+        return [Microbatch.of(examples, indices.tolist(), lay_out) for indices in indices_of_all[rank::size]]
 
     def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
-        """Score each example's responses, (sides, B, T)."""
-        rows = inputs.input_ids, inputs.attention_mask, inputs.labels
-        by_row = sequence_logps(model, *rows, with_squares=with_squares)
+        """Log-probabilities of each example's responses by token, (sides, B, T)."""
+        by_row = sequence_logps(
+            model, inputs.input_ids, inputs.attention_mask, inputs.labels, with_squares=with_squares
+        )
         return by_row.map(lambda values: values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)))
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
-    """Lay out rows of `length` tokens, padded on the right.
+    """Lay out examples in rows of `length` tokens, padded on the right.
 
-    The padding is token 0, which the mask hides.
+    The padding is token 0, which the attention mask hides.
     """
     sides = len(examples[0].responses)
-    input_ids, attention_mask = np.zeros((2, sides * len(examples), length), dtype=np.int64)
-    labels = np.full_like(input_ids, IGNORE_INDEX)
     rows = [(example.prompt, example.responses[side]) for side in range(sides) for example in examples]
-    for i, (prompt, response) in enumerate(rows):
+    input_ids = np.zeros((len(rows), length), dtype=np.int64)
+    attention_mask = np.zeros_like(input_ids)
+    labels = np.full_like(input_ids, IGNORE_INDEX)
+    for row, (prompt, response) in enumerate(rows):
         start, end = len(prompt), len(prompt) + len(response)
-        input_ids[i, :end] = (*prompt, *response)
-        attention_mask[i, :end] = 1
-        labels[i, start:end] = response
+        input_ids[row, :end] = (*prompt, *response)
+        attention_mask[row, :end] = 1
+        labels[row, start:end] = response
     return PaddedRows(*map(torch.from_numpy, (input_ids, attention_mask, labels)), sides=sides)
 
 
 class SharedPrefix:
     """Each prompt and each of its distinct responses once, packed into rows.
 
-    Microbatches have about equally many tokens. `windows` maps the kinds of the model's attention layers to the number
-    of tokens they look back, None for all; a row's length is a multiple of `alignment`.
+    `windows` has for each kind of the model's attention layers the number of tokens that they look back, None for all
+    tokens. The length of a row is a multiple of `alignment`.
     """
 
     def __init__(self, windows: Mapping[str, int | None], *, max_length: int, alignment: int = 1) -> None:
-        self.windows, self.row_tokens = windows, row_tokens(max_length)
-        self.alignment = alignment
+        self.windows, self.max_tree_tokens, self.alignment = windows, max_tree_tokens(max_length), alignment
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
-        # neighbours are about equally long and run at the same time, so that no process waits for another
-        shares = split_evenly(examples, parts * size)[rank::size]
-        return [Microbatch.of(examples, share, self.pack) for share in shares]
+        """Split as `Padded.split`, into microbatches with about equally many tokens."""
+        # Consecutive parts have examples of about equal length. All processes compute `size` consecutive parts at the
+        # same time, so none waits long for another.
+        indices_of_all = split_evenly(examples, parts * size)
+        return [Microbatch.of(examples, indices, self.pack) for indices in indices_of_all[rank::size]]
 
     def pack(self, examples: Sequence[Example]) -> Packed:
-        return pack(examples, row_tokens=self.row_tokens, alignment=self.alignment)
+        return pack(examples, max_tree_tokens=self.max_tree_tokens, alignment=self.alignment)
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
-        """Score each example's responses, (sides, B, T)."""
-        by_response = run_as_forward(model, partial(packed_logps, with_squares=with_squares), inputs, self.windows)
+        """Log-probabilities of each example's responses by token, (sides, B, T)."""
+        score = partial(packed_logps, with_squares=with_squares)
+        by_response = run_as_forward(model, score, inputs, self.windows)  # each is (U, T)
         return by_response.map(lambda values: values.to(inputs.response_index.device)[inputs.response_index])
 
 
-def row_tokens(max_length: int) -> int:
+def max_tree_tokens(max_length: int) -> int:
     """The largest number of tokens in a prompt's tree.
 
     A prompt with two responses always fits. Rows are at most twice as long (`pack`).
@@ -156,7 +171,7 @@ def row_tokens(max_length: int) -> int:
     return 2 * max_length
 
 
-GPU_ALIGNMENT = 64  # tokens; CUDA's fused attention copies a mask with unaligned rows in every layer
+GPU_ALIGNMENT = 64  # tokens; with other row lengths, CUDA's fused attention copies the mask in every layer
 Layout = Padded | SharedPrefix
 
 
@@ -170,9 +185,10 @@ class Longest(NamedTuple):
     def of(cls, example: int, n_examples: int, max_length: int) -> Longest:
         """Bounds for microbatches of up to `n_examples` examples.
 
-        The longest example has `example` tokens.
+        `example` is the number of tokens in the longest prompt with one response.
         """
-        return cls(example, min(2 * n_examples * example, 2 * row_tokens(max_length)))
+        all_examples = 2 * n_examples * example  # two responses each, none shared
+        return cls(example, min(all_examples, 2 * max_tree_tokens(max_length)))
 
 
 def choose_layout(
@@ -186,22 +202,27 @@ def choose_layout(
 ) -> tuple[Layout, str | None]:
     """Choose the layout called `name`, or `Padded` and a message why.
 
-    Runs two pairs through the model in both layouts, short and as long as the `longest` of the run (None: as
-    `max_length` allows). `vetoed(here)` returns whether `here` is true on any process that shares the model.
+    Compares `shared_prefix` with `padded` by running the model on short pairs, and on pairs as long as the `longest` of
+    the run (None: as `max_length` allows). `vetoed(here)` returns whether `here` is true on any process that shares the
+    model.
     """
     layout, reason = layout_by_rules(name, model, max_length=max_length)
     if isinstance(layout, SharedPrefix):
-        longest = longest or Longest(max_length, 2 * row_tokens(max_length))
-        reason = _find_difference(model, layout, longest, TOLERANCES.get(compute_dtype, HALF_PRECISION))
-        if vetoed(reason is not None):  # processes that share the model must agree: their collectives follow the layout
-            layout, reason = Padded(), reason or "differs on another process"
-    return layout, reason and f"layout=padded: {type(model).__name__} {reason}"
+        longest = longest or Longest(max_length, 2 * max_tree_tokens(max_length))
+        tolerance = TOLERANCES.get(compute_dtype, HALF_PRECISION_TOLERANCE)
+        reason = _find_difference(model, layout, longest, tolerance)
+        # processes that share the model must agree, as the order of their collectives follows from the layout
+        if vetoed(reason is not None):
+            layout = Padded()
+            reason = reason or "does not support shared prefixes on another process"
+    message = None if reason is None else f"layout=padded: {type(model).__name__} {reason}"
+    return layout, message
 
 
 def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, str | None]:
-    """Choose a layout by the model's class and config alone.
+    """Choose a layout by the model's class and config, without running it.
 
-    Returns `Padded` and the reason if the model rules the layout out. Runs nothing.
+    Returns `Padded` and the reason if the model does not support the layout called `name`.
     """
     if name == "padded":
         return Padded(), None
@@ -215,7 +236,7 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     """The window of each kind of attention layer, in tokens.
 
-    None stands for all tokens. Returns a reason instead if the model rules the layout out.
+    None stands for all tokens. Returns the reason, as a str, if the model does not support the shared-prefix layout.
     """
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"
@@ -231,12 +252,13 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
         return f"has layers of another kind ({', '.join(sorted(unknown))})"
     if kind := _find_length_dependent_rope(config, max_length):
         return f"has rotary frequencies that depend on a batch's longest row ({kind})"
-    # a packed row is longer than any example: masks over columns would hide what an example alone sees
-    row = 2 * row_tokens(max_length)
-    for key in COUNTS_COLUMNS:
-        if isinstance(size := getattr(config, key, None), int) and 0 < size < row:
-            return f"attends locally ({key}={size})"
-    if any(_is_mask(buffer) and buffer.shape[-1] < row for buffer in model.buffers()):
+    # a packed row is longer than any example, so a limit in columns would hide tokens that an example alone sees
+    max_row_length = 2 * max_tree_tokens(max_length)
+    for key in COLUMN_LIMIT_KEYS:
+        limit = getattr(config, key, None)
+        if isinstance(limit, int) and 0 < limit < max_row_length:
+            return f"attends locally ({key}={limit})"
+    if any(_is_mask(buffer) and buffer.shape[-1] < max_row_length for buffer in model.buffers()):
         return "has masks of its own, which are smaller than the longest row"
     window = getattr(config, "sliding_window", None)
     if window is None or window >= max_length or kinds == {"full_attention"}:
@@ -246,9 +268,9 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     return {"sliding_attention": window}
 
 
-# config keys for attention over a fixed number of columns, whatever positions and masks say; for a key that is not in
-# this list, log-probabilities differ on rows as long as the run's, and `_find_difference` sees it
-COUNTS_COLUMNS = ("window_size", "attention_window_size", "attention_chunk_size", "keep_window_size")
+# Config keys that limit attention to a number of columns, whatever the positions and the mask say. If a model has such
+# a key that is not in this list, `_find_difference` finds the difference on rows as long as the longest of the run.
+COLUMN_LIMIT_KEYS = ("window_size", "attention_window_size", "attention_chunk_size", "keep_window_size")
 
 
 def _is_mask(buffer: torch.Tensor) -> bool:
@@ -257,87 +279,101 @@ def _is_mask(buffer: torch.Tensor) -> bool:
 
 
 def _find_length_dependent_rope(config: Any, max_length: int) -> str | None:
-    """Name the kind of rotary positions whose frequencies depend on length.
+    """The model's `rope_type` if its rotary frequencies depend on length.
 
-    They change once a row exceeds the length of pretraining. None for other kinds.
+    Such frequencies change once a row is longer than in pretraining. Returns None if no row of the run is that long, or
+    for another `rope_type`.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
-    limits = [getattr(config, f"{key}max_position_embeddings", None) for key in ("original_", "")]
     for rope in (parameters, *by_layer_type):
-        original = next((n for n in (rope.get("original_max_position_embeddings"), *limits) if n), max_length)
-        if rope.get("rope_type") in ("dynamic", "longrope") and max_length > original:
+        pretraining_length = (
+            rope.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or getattr(config, "max_position_embeddings", None)
+            or max_length
+        )
+        if rope.get("rope_type") in ("dynamic", "longrope") and max_length > pretraining_length:
             return rope["rope_type"]
     return None
 
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative difference of summed log-probabilities
-HALF_PRECISION = 0.02  # the same for other dtypes
+HALF_PRECISION_TOLERANCE = 0.02  # the same for bfloat16 and float16
 
 
 @torch.no_grad()
 def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, tolerance: float) -> str | None:
-    """Compare log-probabilities of both layouts; return the difference, or None.
+    """Describe how log-probabilities differ between the layouts, if they do.
 
-    The pairs are short, and then as long as the run's longest.
+    Compares two short pairs, then two pairs as long as the longest of the run.
     """
-    vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
-    window = max((size or 0 for size in layout.windows.values()), default=0)
-    short = _two_pairs(vocabulary, (window + 5, 4, 6), (window + 2, 7, 3))  # prompts longer than every window
-    n = max(longest.example, 12)  # at least the tokens of the second pair
-    long = _two_pairs(vocabulary, (5, n - 5, n - 6), (2, 7, 3))
-    # pairs, the function that sums their log-probabilities in the plain layout, the length of a packed row
-    cases = ((short, _sum_padded, None), (long, _sum_scored, max(longest.row, 2 * n)))
-    training = model.training
+    vocab_size = model.config.get_text_config().vocab_size
+    largest_window = max((window or 0 for window in layout.windows.values()), default=0)
+    # numbers of tokens in (prompt, chosen, rejected); short prompts are longer than every window
+    short_pairs = _make_pairs(vocab_size, [(largest_window + 5, 4, 6), (largest_window + 2, 7, 3)])
+    n = max(longest.example, 12)  # as the second of the long pairs has 2 + 7 + 3 tokens
+    long_pairs = _make_pairs(vocab_size, [(5, n - 5, n - 6), (2, 7, 3)])
+    cases = (  # pairs, how to sum their log-probabilities in the padded layout, length of the packed rows
+        (short_pairs, _sum_logps, None),
+        (long_pairs, _sum_logps_in_chunks, max(longest.row, 2 * n)),
+    )
+    device, was_training = next(model.parameters()).device, model.training
     model.eval()
     try:
         with without_tf32():
-            for pairs, sum_plain, row_length in cases:
+            for pairs, sum_padded, row_length in cases:
                 [padded] = Padded().split(pairs, 1)
-                packed = pack(pairs, row_tokens=2 * n, alignment=layout.alignment, length=row_length)
-                expected = sum_plain(model, padded.to(device).inputs)
-                sums = layout.forward(model, packed.map(lambda x: x.to(device))).logps.sum(-1)
-                difference = (sums - expected).abs()
-                if not (difference <= tolerance * expected.abs()).all():  # true for NaN too
-                    off = (difference / expected.abs()).max().item()
-                    return f"gives log-probabilities with shared prefixes that are off by {off:.2g}"
-    except torch.OutOfMemoryError:  # a RuntimeError, but no fault of the layout
+                packed = pack(pairs, max_tree_tokens=2 * n, alignment=layout.alignment, length=row_length)
+                expected = sum_padded(model, padded.to(device).inputs)
+                actual = layout.forward(model, packed.map(lambda tensor: tensor.to(device))).logps.sum(-1)
+                error = (actual - expected).abs()
+                if not (error <= tolerance * expected.abs()).all():  # also if an error is NaN
+                    relative_error = (error / expected.abs()).max().item()
+                    return f"gives log-probabilities with shared prefixes that are off by {relative_error:.2g}"
+    except torch.OutOfMemoryError:  # a RuntimeError, but not the layout's fault
         raise
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # from unsuitable models
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # raised by unsuitable models
         return f"refuses shared prefixes: {one_sentence(error)}"
     finally:
-        model.train(training)
+        model.train(was_training)
     return None
 
 
-def _sum_padded(model: Any, rows: PaddedRows) -> torch.Tensor:
+def _sum_logps(model: Any, rows: PaddedRows) -> torch.Tensor:
+    """Summed log-probabilities of responses, (sides, B)."""
     return Padded().forward(model, rows).logps.sum(-1)
 
 
-def _sum_scored(model: Any, rows: PaddedRows) -> torch.Tensor:
-    """Sum as `_sum_padded` does, from logits of scored tokens alone.
+def _sum_logps_in_chunks(model: Any, rows: PaddedRows) -> torch.Tensor:
+    """The sums of `_sum_logps`, from the logits of few tokens at once.
 
-    All logits of a row as long as the run's longest might not fit into memory.
+    The logits of rows as long as the longest of the run might not fit into memory.
     """
-    return run_as_forward(model, _scored_logps, rows).unflatten(0, (rows.sides, -1))
+    return run_as_forward(model, _sum_rows_in_chunks, rows).unflatten(0, (rows.sides, -1))
 
 
-def _scored_logps(model: Any, rows: PaddedRows) -> torch.Tensor:
+def _sum_rows_in_chunks(model: Any, rows: PaddedRows) -> torch.Tensor:
+    """Summed log-probabilities of each row's labels, (sides * B,)."""
     labels = rows.labels
     hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
-    row, column = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
-    logps, _ = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], labels[row, column + 1])
+    row, column = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # of the tokens that predict a label
+    targets = labels[row, column + 1]
+    logps, _ = token_logps(model, hidden[row.to(hidden.device), column.to(hidden.device)], targets)
     return logps.new_zeros(len(labels)).index_add_(0, row.to(logps.device), logps).to(labels.device)
 
 
-def _two_pairs(vocabulary: int, *lengths: tuple[int, int, int]) -> list[Example]:
-    """Make pairs of random tokens.
+def _make_pairs(vocab_size: int, lengths: Sequence[tuple[int, int, int]]) -> list[Example]:
+    """Pairs of random tokens.
 
-    `lengths` has the tokens of prompt, chosen and rejected response for each.
+    `lengths` has for each pair the number of tokens in prompt, chosen and rejected response.
     """
     generator = torch.Generator().manual_seed(0)
 
-    def draw(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(vocabulary, (n,), generator=generator).tolist())
+    def draw_tokens(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(vocab_size, (n,), generator=generator).tolist())
 
-    return [Example(draw(prompt), (draw(chosen), draw(rejected))) for prompt, chosen, rejected in lengths]
+    return [
+        Example(draw_tokens(n_prompt), (draw_tokens(n_chosen), draw_tokens(n_rejected)))
+        for n_prompt, n_chosen, n_rejected in lengths
+    ]

@@ -1,6 +1,6 @@
 """Loading of a plan's policy and reference.
 
-One at a time: a host holds at most one whole model before it is distributed.
+They are loaded one after the other, so that a host holds at most one whole model before it is distributed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dpo.parallel.sharding import choose_device_map, find_blocks
 from dpo.parallel.tensor_parallel import check_tensor_parallel
 from dpo.settings.plan import Plan
 
-FOLLOWING = "reference"  # the part of a checkpoint with a reference that follows the policy
+FOLLOWING = "reference"  # the name of the checkpoint's part with a reference that follows the policy
 
 
 # --- where models are ------------------------------------------------------------------------------------------------
@@ -43,10 +43,10 @@ def find_source(plan: Plan) -> dict[str, Any]:
     return {"name": model.name_or_path, "cache_dir": plan.run.cache_dir, "trust_remote_code": model.trust_remote_code}
 
 
-def resolve_place(name: str) -> str:
-    """A Hub id unchanged, or an absolute path."""
+def resolve_name(name: str) -> str:
+    """The absolute path of a model's directory; a Hub id unchanged."""
     path = Path(name).expanduser()
-    return str(path.resolve()) if path.exists() else name  # without links: LATEST will point elsewhere later
+    return str(path.resolve()) if path.exists() else name  # resolves links such as LATEST, which will move
 
 
 def find_model_config(plan: Plan) -> Any:
@@ -54,29 +54,32 @@ def find_model_config(plan: Plan) -> Any:
 
 
 def find_structure(plan: Plan, dtype: str) -> Any:
+    """The model without its weights and adapters, on the meta device."""
     attention = plan.model.attn_implementation
     return load_structure(**find_source(plan), dtype=DTYPES[dtype], attn_implementation=attention)
 
 
 def find_policy_structure(plan: Plan, dtype: str) -> Any:
-    """The policy without its weights, but quantized and with its adapters."""
+    """The policy, quantized and with its adapters, but without weights."""
     policy = find_structure(plan, dtype)
     if plan.quantized:
         quantize(policy)
-    adapters = [POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY]
-    _add_adapters(policy, plan, dict.fromkeys(adapters if plan.lora else ()))
+    if plan.lora:
+        names = [POLICY, REFERENCE] if plan.reference == "adapter" else [POLICY]
+        _add_adapters(policy, plan, dict.fromkeys(names))
     return policy
 
 
 def find_weights(plan: Plan) -> Weights:
     """The weights that `model.archive` names.
 
-    Raises InputError if there are none, or the `lora` keys do not match.
+    Raises InputError if there are none, or the keys of `lora` do not match them.
     """
     archive = plan.model.archive
     if archive is None:
         return Weights()
-    if plan.reference == "adapter" and os.path.exists(os.path.expanduser(archive)) and find_adapter(archive) is None:
+    exists = os.path.exists(os.path.expanduser(archive))  # otherwise `locate_weights` raises
+    if plan.reference == "adapter" and exists and find_adapter(archive) is None:
         raise InputError(
             f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: give a run of lora=lora, "
             f"or choose lora.reference=base"
@@ -84,7 +87,7 @@ def find_weights(plan: Plan) -> Weights:
     weights = locate_weights(archive)
     merge = f"merge it first: python -m scripts.export {archive} DIR --merge, then model.name_or_path=DIR"
     if weights.adapter is not None and plan.lora is None:
-        choose = "choose lora=lora" + " lora.reference=adapter" * plan.loss.reference
+        choose = "choose lora=lora lora.reference=adapter" if plan.loss.reference else "choose lora=lora"
         raise InputError(f"model.archive={archive} is an adapter: {choose}, or {merge}")
     if weights.adapter is not None and plan.reference == "base":
         raise InputError(
@@ -93,7 +96,10 @@ def find_weights(plan: Plan) -> Weights:
         )
     if weights.archive is not None and not weights.archive.is_file():
         config = weights.adapter / CONFIG
-        raise InputError(f"{weights.archive}, the base of {weights.adapter}, is not there: name it in {config}")
+        raise InputError(
+            f"{weights.archive}, the base of {weights.adapter}, does not exist: put its new path into {config}, as "
+            f"base_model_name_or_path"
+        )
     return weights
 
 
@@ -101,13 +107,19 @@ def notes_on_base(plan: Plan) -> list[str]:
     """A warning if the adapter of `model.archive` names another base."""
     adapter, name = find_adapter(plan.model.archive), plan.model.name_or_path
     base = adapter and locate_weights(adapter).base
-    if base is None or resolve_place(base) == resolve_place(name):
+    if base is None or resolve_name(base) == resolve_name(name):
         return []
-    return [f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure that it is the same"]
+    return [
+        f"warning: {adapter} was trained on {base}, and model.name_or_path={name}: make sure that both are the same "
+        f"model"
+    ]
 
 
 def find_following(plan: Plan, resume_from: Path | None) -> Path | None:
-    """The file with a resumed run's reference, if that follows the policy."""
+    """The checkpoint's file with the reference, if it follows the policy.
+
+    `resume_from` is the checkpoint's directory, or None for a run that is not resumed.
+    """
     return resume_from / f"{FOLLOWING}.pt" if resume_from is not None and plan.follow_every else None
 
 
@@ -115,7 +127,10 @@ def find_following(plan: Plan, resume_from: Path | None) -> Path | None:
 
 
 def check_model(plan: Plan) -> Weights:
-    """`find_weights`, and InputError for a model that cannot be cut."""
+    """`find_weights`, after a check that tensor parallelism can cut the model.
+
+    Raises InputError if it cannot.
+    """
     weights = find_weights(plan)
     check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
     return weights
@@ -141,8 +156,8 @@ def model_loaders(
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
     """Functions that load policy and reference, neither quantized nor with adapters.
 
-    The second is None if the reference needs no separate model. Ranks other than 0 load no weights. Raises
-    InputError as `check_model` does.
+    The second is None if the reference needs no separate model. On ranks other than 0, the functions return models
+    without weights. Raises InputError as `check_model` does.
     """
     archive = check_model(plan).archive
     # a model that will be sharded or quantized stays on the CPU until then
@@ -154,10 +169,13 @@ def model_loaders(
             return find_structure(plan, dtype)
         return load_base(plan, DTYPES[dtype], archive, device_map=device_map)
 
-    policy_archive = resume_from if resume_from and plan.lora is None else archive  # an adapter keeps its base
-    policy = partial(load, plan.model.policy_dtype, policy_archive)
-    reference = partial(load, plan.reference_dtype, find_following(plan, resume_from) or archive)
-    return policy, reference if plan.reference == "model" else None
+    # under an adapter, a checkpoint has no weights of the base
+    policy_archive = resume_from if resume_from and plan.lora is None else archive
+    load_policy_base = partial(load, plan.model.policy_dtype, policy_archive)
+    if plan.reference != "model":
+        return load_policy_base, None
+    reference_archive = find_following(plan, resume_from) or archive
+    return load_policy_base, partial(load, plan.reference_dtype, reference_archive)
 
 
 def load_base(
@@ -170,7 +188,7 @@ def load_base(
 ) -> Any:
     """Load a plan's model in one process, without adapters.
 
-    `dtype` None is that of the model's own config; `attn_implementation` None, the plan's.
+    If `dtype` is None, the dtype is that of the model's own config; if `attn_implementation` is None, that of the plan.
     """
     source = find_source(plan)
     return load_model(
@@ -185,11 +203,10 @@ def load_base(
 
 
 def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None) -> tuple[Any, str | None]:
-    """The policy, ready for training except for its distribution, and a digest.
+    """The policy before it is distributed, and its frozen weights' digest.
 
-    `policy` is a model or a function that loads it. The digest is that of the frozen weights in it: the reference, or
-    its base if there is none. It is None without an adapter, if the reference is a separate model, and on ranks other
-    than 0.
+    `policy` is a model or a function that loads it. The frozen weights are the reference or, if the loss has none, the
+    base. The digest is None without an adapter, if the reference is a separate model, and on ranks other than 0.
     """
     if plan.lora is None:
         return _prepare(policy, plan, {}, rank=rank), None
@@ -205,24 +222,33 @@ def load_policy(policy: Any, plan: Plan, *, rank: int, resume_from: Path | None)
 
 
 def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | None]:
-    """A separate reference, and on rank 0 its digest.
+    """A reference that is a separate model, and its digest.
 
-    There is no digest of one that follows the policy.
+    `model` is a model or a function that loads it. The digest is None on ranks other than 0, and for a reference that
+    follows the policy.
     """
-    adapter = find_weights(plan).adapter
-    name = None if adapter is None else REFERENCE
-    model = _prepare(model, plan, {} if adapter is None else {REFERENCE: adapter}, rank=rank)
+    directory = find_weights(plan).adapter
+    adapters = {} if directory is None else {REFERENCE: directory}
+    model = _prepare(model, plan, adapters, rank=rank)
     model.eval().requires_grad_(False)
-    return model, digest_reference(model, plan, name) if rank == 0 and plan.follow_every is None else None
+    if rank != 0 or plan.follow_every is not None:
+        return model, None
+    return model, digest_reference(model, plan, REFERENCE if adapters else None)
 
 
 def digest_reference(model: Any, plan: Plan, adapter: str | None) -> str:
-    """The digest of a run's reference, which reads all its weights."""
+    """The digest of a run's reference.
+
+    `adapter` names the adapter with which the model is the reference, if any.
+    """
     return model_digest(model, plan.model.autocast or plan.reference_dtype, adapter)
 
 
 def unwrap(model: Any) -> Any:
-    """Remove DataParallel and DistributedDataParallel wrappers: trainers distribute models themselves."""
+    """Remove the wrappers DataParallel and DistributedDataParallel.
+
+    The trainers distribute models themselves.
+    """
     while isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         model = model.module
     return model
@@ -232,8 +258,7 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: 
     """Quantize, adapt and compile a model as the plan says.
 
     `model` may be a function that loads it. `adapters` maps names to directories in PEFT's format, or to None for a new
-    adapter; only rank 0 reads them. Raises InputError if there is no block of the class that the plan names, even if
-    blocks are not needed.
+    adapter. Raises InputError if the model has no block of the class `model.block_name`, even if no blocks are needed.
     """
     model = unwrap(model) if isinstance(model, torch.nn.Module) else model()
     if plan.quantized:
@@ -241,33 +266,41 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: 
         quantize(model, device=device)
         if device and not plan.trainer.multi_process:
             model.to(device)  # the layers that are not quantized
-    _add_adapters(model, plan, adapters if rank == 0 else dict.fromkeys(adapters))  # rank 0 sends the weights
+    # only rank 0 reads adapters; it will send the weights to the other ranks
+    _add_adapters(model, plan, adapters if rank == 0 else dict.fromkeys(adapters))
     if plan.model.block_name or plan.training.compile:
-        for block in find_blocks(model, plan.model.block_name):
-            if plan.training.compile:
+        blocks = find_blocks(model, plan.model.block_name)
+        if plan.training.compile:
+            for block in blocks:
                 block.compile(dynamic=True)
     return model
 
 
 def _add_adapters(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> None:
-    """Add adapters, of which the first becomes the active one.
+    """Add adapters to a model, by name.
 
-    Raises InputError if one in a directory does not fit, or has another r or alpha than the plan.
+    The first of them becomes the active one. Adapters with a directory get the weights in it; raises InputError if
+    these do not fit, or have another r or alpha than the plan.
     """
     lora: Any = plan.lora
-    for name, directory in reversed(adapters.items()):
+    for name, directory in reversed(adapters.items()):  # reversed, as the last adapter added is active
         config = make_adapter_config(lora.r, lora.alpha, lora.target_modules)
         add_adapter(model, config, name=name, dropout=lora.dropout if name == POLICY else 0.0, seed=plan.run.seed)
-        if directory is not None:
-            stored = read_adapter(directory)
-            sizes = {"r": (stored.r, lora.r), "alpha": (stored.alpha, lora.alpha)}
-            if differs := [f"lora.{key}={was}" for key, (was, now) in sizes.items() if was != now]:
-                raise InputError(f"{stored.directory} is an adapter of another size: give {' '.join(differs)}")
-            load_adapter(model, stored, name)
+        if directory is None:
+            continue
+        stored = read_adapter(directory)
+        fixes = [f"lora.r={stored.r}"] if stored.r != lora.r else []
+        fixes += [f"lora.alpha={stored.alpha}"] if stored.alpha != lora.alpha else []
+        if fixes:
+            raise InputError(f"{stored.directory} is an adapter of another size: give {' '.join(fixes)}")
+        load_adapter(model, stored, name)
 
 
 def _name_base(plan: Plan, weights: Weights) -> str | None:
-    """A lasting name for an adapter's base, unless drawn from a seed."""
+    """A name for an adapter's base that stays valid, for PEFT's config.
+
+    None for a base that was drawn from a seed.
+    """
     if weights.archive is not None:
-        return resolve_place(str(weights.archive))
-    return None if plan.model.random_init else resolve_place(plan.model.name_or_path)
+        return resolve_name(str(weights.archive))
+    return None if plan.model.random_init else resolve_name(plan.model.name_or_path)

@@ -15,10 +15,13 @@ from dpo.models.packing import Packed, tree_block_mask, tree_mask
 
 
 class TokenLogps(NamedTuple):
-    """Log-probabilities of the scored tokens of n responses, zero-padded."""
+    """Log-probabilities of the scored tokens of n responses, zero-padded.
+
+    T is the largest number of tokens in one response.
+    """
 
     logps: torch.Tensor  # (n, T)
-    squares: torch.Tensor | None = None  # log sum_v pi(v)^2 at each predicted token, (n, T), detached
+    squares: torch.Tensor | None = None  # log sum_v pi(v)^2 over the vocabulary at each scored token, (n, T), detached
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenLogps:
         """Apply `change` to both tensors, to move or reorder them."""
@@ -33,48 +36,49 @@ def sequence_logps(
     *,
     with_squares: bool = False,
 ) -> TokenLogps:
-    """Score the labelled tokens of (B, T) inputs.
+    """Log-probabilities of the labelled tokens of (B, T) inputs.
 
-    Labelled tokens are contiguous in each row. The softmax is in float32 or higher.
+    Labelled tokens are contiguous in each row; the results, (B, T-1), begin with the first of them. The softmax is in
+    float32 or higher.
     """
     logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     targets = labels[:, 1:].to(logits.device)
-    scored = targets != IGNORE_INDEX
-    by_column = [logps.gather(2, targets.where(scored, 0).unsqueeze(2)).squeeze(2)]  # gather does not take -100
+    is_scored = targets != IGNORE_INDEX
+    by_column = [logps.gather(2, targets.where(is_scored, 0).unsqueeze(2)).squeeze(2)]  # gather does not take -100
     if with_squares:
         by_column.append((2 * logps.detach()).logsumexp(-1))
     # move each response to column 0
-    first = scored.int().argmax(-1, keepdim=True)  # column of the response's first token
-    offsets = torch.arange(scored.shape[1], device=scored.device)
-    in_response = offsets < scored.sum(-1, keepdim=True)
-    columns = (first + offsets).where(in_response, 0)
+    first_column = is_scored.int().argmax(-1, keepdim=True)
+    offsets = torch.arange(is_scored.shape[1], device=is_scored.device)
+    in_response = offsets < is_scored.sum(-1, keepdim=True)
+    columns = (first_column + offsets).where(in_response, 0)
     return TokenLogps(*(values.gather(1, columns) * in_response for values in by_column))
 
 
 def packed_logps(
     model: Any, packed: Packed, windows: Mapping[str, int | None], *, with_squares: bool = False
 ) -> TokenLogps:
-    """Score the U responses of `packed`.
+    """Log-probabilities of the U responses of `packed`, (U, T).
 
     Equal to `sequence_logps` of each response alone, up to rounding.
     """
-    hidden, targets = _scored_rows(model, packed, windows)
-    by_token = token_logps(model, hidden, targets, with_squares=with_squares)
+    hidden = _predicting_states(model, packed, windows)
+    by_token = token_logps(model, hidden, packed.targets.to(hidden.device), with_squares=with_squares)
     return by_token.map(lambda values: _by_response(values, packed))
 
 
-def _scored_rows(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states (N, H) that predict the scored tokens (N,), and these."""
+def _predicting_states(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
+    """The hidden states that predict the N scored tokens, (N, H)."""
     masks = _find_masks(model, packed, windows)
     hidden = model.base_model(
         packed.input_ids,
-        # models whose layers are all of one kind take the mask alone
+        # a model whose layers are all of one kind takes a mask, other models take a dict of masks
         attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
         position_ids=packed.position_ids,
         use_cache=False,
     ).last_hidden_state
-    return hidden.flatten(0, 1)[packed.scored.to(hidden.device)], packed.targets.to(hidden.device)
+    return hidden.flatten(0, 1)[packed.scored.to(hidden.device)]
 
 
 def _by_response(values: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -85,9 +89,9 @@ def _by_response(values: torch.Tensor, packed: Packed) -> torch.Tensor:
 
 
 def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
-    """Masks of each kind of attention layer, new or cached.
+    """The mask of each kind of attention layer, new or cached.
 
-    FlexAttention takes block masks, the others additive ones.
+    FlexAttention takes block masks; other implementations take additive masks.
     """
     attention, device = model.config._attn_implementation, packed.input_ids.device.type
     if attention == "flex_attention":
@@ -106,9 +110,9 @@ def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Mask to add to attention scores: faster than bool on CPUs.
+    """A mask to add to attention scores, for a bool mask.
 
-    It is 0 where a token is seen, and the dtype's minimum elsewhere.
+    It is 0 where a query attends to a key, and the dtype's minimum elsewhere. On CPUs it is faster than the bool mask.
     """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
@@ -116,22 +120,23 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class _PickedLogSoftmax(torch.autograd.Function):
     """`logits.log_softmax(-1)` at the targets: (N,) for (N, V).
 
-    In float32 or higher, computed a few rows at a time and recomputed in the backward pass, so that no second tensor of
-    size (N, V) exists.
+    In float32 or higher. It is computed a few rows at a time and recomputed in the backward pass, so that no second
+    tensor of size (N, V) exists.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(logits, targets)
         pieces = _in_pieces(logits, targets[:, None])
-        return torch.cat([_log_softmax(rows).gather(1, target) for rows, target in pieces]).squeeze(1)
+        return torch.cat([_log_softmax(rows).gather(1, row_targets) for rows, row_targets in pieces]).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         logits, targets = ctx.saved_tensors
-        for rows, target, grad_row in _in_pieces(logits, targets[:, None], grad[:, None]):
-            grad_rows = _log_softmax(rows).exp_().mul_(-grad_row).scatter_add_(1, target, grad_row)
-            rows.copy_(grad_rows)  # in place, as nothing else uses the logits: saves a tensor of size (N, V)
+        for rows, row_targets, row_grads in _in_pieces(logits, targets[:, None], grad[:, None]):
+            # d log p(target) / d logit v = (v is target) - p(v)
+            grad_logits = _log_softmax(rows).exp_().mul_(-row_grads).scatter_add_(1, row_targets, row_grads)
+            rows.copy_(grad_logits)  # nothing else uses the logits: saves a second tensor of size (N, V)
         return logits, None
 
 
@@ -148,21 +153,21 @@ def _log_sum_squares(logits: torch.Tensor) -> torch.Tensor:
 def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Split all tensors into pieces of equally many rows.
 
-    On a CPU as many rows as fit its cache, elsewhere all of them.
+    On a CPU a piece has as many rows of logits as fit into its cache, elsewhere all rows.
     """
-    n_rows = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
-    return zip(*(tensor.split(n_rows) for tensor in (logits, *others)), strict=True)
+    rows_per_piece = IN_CACHE // logits.shape[1] if logits.device.type == "cpu" else len(logits)
+    return zip(*(tensor.split(max(1, rows_per_piece)) for tensor in (logits, *others)), strict=True)
 
 
 LOGITS_AT_ONCE = 2**25  # logits per chunk, 134 MB in float32
 
-IN_CACHE = 2**20  # logits that fit a CPU's cache
+IN_CACHE = 2**20  # logits that fit into a CPU's cache
 
 
 def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with_squares: bool = False) -> TokenLogps:
-    """Score `targets` (N,) from hidden states (N, H), in chunks.
+    """Log-probabilities of `targets` (N,) from hidden states (N, H), in chunks.
 
-    Each result is (N,). The backward pass recomputes the logits of every chunk but the last, with which it begins.
+    Each result is (N,). The backward pass recomputes the logits of every chunk but the last.
     """
     head, scale = model.get_output_embeddings(), logit_scale(model.config)
 
@@ -172,16 +177,15 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with
         return (logps, _log_sum_squares(logits)) if with_squares else (logps,)
 
     n_chunks = max(1, math.ceil(len(targets) * model.config.get_text_config().vocab_size / LOGITS_AT_ONCE))
-    chunks = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
-    *earlier, last = chunks
-    # the last chunk's logits are needed first in the backward pass, so recomputing them would save no memory
-    scores = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in earlier]
-    scores.append(score(*last))
-    return TokenLogps(*(torch.cat(values) for values in zip(*scores, strict=True)))
+    *earlier_chunks, last_chunk = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
+    by_chunk = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in earlier_chunks]
+    # the backward pass begins with the last chunk's logits, so recomputing them would save no memory
+    by_chunk.append(score(*last_chunk))
+    return TokenLogps(*(torch.cat(values) for values in zip(*by_chunk, strict=True)))
 
 
 def logit_scale(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that a model applies to its head's logits."""
+    """The function that a model applies to the logits of its head."""
     config = config.get_text_config()
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         return lambda logits: torch.tanh(logits / cap) * cap

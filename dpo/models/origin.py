@@ -13,16 +13,16 @@ from dpo.settings.recorded import plan_model, read_plan
 
 CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
-# prefixes of the keys of a run's config that are used; its other keys are at most shown
+# prefixes of the keys of a run's config that decide anything here; a model card shows other keys too
 USED_KEYS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets", "local_dirs", "seed", "trainer")
 
 
 class Origin(NamedTuple):
-    """A model that a path names, with the architecture of `plan.model`."""
+    """A base model, and weights that replace its own."""
 
-    plan: Plan  # of the run; without a run, of the known values and defaults
+    plan: Plan  # of the run; without a run, `plan.model.name_or_path` and defaults. It names the base.
     weights: Weights = Weights()
-    run_dir: Path | None = None  # contains config.yaml
+    run_dir: Path | None = None  # the run's directory, which contains config.yaml
     had_own_code: bool = False  # whether the run was trained with the model's own Python code
 
     @property
@@ -47,50 +47,65 @@ def find_origin(
     The path is a `policy.pt`, its directory, a run (its LATEST), an adapter's directory in PEFT's format, or a model's
     directory; with `hub` also a Hub id.
 
-    `model` is the directory or Hub id of the base of an adapter or a `policy.pt`. It is needed if no run names the
-    base, or the base is not where the run's config says. If the path is `alone`, `model` also replaces a base that is
-    there; beside other paths it does not. Whether the model's own code may be run is `trust_remote_code`, whatever the
-    run's config says.
-    Raises InputError if the path names no model, or is `alone` and a whole model, which needs no `model`.
+    `model` names the base of an adapter or a `policy.pt`, as a directory or a Hub id. It is needed if no run names the
+    base, or if the base has moved. If the path is `alone`, `model` also replaces a base that is known. If the user
+    gives several paths (not `alone`), a base that is known stays. `trust_remote_code` says whether the model's own code
+    may be run, whatever the run's config says.
+    Raises InputError if the path names no model, or if `model` is given for a path that is `alone` and a whole model.
     """
     path = Path(path).expanduser()
-    is_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
-    if is_model or (hub and not path.exists() and HUB_ID.fullmatch(str(path))):
+    is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
+    is_hub_id = hub and not path.exists() and HUB_ID.fullmatch(str(path)) is not None
+    if is_whole_model or is_hub_id:
         if model is not None and alone:
-            raise InputError(f"{path} is a model of its own: --model {model} is for a policy.pt, whose base it names")
+            raise InputError(
+                f"{path} is a whole model, which needs no --model {model}: --model names the base of a policy.pt or an "
+                f"adapter"
+            )
         return Origin(plan_model(str(path)).change("model.trust_remote_code", trust_remote_code))
     if not path.exists():
         raise InputError(f"{path} does not exist: give a run's directory, one of its step-N, or a model's directory")
-    weights = locate_weights(path, key="")
-    adapter, archive = (place and place.resolve() for place in (weights.adapter, weights.archive))
-    weights = weights._replace(adapter=adapter, archive=archive)
-    # another program's adapter has no policy.pt, so a config.yaml beside it is not of its run
-    file = adapter / POLICY_FILE if adapter else archive
-    places = [place for place in (file.parent, file.parent.parent) if file.is_file() and (place / CONFIG).is_file()]
-    run_dir = places[0] if places else None
-    recorded = read_plan(run_dir / CONFIG, prefixes=USED_KEYS) if run_dir else None
-    base = weights.base or (recorded.model.name_or_path if recorded else None)
+
+    located = locate_weights(path, key="")
+    adapter = located.adapter and located.adapter.resolve()
+    archive = located.archive and located.archive.resolve()
+    weights = Weights(archive, adapter, located.base)
+    run_dir = _find_run_dir(weights)
+    run_plan = read_plan(run_dir / CONFIG, prefixes=USED_KEYS) if run_dir else None
+    base = weights.base or (run_plan.model.name_or_path if run_plan else None)
     problem = _find_problem(weights, base)
     if model is not None and (alone or problem):
-        base, weights = model, Weights(None if adapter else archive, adapter)
+        base = model
+        weights = Weights(None if adapter else archive, adapter)  # an adapter's archive is the base that it names
         problem = _find_problem(weights, base)
     if base is None or problem:
         raise InputError(f"{problem}: give --model DIR_OR_HUB_ID")
-    plan = (recorded or plan_model(base)).change("model.name_or_path", base)
+
+    plan = (run_plan or plan_model(base)).change("model.name_or_path", base)
     plan = plan.change("model.trust_remote_code", trust_remote_code)
     if adapter and base == model:
         plan = plan.change("model.random_init", False)
     if adapter and run_dir is None and list(adapter.glob("tokenizer*")):
         plan = plan.change("model.tokenizer_name_or_path", str(adapter))
-    return Origin(plan, weights, run_dir, recorded is not None and recorded.model.trust_remote_code is True)
+    return Origin(plan, weights, run_dir, run_plan is not None and run_plan.model.trust_remote_code is True)
+
+
+def _find_run_dir(weights: Weights) -> Path | None:
+    """The directory of the run that wrote the weights, if known."""
+    # another program's adapter has no policy.pt, and a config.yaml beside it is not that of a run
+    policy_file = weights.adapter / POLICY_FILE if weights.adapter else weights.archive
+    if not policy_file.is_file():
+        return None
+    candidates = (policy_file.parent, policy_file.parent.parent)
+    return next((directory for directory in candidates if (directory / CONFIG).is_file()), None)
 
 
 def _find_problem(weights: Weights, base: str | None) -> str | None:
     """The reason why weights and base give no model, if any."""
-    subject = weights.adapter or weights.archive
+    named_path = weights.adapter or weights.archive
     if weights.archive is not None and not weights.archive.is_file():
-        return f"{weights.archive}, the base of {subject}, is not there"
+        return f"{weights.archive}, the base of {named_path}, does not exist"
     if base is None:
-        return f"{subject} names no base model, and has no {CONFIG} of its run beside it"
-    is_gone = not Path(base).expanduser().exists() and not HUB_ID.fullmatch(base) and "/" in base
-    return f"{base}, the base of {subject}, is not there" if is_gone else None
+        return f"{named_path} names no base model, and there is no {CONFIG} of its run beside it"
+    is_missing_path = "/" in base and not HUB_ID.fullmatch(base) and not Path(base).expanduser().exists()
+    return f"{base}, the base of {named_path}, does not exist" if is_missing_path else None

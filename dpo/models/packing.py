@@ -1,9 +1,9 @@
 """Shared-prefix layout: a prompt and its distinct responses as a tree.
 
-    prompt | chosen | rejected     positions restart after the prompt; responses do not see each other
+    prompt | chosen | rejected     positions restart after the prompt; responses do not attend to each other
 
-Prompt and responses are fed once each. A response's last token predicts nothing, so it is not fed. Pure index
-arithmetic, without models or processes.
+Prompt and responses are fed once each. A response's last token predicts nothing, so it is not fed. This file only
+computes token ids, positions and masks; `dpo/models/logprobs.py` runs the model on them.
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from dpo.data.examples import Example
 
 ATTENTION_LENGTH = 2048  # row length at which attention costs as much as matrix products; measured on a small model
-NONE = -1  # tree index of padding, branch index of a prompt
+NONE = -1  # the tree index of padding, and the branch index of a prompt
 
 
 @dataclass
 class Packed:
     """R packed rows of L tokens, and the positions of scored tokens.
 
-    A row has several trees. All tensors are int64. N is the number of scored tokens, U the number of distinct
-    responses, T the largest number of tokens in one response, B the number of examples.
+    A row holds several trees. All tensors are int64. N is the number of scored tokens, U the number of distinct
+    responses (the same response to two prompts counts twice), T the largest number of tokens in one response, B the
+    number of examples, and "sides" the number of responses per example.
     """
 
     input_ids: torch.Tensor  # (R, L)
     position_ids: torch.Tensor  # (R, L)
-    tree: torch.Tensor  # (R, L): which tree a token belongs to, NONE for padding
-    branch: torch.Tensor  # (R, L): which response a token belongs to, NONE for the prompt
-    scored: torch.Tensor  # (N,): row * L + column of the token that predicts a response token
-    targets: torch.Tensor  # (N,): the token to predict
-    slots: torch.Tensor  # (N,): response * T + index in the response
+    tree: torch.Tensor  # (R, L): which of the row's trees a token belongs to, NONE for padding
+    branch: torch.Tensor  # (R, L): which of the U responses a token belongs to, NONE for the prompt
+    scored: torch.Tensor  # (N,): row * L + column of the fed token that predicts a scored token
+    targets: torch.Tensor  # (N,): the scored token
+    slots: torch.Tensor  # (N,): response * T + index of the scored token in its response
     response_index: torch.Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
-    _cached_masks: tuple[str, dict[str, Any]] | None = None  # the form of the last masks, and these
+    _cached_masks: tuple[str, dict[str, Any]] | None = None  # the `form` of the last masks, and the masks
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
-        """Apply `change` to every tensor, to move or pin it."""
-        tensors = (getattr(self, field.name) for field in fields(self)[:-2])
+        """Apply `change`, which moves or pins a tensor, to every tensor."""
+        tensors = (getattr(self, field.name) for field in fields(self)[:-2])  # without `shape` and `_cached_masks`
         return Packed(*map(change, tensors), shape=self.shape)
 
     def cache_masks(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the last masks if they have this form, else `make()`.
+        """Return the last masks if they have this `form`, else `make()`.
 
         Policy and reference often need the same masks, one after the other.
         """
@@ -60,120 +61,150 @@ class Packed:
 
 def count_tokens(example: Example) -> int:
     """The number of tokens fed for a single example."""
-    return len(example.prompt) + sum(len(r) - 1 for r in set(example.responses))
+    return len(example.prompt) + sum(len(response) - 1 for response in set(example.responses))
 
 
 def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
     """Split examples into `parts` lists with about equally many fed tokens.
 
-    Returns their indices. Long examples come first; the last lists are empty if there are fewer examples than lists.
-    Examples of a prompt stay together, so that few prompts are fed in two lists.
+    Returns lists of indices. Lists of long examples come first. The last lists are empty if there are fewer examples
+    than lists. Examples of a prompt are neighbours, so that few prompts are fed for two lists.
     """
-    longest: dict[tuple, tuple[int, int]] = {}  # by prompt, with an index that tells equally long prompts apart
+    order = _sort_by_length(examples)
+    costs = _count_new_tokens([examples[i] for i in order])
+    # Lay the costs end to end on a line, and cut the line into equal parts. An example belongs to the part in which the
+    # middle of its cost lies, but every part gets at least one example.
+    ends = list(accumulate(costs))
+    middles = [end - cost / 2 for end, cost in zip(ends, costs, strict=True)]
+    n_empty = max(0, parts - len(order))
+    n_filled = parts - n_empty
+    starts = [0]  # index in `order` of each part's first example
+    for part in range(1, n_filled):
+        nearest = bisect_left(middles, ends[-1] * part / n_filled)
+        latest = len(order) - (n_filled - part)  # leaves one example for this part and for each later one
+        starts.append(min(max(nearest, starts[-1] + 1), latest))
+    filled = [sorted(order[start:end]) for start, end in zip(starts, [*starts[1:], len(order)], strict=True)]
+    return filled + [[]] * n_empty
+
+
+def _sort_by_length(examples: Sequence[Example]) -> list[int]:
+    """Indices of the examples, by the longest example of their prompt.
+
+    Long examples come first. Examples of a prompt are neighbours.
+    """
+    sort_keys: dict[tuple, tuple[int, int]] = {}  # prompt -> (tokens of its longest example, index of its first)
     for i, example in enumerate(examples):
-        length, number = longest.get(example.prompt, (0, i))
-        longest[example.prompt] = max(length, count_tokens(example)), number
-    order = sorted(range(len(examples)), key=lambda i: longest[examples[i].prompt], reverse=True)
-    seen: set[tuple] = set()
-    costs = []  # of each example, without what earlier examples already feed
-    for i in order:
-        prompt, responses = examples[i][:2]
-        new = [r for r in dict.fromkeys(responses) if (prompt, r) not in seen]
-        costs.append(sum(len(r) - 1 for r in new) + (0 if prompt in seen else len(prompt)))
-        seen |= {prompt, *((prompt, r) for r in new)}
-    # cut the line of all costs into equal parts; an example belongs to the part in which its middle lies
-    sums = list(accumulate(costs))
-    middles = [total - cost / 2 for total, cost in zip(sums, costs, strict=True)]
-    bounds, n_empty = [0], max(0, parts - len(order))
-    parts -= n_empty
-    for k in range(1, parts):
-        nearest = bisect_left(middles, sums[-1] * k / parts)
-        bounds.append(min(max(nearest, bounds[-1] + 1), len(order) - (parts - k)))  # at least one example per part
-    full = [sorted(order[start:end]) for start, end in zip(bounds, [*bounds[1:], len(order)], strict=True)]
-    return full + [[]] * n_empty
+        n_longest, first = sort_keys.get(example.prompt, (0, i))
+        sort_keys[example.prompt] = max(n_longest, count_tokens(example)), first
+    return sorted(range(len(examples)), key=lambda i: sort_keys[examples[i].prompt], reverse=True)
+
+
+def _count_new_tokens(examples: Sequence[Example]) -> list[int]:
+    """The tokens of each example that no earlier example feeds already."""
+    prompts: set[tuple] = set()
+    branches: set[tuple[tuple, tuple]] = set()  # (prompt, response)
+    counts = []
+    for example in examples:
+        prompt = example.prompt
+        new_branches = {(prompt, response) for response in example.responses} - branches
+        n_prompt = 0 if prompt in prompts else len(prompt)
+        counts.append(n_prompt + sum(len(response) - 1 for _, response in new_branches))
+        prompts.add(prompt)
+        branches |= new_branches
+    return counts
 
 
 class _Tree(NamedTuple):
+    """A prompt, and responses to it as branches."""
+
     prompt: tuple[int, ...]
-    branches: list[tuple[int, tuple[int, ...]]]  # (index, token ids) of responses
+    branches: list[tuple[int, tuple[int, ...]]]  # (index among the U responses, token ids)
     length: int  # tokens fed
 
 
-def pack(examples: Sequence[Example], *, row_tokens: int, alignment: int = 1, length: int | None = None) -> Packed:
+def pack(examples: Sequence[Example], *, max_tree_tokens: int, alignment: int = 1, length: int | None = None) -> Packed:
     """Pack the trees of the examples into rows.
 
-    The row length is `length` or, if None, the cheapest one up to twice `row_tokens`, rounded up to a multiple of
-    `alignment`. A prompt is repeated if its responses do not all fit into `row_tokens` with it.
+    The row length is `length` or, if None, the cheapest one up to twice `max_tree_tokens`, rounded up to a multiple of
+    `alignment`. If a prompt and its responses exceed `max_tree_tokens`, they are divided among several trees, each with
+    the prompt.
     """
-    indices: dict[tuple, dict[tuple, int]] = {}  # prompt -> distinct response -> index
+    indices_by_prompt: dict[tuple, dict[tuple, int]] = {}  # prompt -> {distinct response: its index}
     n_responses = 0
-    for prompt, responses, *_ in examples:
-        for response in responses:
-            of_prompt = indices.setdefault(prompt, {})
-            if response not in of_prompt:
-                of_prompt[response] = n_responses
+    for example in examples:
+        indices = indices_by_prompt.setdefault(example.prompt, {})
+        for response in example.responses:
+            if response not in indices:
+                indices[response] = n_responses
                 n_responses += 1
-    response_index = [[indices[prompt][response] for response in responses] for prompt, responses, *_ in examples]
-    trees = [tree for prompt, responses in indices.items() for tree in _trees(prompt, responses, row_tokens)]
+    indices_by_example = [[indices_by_prompt[e.prompt][response] for response in e.responses] for e in examples]
+    longest = max(len(response) for indices in indices_by_prompt.values() for response in indices)
+
+    trees: list[_Tree] = []
+    for prompt, indices in indices_by_prompt.items():
+        trees += _grow_trees(prompt, indices, max_tree_tokens)
     trees.sort(key=lambda tree: tree.length, reverse=True)  # first-fit-decreasing wastes little space
     # longer rows waste less space but cost more attention, so try several lengths
     lengths = _row_lengths(trees, alignment) if length is None else [_round_up(length, alignment)]
-    rows, length = min((_fill_rows(trees, length) for length in lengths), key=_cost)
-    longest = max(len(response) for responses in indices.values() for response in responses)
-    return _write(rows, length, np.asarray(response_index).T, (n_responses, longest))
+    rows_by_length = {length: _fill_rows(trees, length) for length in lengths}
+    cheapest = min(lengths, key=lambda length: _cost(len(rows_by_length[length]), length))
+    return _write(rows_by_length[cheapest], cheapest, np.asarray(indices_by_example).T, (n_responses, longest))
 
 
 def _round_up(length: int, alignment: int) -> int:
     return -(-length // alignment) * alignment
 
 
-def _trees(prompt: tuple, responses: dict[tuple, int], row_tokens: int) -> list[_Tree]:
-    """Make the trees of a prompt, each of at most `row_tokens`.
+def _grow_trees(prompt: tuple, indices: dict[tuple, int], max_tree_tokens: int) -> list[_Tree]:
+    """Make the trees of a prompt, each of at most `max_tree_tokens`.
 
-    A tree with a single response may be longer.
+    `indices` maps its responses to their indices. A tree with a single response may be longer.
     """
     trees: list[_Tree] = []
-    for response, number in responses.items():
-        fed = len(response) - 1
-        if not trees or trees[-1].length + fed > row_tokens:
+    for response, index in indices.items():
+        n_fed = len(response) - 1
+        if not trees or trees[-1].length + n_fed > max_tree_tokens:
             trees.append(_Tree(prompt, [], len(prompt)))
-        trees[-1].branches.append((number, response))
-        trees[-1] = trees[-1]._replace(length=trees[-1].length + fed)
+        trees[-1].branches.append((index, response))
+        trees[-1] = trees[-1]._replace(length=trees[-1].length + n_fed)
     return trees
 
 
 def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
-    """Row lengths to try, from the longest tree's to twice that.
+    """Row lengths to try, from the longest tree's to twice as much.
 
-    None is longer than all trees in one row. Lengths are rounded up to multiples of `alignment`.
+    No length exceeds the sum of all trees, rounded up to a multiple of `alignment`. `trees` begins with the longest.
     """
-    longest = max(1, trees[0].length)
-    most = max(longest, min(2 * longest, sum(tree.length for tree in trees)))
-    lengths = (longest + (most - longest) * i // 16 for i in range(17))  # trying every length would take long
+    shortest_row = max(1, trees[0].length)
+    longest_row = max(shortest_row, min(2 * shortest_row, sum(tree.length for tree in trees)))
+    # 17 lengths at equal distances, as trying every length would take long
+    lengths = (shortest_row + (longest_row - shortest_row) * i // 16 for i in range(17))
     return sorted({_round_up(length, alignment) for length in lengths})
 
 
-def _fill_rows(trees: list[_Tree], length: int) -> tuple[list[list[_Tree]], int]:
-    """Put each tree, the longest first, into the first row with space."""
+def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
+    """Put each tree into the first row with enough space.
+
+    Rows have `length` tokens. The longest trees come first.
+    """
     rows: list[list[_Tree]] = []
-    free: list[int] = []  # tokens of each row
+    n_free: list[int] = []  # tokens left in each row
     for tree in trees:
-        row = next((i for i, n_free in enumerate(free) if n_free >= tree.length), len(rows))
+        row = next((i for i, n in enumerate(n_free) if n >= tree.length), len(rows))
         if row == len(rows):
             rows.append([])
-            free.append(length)
+            n_free.append(length)
         rows[row].append(tree)
-        free[row] -= tree.length
-    return rows, length
+        n_free[row] -= tree.length
+    return rows
 
 
-def _cost(filling: tuple[list[list[_Tree]], int]) -> float:
-    """Relative cost of rows, as of their number and length.
+def _cost(n_rows: int, length: int) -> float:
+    """The relative cost of a forward pass over `n_rows` rows of `length`.
 
     A token costs 1 for the matrix products, and length / ATTENTION_LENGTH for attention.
     """
-    rows, length = filling
-    return len(rows) * length * (1 + length / ATTENTION_LENGTH)
+    return n_rows * length * (1 + length / ATTENTION_LENGTH)
 
 
 def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int]) -> Packed:
@@ -183,25 +214,31 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
     scored: list[int] = []
     targets: list[int] = []
     slots: list[int] = []
-    for i, trees in enumerate(rows):
-        at = 0
-        for number, tree in enumerate(trees):
-            n = len(tree.prompt)
-            tree_of[i, at : at + tree.length] = number
-            input_ids[i, at : at + n] = tree.prompt
-            position_ids[i, at : at + n] = range(n)
-            last, at = at + n - 1, at + n  # the prompt's last token predicts the first token of every response
-            for response, ids in tree.branches:
-                end = at + len(ids) - 1
-                input_ids[i, at:end] = ids[:-1]
-                position_ids[i, at:end] = range(n, n + end - at)
-                branch_of[i, at:end] = response
-                first = 0 if n else 1  # without a prompt, nothing predicts the first token
-                columns = [last, *range(at, end)][first:]
-                scored += [i * length + column for column in columns]
-                targets += ids[first:]
-                slots += range(response * shape[1] + first, response * shape[1] + len(ids))
-                at = end
+    longest_response = shape[1]
+    for row, trees in enumerate(rows):
+        tree_start = 0
+        for tree_index, tree in enumerate(trees):
+            n_prompt = len(tree.prompt)
+            prompt_end = tree_start + n_prompt
+            tree_of[row, tree_start : tree_start + tree.length] = tree_index
+            input_ids[row, tree_start:prompt_end] = tree.prompt
+            position_ids[row, tree_start:prompt_end] = range(n_prompt)
+            start = prompt_end
+            for response, token_ids in tree.branches:
+                n_fed = len(token_ids) - 1
+                end = start + n_fed
+                input_ids[row, start:end] = token_ids[:-1]
+                position_ids[row, start:end] = range(n_prompt, n_prompt + n_fed)
+                branch_of[row, start:end] = response
+                # the prompt's last token predicts the first token of a response; without a prompt, nothing does
+                first_scored = 0 if n_prompt else 1
+                predicting_columns = [prompt_end - 1, *range(start, end)][first_scored:]
+                scored += [row * length + column for column in predicting_columns]
+                targets += token_ids[first_scored:]
+                first_slot = response * longest_response
+                slots += range(first_slot + first_scored, first_slot + len(token_ids))
+                start = end
+            tree_start = start
     # in the order of Packed's fields
     tensors = (input_ids, position_ids, tree_of, branch_of, *map(_int64, (scored, targets, slots)), response_index)
     return Packed(*(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors), shape=shape)
@@ -212,29 +249,30 @@ def _int64(values: list[int]) -> np.ndarray:
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
-    """Return whether a token sees another, (R, 1, L, L) bool.
+    """Return whether queries attend to keys, (R, 1, L, L) bool.
 
-    The second to last dim has the token that sees. It sees the tokens of its prompt and of its own response that are
-    not later and, with a sliding window, are fewer than `window` positions back. Padding sees padding.
+    Queries are along the second to last dim, keys along the last. A token attends to those tokens of its prompt and of
+    its own response that are not later and, with a sliding window, are fewer than `window` positions back. Padding
+    attends to padding, so that every query has a key.
     """
     tree, branch, position = packed.tree, packed.branch, packed.position_ids
-    seen = tree[:, :, None] == tree[:, None, :]
-    # in place, as masks are (R, L, L)
-    seen &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])
-    seen &= torch.ones(tree.shape[1], tree.shape[1], dtype=torch.bool, device=tree.device).tril()
+    mask = tree[:, :, None] == tree[:, None, :]
+    # `&=` works in place: a second mask would be as large, (R, L, L)
+    mask &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])
+    mask &= torch.ones(tree.shape[1], tree.shape[1], dtype=torch.bool, device=tree.device).tril()
     if window is not None:
-        seen &= position[:, :, None] - position[:, None, :] < window
-    return seen[:, None]
+        mask &= position[:, :, None] - position[:, None, :] < window
+    return mask[:, None]
 
 
 def tree_block_mask(packed: Packed, *, window: int | None = None) -> BlockMask:
     """`tree_mask` for FlexAttention, which skips fully masked blocks."""
     tree, branch, position = packed.tree, packed.branch, packed.position_ids
+    n_rows, length = tree.shape
 
-    def sees(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        on_path = (branch[row, k] == NONE) | (branch[row, q] == branch[row, k])
-        near = position[row, q] - position[row, k] < (window or tree.shape[1])
-        return (tree[row, q] == tree[row, k]) & on_path & near & (q >= k)
+    def attends(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        in_prompt_or_same_response = (branch[row, k] == NONE) | (branch[row, q] == branch[row, k])
+        in_window = position[row, q] - position[row, k] < (window or length)
+        return (tree[row, q] == tree[row, k]) & in_prompt_or_same_response & in_window & (q >= k)
 
-    rows, length = tree.shape
-    return create_block_mask(sees, rows, None, length, length, device=tree.device)
+    return create_block_mask(attends, n_rows, None, length, length, device=tree.device)

@@ -1,4 +1,4 @@
-"""Loading of pretrained models, independent of our config and of process groups."""
+"""Loading of pretrained models, independent of plans and process groups."""
 
 from __future__ import annotations
 
@@ -23,27 +23,30 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in choices
 def load_config(
     name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False
 ) -> transformers.PretrainedConfig:
-    """A model's transformers config, or InputError."""
+    """A model's config in transformers.
+
+    Raises InputError if there is none, or `name` is an adapter.
+    """
     if (Path(name).expanduser() / CONFIG).is_file():
         raise InputError(
             f"model.name_or_path={name} is an adapter: give it as model.archive with lora=lora, and its base as "
-            f"model.name_or_path; or merge it: python -m scripts.export {name} DIR --merge"
+            f"model.name_or_path; or merge both: python -m scripts.export {name} DIR --merge"
         )
     with explaining_load_errors("model", name):
         return transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
 
 
 def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
-    """The wanted attention implementation, or eager for a model without SDPA.
+    """The wanted attention implementation, or eager if SDPA is not supported.
 
-    Such models are GPT-J and Gemma 2. Raises InputError if FlashAttention is wanted and not available.
+    GPT-J, for instance, does not support SDPA. Raises InputError if FlashAttention is wanted and not available.
     """
     if wanted == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
         raise InputError(
             "model.attn_implementation=flash_attention_2 needs a GPU and the package flash_attn, which are not "
             "available here: use sdpa"
         )
-    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: the model has its own code
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None for a model with its own code
     lacks_sdpa = model_class is not None and not model_class._supports_sdpa
     return "eager" if wanted == "sdpa" and lacks_sdpa else wanted
 
@@ -81,8 +84,8 @@ def load_model(
 ) -> transformers.PreTrainedModel:
     """Load a causal language model in `dtype`, with dropout off.
 
-    The weights are those of `archive` (a `policy.pt`) if given. `random_init` takes only the architecture and draws the
-    weights from the seed.
+    The weights are from `archive` (a `policy.pt`) if given, else from the model `name`. With `random_init` the latter
+    gives only the architecture, and weights are drawn from the seed.
     Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
     source = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
@@ -90,11 +93,11 @@ def load_model(
     options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
     with explaining_load_errors("model", name):
         if random_init:
-            model = _draw(config, options, seed, trust_remote_code=trust_remote_code)
+            model = _draw_weights(config, options, seed, trust_remote_code=trust_remote_code)
             if isinstance(device_map, dict):
-                model.to(device_map[""])  # the whole model
+                model.to(device_map[""])  # "" stands for the whole model
             elif device_map is not None:
-                model.to("cuda")  # "auto" spreads layers only while they are read from files
+                model.to("cuda")  # one GPU: transformers spreads layers over several only while it reads files
             if archive is not None:
                 load_archive(model, archive)
         elif archive is not None:
@@ -109,13 +112,14 @@ def load_model(
     return model
 
 
-def _draw(config: Any, options: Mapping[str, Any], seed: int, *, trust_remote_code: bool) -> Any:
+def _draw_weights(config: Any, options: Mapping[str, Any], seed: int, *, trust_remote_code: bool) -> Any:
     """A model with weights drawn from the seed, on the CPU."""
-    in_float32 = {**options, "dtype": torch.float32}  # so that models of one seed are equal up to rounding
+    # draw in float32, so that models of the same seed and different dtypes are equal up to rounding
+    float32_options = {**options, "dtype": torch.float32}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = transformers.AutoModelForCausalLM.from_config(
-            config, **in_float32, trust_remote_code=trust_remote_code
+            config, **float32_options, trust_remote_code=trust_remote_code
         )
     return model.to(options["dtype"])
 
@@ -123,24 +127,26 @@ def _draw(config: Any, options: Mapping[str, Any], seed: int, *, trust_remote_co
 def _load_from_archive(
     name: str, archive: str | Path, source: Mapping[str, Any], options: Mapping[str, Any]
 ) -> transformers.PreTrainedModel:
-    """Load a model with an archive's weights; its own are not read.
+    """Load a model with an archive's weights in place of its own.
 
     transformers casts and places the weights one by one, so that there is no second copy.
     """
-    structure = load_structure(name, dtype=options["dtype"], **source)  # the archive is checked before anything is made
-    weights = read_archive(archive, structure)
-    in_file = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
-    kind: Any = type(structure)
-    model, loading = kind.from_pretrained(
+    structure = load_structure(name, dtype=options["dtype"], **source)
+    weights = read_archive(archive, structure)  # checked before memory is taken for the model
+    mapped_storages = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
+    model_class: Any = type(structure)
+    model, loading = model_class.from_pretrained(
         None, config=load_config(name, **source), state_dict=weights, **options, output_loading_info=True
     )
-    del weights  # only `in_file` is needed below
+    del weights  # frees what the model does not use
     refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
-    for tensor in (*model.parameters(), *model.buffers()):  # tensors that were neither cast nor moved are still mapped
-        if tensor.untyped_storage().data_ptr() in in_file:
+    # copy tensors that are still mapped from the file, as they were neither cast nor moved: the file may be deleted
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.untyped_storage().data_ptr() in mapped_storages:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
     model.name_or_path = model.config.name_or_path = name
-    model.adjust_generation_fn(  # like from_pretrained at its end
+    # from_pretrained does this last, but has not been given the model's name
+    model.adjust_generation_fn(
         None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None, revision=None,
         subfolder="", **source,
     )  # fmt: skip
@@ -148,7 +154,10 @@ def _load_from_archive(
 
 
 def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:
-    """Raise InputError for missing weights, which transformers would draw at random."""
+    """Raise InputError for missing weights, which transformers would draw at random.
+
+    `loading` is the loading info of `from_pretrained`, `what` names the model, and `advice` says what to do.
+    """
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:5])
         raise InputError(f"{what} has no weights for {missing}: {advice}")
@@ -156,32 +165,44 @@ def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:
 
 def check_positions(model: Any, max_length: int) -> None:
     """Raise InputError if a model has learned too few positions for `max_length`."""
-    if max_length > (limit := count_positions(model)):
-        raise InputError(f"max_length={max_length} is more than the {limit} positions that {type(model).__name__} has")
+    n_positions = count_positions(model)
+    if max_length > n_positions:
+        raise InputError(
+            f"max_length={max_length} is more than the {n_positions} positions that {type(model).__name__} has: set "
+            f"max_length={n_positions} or less"
+        )
 
 
 def count_positions(model: Any) -> float:
-    """The number of learned positions, or infinity without (as with rotary ones)."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not model.get_input_embeddings())
-    return limit if limit is not None and any(table.num_embeddings == limit for table in tables) else math.inf
+    """The number of learned positions.
+
+    Infinity for a model without a table of them, such as one with rotary positions.
+    """
+    n_positions = getattr(model.config, "max_position_embeddings", None)
+    token_table = model.get_input_embeddings()
+    other_tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not token_table]
+    if n_positions is None or all(table.num_embeddings != n_positions for table in other_tables):
+        return math.inf
+    return n_positions
 
 
 def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
-    """Notes on a model, for the requested attention and `max_length`."""
+    """Notes on a model, given the requested attention and `max_length`."""
     name, used = type(model).__name__, model.config._attn_implementation
     limit = getattr(model.config, "max_position_embeddings", None)
     notes = [] if used == attention else [f"{name} does not support {attention}; using {used} attention"]
     if limit is not None and max_length > limit:
         notes.append(f"warning: max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for")
-    trained, n = count_parameters(model)
-    if trained < n:
-        notes.append(f"trainable parameters: {trained:,} of {n:,} ({trained / n:.2%}), those of the adapter")
+    n_trainable, n_total = count_parameters(model)
+    if n_trainable < n_total:
+        share = n_trainable / n_total
+        notes.append(f"trainable parameters: {n_trainable:,} of {n_total:,} ({share:.2%}), those of the adapter")
     return notes
 
 
 def checkpoint_activations(model: Any) -> None:
-    with warnings.catch_warnings():  # about a newer name, which not every transformers 5 has
+    """Recompute activations in the backward pass."""
+    with warnings.catch_warnings():  # transformers warns of a newer name, which not every version 5 has
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -192,15 +213,14 @@ def disable_dropout(model: torch.nn.Module) -> None:
     Many transformers models apply dropout functionally, from a float attribute of the module or of its config
     (`attention_dropout`, `resid_pdrop`, `layerdrop`, ...), so zeroing the `nn.Dropout` modules alone is not enough.
     """
-    holders: list[Any] = list(model.modules())
-    # many modules share a config, which may contain others (multimodal models): zero each once
-    own = [module.config for module in holders if getattr(module, "config", None) is not None]
-    configs = {id(config): config for config in own}
+    modules: list[Any] = list(model.modules())
+    # many modules share a config, and the config of a multimodal model contains others: zero each once
+    configs = {id(m.config): m.config for m in modules if getattr(m, "config", None) is not None}
     for config in list(configs.values()):
         configs.update({id(inner): inner for inner in vars(config).values() if hasattr(inner, "to_dict")})
-    for holder in [*holders, *configs.values()]:
-        if isinstance(holder, torch.nn.modules.dropout._DropoutNd):
-            holder.p = 0.0
-        for name, value in list(vars(holder).items()):
+    for owner in [*modules, *configs.values()]:
+        if isinstance(owner, torch.nn.modules.dropout._DropoutNd):
+            owner.p = 0.0
+        for name, value in list(vars(owner).items()):
             if type(value) in (int, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
-                setattr(holder, name, type(value)(0))  # some configs accept only an int
+                setattr(owner, name, type(value)(0))  # keeps the type, as some configs accept only an int

@@ -1,9 +1,9 @@
 """QLoRA's base (arXiv 2305.14314): frozen linear layers in 4 bits.
 
-They are in 4-bit NormalFloat with double quantization, by the kernels of bitsandbytes. The packed weights are buffers,
-not parameters: every process holds all of them, and FSDP, gradients and optimizers see only the other weights.
-bitsandbytes' own layer is not used: on a CPU with AVX512-BF16 it converts its weights to another form, with a loss of
-precision, as soon as it is evaluated.
+Weights are in 4-bit NormalFloat with double quantization, by the kernels of bitsandbytes. The packed weights are
+buffers, not parameters: every process holds all of them, and FSDP, gradients and optimizers see only the other weights.
+bitsandbytes' own layer is not used: on a CPU with AVX512-BF16, its first evaluation converts the weights to another
+format and loses precision.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ SCALES = 256  # scales that share a scale of scales
 
 
 class Linear4bit(torch.nn.Linear):
-    """A frozen linear layer. The bias stays a parameter."""
+    """A frozen linear layer with a 4-bit weight.
+
+    The bias stays a parameter.
+    """
 
     weight: torch.Tensor  # two weights per byte, (weights / 2, 1)
     scales: torch.Tensor  # one byte per block
@@ -39,8 +42,9 @@ class Linear4bit(torch.nn.Linear):
             self.register_buffer(name, tensor)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        device_type, dtype = input.device.type, input.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
         bias = None if self.bias is None else self.bias.to(dtype)
         return _Multiply.apply(input.to(dtype), bias, self)
 
@@ -48,18 +52,18 @@ class Linear4bit(torch.nn.Linear):
         """The weight that the layer multiplies with, (out_features, in_features)."""
         kernels = torch.ops.bitsandbytes
         scales = kernels.dequantize_blockwise(self.scales, self.scales_of_scales, self.code, SCALES, torch.float32)
-        # as rows of one block: the CPU kernel is wrong where a row ends inside a block
-        shape = (scales.numel(), BLOCK)
-        weight = kernels.dequantize_4bit(self.weight, scales + self.offset, BLOCK, "nf4", shape, dtype)
+        # dequantize with one block per row, as the CPU kernel is wrong where a row ends inside a block
+        one_block_per_row = (scales.numel(), BLOCK)
+        weight = kernels.dequantize_4bit(self.weight, scales + self.offset, BLOCK, "nf4", one_block_per_row, dtype)
         return weight.view(self.out_features, self.in_features)
 
 
 class _Multiply(torch.autograd.Function):
-    """input @ weight.T + bias, dequantized again in the backward pass."""
+    """`input @ weight.T + bias`; the backward pass dequantizes the weight again."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, layer: Linear4bit) -> torch.Tensor:
-        ctx.layer = layer  # not its dequantized weight
+        ctx.layer = layer  # not the dequantized weight, which would take its full size until the backward pass
         return torch.nn.functional.linear(input, layer.dequantized(input.dtype), bias)
 
     @staticmethod
@@ -68,13 +72,16 @@ class _Multiply(torch.autograd.Function):
 
 
 def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The buffers of a weight, without values if it has none."""
+    """The buffers of a `Linear4bit` for a weight.
+
+    For a weight without values (meta or fake) they have no values either.
+    """
     if weight.is_meta or isinstance(weight, FakeTensor):
-        blocks, empty = weight.numel() // BLOCK, partial(torch.empty, device=weight.device)
+        n_blocks, empty = weight.numel() // BLOCK, partial(torch.empty, device=weight.device)
         return {
             "weight": empty((weight.numel() // 2, 1), dtype=torch.uint8),
-            "scales": empty(blocks, dtype=torch.uint8),
-            "scales_of_scales": empty(-(-blocks // SCALES)),
+            "scales": empty(n_blocks, dtype=torch.uint8),
+            "scales_of_scales": empty(-(-n_blocks // SCALES)),
             "offset": empty(()),
             "code": empty(256),
         }
@@ -82,12 +89,17 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
     kernels, code = torch.ops.bitsandbytes, create_dynamic_map().to(weight.device)
     packed, scales = kernels.quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
-    # bitsandbytes' own function takes the mean in float32, where it depends on the number of threads: a run that is
-    # resumed with more processes would get another base
+    # The mean is taken in float64. In float32, as in bitsandbytes' own function, it depends on the number of threads,
+    # so a run that is resumed with more processes would get another base.
     offset = scales.double().mean().float()
-    scales, scales_of_scales = kernels.quantize_blockwise(scales - offset, code, SCALES)
-    tensors = (packed, scales, scales_of_scales, offset, code)
-    return dict(zip(("weight", "scales", "scales_of_scales", "offset", "code"), tensors, strict=True))
+    quantized_scales, scales_of_scales = kernels.quantize_blockwise(scales - offset, code, SCALES)
+    return {
+        "weight": packed,
+        "scales": quantized_scales,
+        "scales_of_scales": scales_of_scales,
+        "offset": offset,
+        "code": code,
+    }
 
 
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
@@ -98,28 +110,33 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     """
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)
-        weight = _straight(layer.weight.detach(), layer)
-        weight = weight.to(device) if device is not None and not weight.is_meta else weight
+        weight = _transpose_conv1d(layer.weight.detach(), layer)
+        if device is not None and not weight.is_meta:
+            weight = weight.to(device)
         model.set_submodule(name, Linear4bit(weight, layer.bias))
-    release_freed_memory()  # of the weights that were quantized
+    release_freed_memory()  # the memory of the weights that were quantized
     return model
 
 
 def round_to_4bit(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-    """The weight of a layer, rounded to 4 bits, in its dtype."""
-    return _straight(Linear4bit(_straight(weight, layer)).dequantized(weight.dtype), layer)
+    """A layer's weight rounded to 4 bits, in the dtype of `weight`."""
+    quantized = Linear4bit(_transpose_conv1d(weight, layer))
+    return _transpose_conv1d(quantized.dequantized(weight.dtype), layer)
 
 
-def _straight(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-    """Transpose the weight of GPT-2's Conv1D, to (out_features, in_features) or back."""
+def _transpose_conv1d(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
+    """The weight of GPT-2's Conv1D transposed; any other layer's unchanged.
+
+    Weights of Conv1D are (in_features, out_features), those of other linear layers (out_features, in_features).
+    """
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
 def layers_to_quantize(model: Any) -> list[str]:
     """The names of a model's linear layers that can be quantized.
 
-    The head is left out, and so is a layer whose weights do not fill whole blocks. Raises InputError if no layer is
-    left, or bitsandbytes has no kernels for this machine.
+    These are all but the head and layers whose weights do not fill whole blocks. Raises InputError if there is no such
+    layer, or bitsandbytes has no kernels for this machine.
     """
     _check_bitsandbytes()
     if getattr(model.config, "quantization_config", None) is not None:
@@ -136,6 +153,7 @@ def layers_to_quantize(model: Any) -> list[str]:
 
 
 def _check_bitsandbytes() -> None:
+    """Raise InputError if bitsandbytes is missing or has no kernels here."""
     silence_bitsandbytes()
     try:
         from bitsandbytes.cextension import ErrorHandlerMockBNBNativeLibrary, lib

@@ -30,22 +30,29 @@ Ids = list[int]
 
 
 class RewardModel:
-    """A model that scores answers, `rows` at a time."""
+    """A model that scores answers, `rows` at a time.
+
+    `limit` is the largest number of tokens in a prompt with its answer, or None if not known. Longer texts are
+    truncated.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, *, rows: int) -> None:
         self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
         self.limit = _count_positions(model, tokenizer)
-        tokenizer.truncation_side = "left"  # keep the end of a text that is too long: the answer
+        tokenizer.truncation_side = "left"  # of a text that is too long, keep the end with the answer
         self.pad = model.config.get_text_config().pad_token_id
         model.config.get_text_config().use_cache = False  # nothing is generated
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+        """The score of each answer."""
         texts = [self.encode(prompt, answer.text) for prompt, answer in zip(prompts, answers, strict=True)]
+        # texts of about equal length are scored together, so that little is padded
         longest_first = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
         scores = [0.0] * len(texts)
         for start in range(0, len(texts), self.rows):
             indices = longest_first[start : start + self.rows]
-            for i, score in zip(indices, self.forward([texts[i] for i in indices]).tolist(), strict=True):
+            batch_scores = self.forward([texts[i] for i in indices]).tolist()
+            for i, score in zip(indices, batch_scores, strict=True):
                 scores[i] = score
         return scores
 
@@ -56,7 +63,8 @@ class RewardModel:
     def encode(self, prompt: Prompt, answer: str) -> Ids:
         """The token ids of prompt and answer, truncated on the left.
 
-        They are in the tokenizer's chat template if it has one. Raises InputError if that rejects the prompt.
+        The text is in the tokenizer's chat template if it has one. Raises InputError if the template rejects the
+        prompt.
         """
         has_template = bool(self.tokenizer.chat_template)
         text = prompt.text + answer
@@ -68,14 +76,15 @@ class RewardModel:
                     f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
                     f"{prompt.text[:200]!r}: {error}"
                 ) from error
-        limit: dict[str, Any] = {} if self.limit is None else {"truncation": True, "max_length": self.limit}
-        return self.tokenizer(text, add_special_tokens=not has_template, **limit)["input_ids"]
+        truncation: dict[str, Any] = {} if self.limit is None else {"truncation": True, "max_length": self.limit}
+        return self.tokenizer(text, add_special_tokens=not has_template, **truncation)["input_ids"]
 
     @torch.no_grad()
     def forward(self, texts: Sequence[Ids]) -> torch.Tensor:
-        """Score texts: (B,) in float32."""
+        """The scores of B texts, (B,) in float32."""
         pad = self.pad
-        if pad is None:  # any token that ends no text: the model scores at the last token that is not padding
+        if pad is None:
+            # The model scores at the last token that is not `pad`. So without a pad token, take one that ends no text.
             last_tokens = {text[-1] for text in texts}
             pad = next(token for token in itertools.count() if token not in last_tokens)
         self.model.config.get_text_config().pad_token_id = pad
@@ -84,73 +93,81 @@ class RewardModel:
         mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=ids.device)
         logits = self.model(input_ids=ids, attention_mask=mask).logits
         if logits.shape != (len(texts), 1):
-            raise ValueError(f"{type(self.model).__name__} gave {tuple(logits.shape)} outputs for {len(texts)} texts")
+            raise ValueError(
+                f"{type(self.model).__name__} gave outputs of shape {tuple(logits.shape)} for {len(texts)} texts: its "
+                f"code must give one output per text"
+            )
         return logits[:, 0].float()
 
 
 def load_reward_model(plan: Plan, device: torch.device, *, rows: int) -> tuple[RewardModel, str]:
-    """Load the model that `online.reward_model` names, and digest its weights and tokenizer.
+    """Load the reward model that `online.reward_model` names, and its digest.
 
-    Every process loads it, from files that rank 0 has fetched. Raises InputError if it cannot be loaded, has no weights
-    for its head, or does not have exactly one output.
+    The digest is that of weights and tokenizer. Every process loads the model, from files that rank 0 has fetched.
+    Raises InputError if it cannot be loaded, has no weights for its head, or does not have exactly one output.
     """
-    reward = after_rank_0("the reward model", lambda: _load(plan, device, rows))
+    reward_model = after_rank_0("the reward model", lambda: _load(plan, device, rows))
     digest = ""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        known = reward.tokenizer.chat_template, sorted(reward.tokenizer.get_vocab().items())
-        weights = model_digest(reward.model, str(reward.model.dtype))
-        digest = hashlib.sha256(repr((weights, known)).encode()).hexdigest()
-    return reward, from_rank_0(digest)
+        tokenizer = reward_model.tokenizer
+        tokenizer_content = tokenizer.chat_template, sorted(tokenizer.get_vocab().items())
+        weights_digest = model_digest(reward_model.model, str(reward_model.model.dtype))
+        digest = hashlib.sha256(repr((weights_digest, tokenizer_content)).encode()).hexdigest()
+    return reward_model, from_rank_0(digest)
 
 
 def find_reward_structure(plan: Plan) -> RewardModel:
-    """The reward model without weights, or the InputErrors of `load_reward_model`."""
+    """The reward model without weights.
+
+    Raises InputError as `load_reward_model` does.
+    """
     return _load(plan, torch.device("meta"), 1)
 
 
-def notes_on(reward: RewardModel, plan: Plan) -> tuple[str, ...]:
+def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
     """A message if prompts may be truncated before they are scored."""
-    if reward.limit is None or reward.limit >= plan.data.max_length:
+    if reward_model.limit is None or reward_model.limit >= plan.data.max_length:
         return ()
     return (
-        f"the reward model sees the last {reward.limit:,} tokens of a prompt with its answer, which may have "
-        f"max_length={plan.data.max_length} of the policy's",
+        f"the reward model sees the last {reward_model.limit:,} tokens of a prompt with its answer, which may have up "
+        f"to max_length={plan.data.max_length} tokens: scores do not depend on the beginning of long prompts",
     )
 
 
 def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
+    """Load the reward model that `online.reward_model` names, and check it."""
     name = plan.online.reward_model
     key = f"online.reward_model={name}"
     source = {"cache_dir": plan.run.cache_dir, "trust_remote_code": plan.model.trust_remote_code}
-    wanted = "give a sequence classification model with one output"
+    advice = "give a sequence classification model with one output"
     if (Path(name).expanduser() / CONFIG).is_file():
-        raise InputError(f"{key} is an adapter: merge it into its base, and {wanted}")
+        raise InputError(f"{key} is an adapter: merge it into its base, and {advice}")
     with explaining_load_errors("reward model", name), _silenced():
         model_config = transformers.AutoConfig.from_pretrained(name, **source)
         if model_config.num_labels != 1:
-            saved_as = ", ".join(model_config.architectures or ["model"])
-            raise InputError(f"{key} is a {saved_as} with {model_config.num_labels} outputs (num_labels): {wanted}")
+            model_class = ", ".join(model_config.architectures or ["model"])
+            raise InputError(f"{key} is a {model_class} with {model_config.num_labels} outputs (num_labels): {advice}")
         loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
             name, **source, dtype="auto", device_map={"": device}, output_loading_info=True
         )
         model, loading = loaded
-    refuse_gaps(loading, key, f"{wanted}, saved with its head")
+    refuse_gaps(loading, key, f"{advice}, saved with its head")
     with explaining_load_errors("tokenizer of the reward model", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     disable_dropout(model)
-    reward = RewardModel(model, tokenizer, rows=rows)
-    if reward.limit is not None and reward.limit <= plan.online.max_new_tokens:
+    reward_model = RewardModel(model, tokenizer, rows=rows)
+    if reward_model.limit is not None and reward_model.limit <= plan.online.max_new_tokens:
         raise InputError(
-            f"{key} sees {reward.limit:,} tokens, and an answer may have online.max_new_tokens="
-            f"{plan.online.max_new_tokens}: lower that, or give another model"
+            f"{key} sees {reward_model.limit:,} tokens, and an answer may have online.max_new_tokens="
+            f"{plan.online.max_new_tokens}: lower online.max_new_tokens, or give another model"
         )
-    reward.check(Prompt("Hello", [], [], "keep_start", rendered=False))
-    return reward
+    reward_model.check(Prompt("Hello", [], [], "keep_start", rendered=False))
+    return reward_model
 
 
 @contextlib.contextmanager
 def _silenced():
-    """Silence transformers' reports on loading inside: problems are errors."""
+    """Silence transformers' reports on loading inside, as problems are raised."""
     logs = transformers.utils.logging
     verbosity, had_bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()
@@ -164,12 +181,17 @@ def _silenced():
 
 
 def _count_positions(model: Any, tokenizer: Any) -> int | None:
-    """The number of tokens that a model was made for, if declared."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    limits = [tokenizer.model_max_length] if tokenizer.model_max_length < 10**9 else []  # a huge number: not known
-    if limit is not None and limit > 0:  # XLNet says -1
-        tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m.num_embeddings == limit]
-        paddings = [table.padding_idx for table in tables if table is not model.get_input_embeddings()]
-        unused = [padding + 1 for padding in paddings if padding is not None]
-        limits.append(limit - max(unused, default=0))  # RoBERTa's positions begin after the padding's
+    """The number of tokens that a model was made for, if known."""
+    limits = []
+    if tokenizer.model_max_length < 10**9:  # a tokenizer that does not know has a huge number
+        limits.append(tokenizer.model_max_length)
+    n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if n_positions is not None and n_positions > 0:  # XLNet has -1
+        token_table = model.get_input_embeddings()
+        n_unused = 0
+        for module in model.modules():
+            is_position_table = isinstance(module, torch.nn.Embedding) and module.num_embeddings == n_positions
+            if is_position_table and module is not token_table and module.padding_idx is not None:
+                n_unused = max(n_unused, module.padding_idx + 1)  # RoBERTa's positions begin after that of padding
+        limits.append(n_positions - n_unused)
     return min(limits, default=None)

@@ -26,11 +26,11 @@ from dpo.parallel.mesh import from_rank_0
 from dpo.settings.plan import Plan
 from dpo.system.signals import PressedAgain, Stopped
 
-# maps prompts and one answer to each to a number for each; higher is better
+# maps prompts, and an answer to each, to one number per answer; higher is better
 Score = Callable[[Sequence[Prompt], Sequence[Answer]], Iterable[float]]
 
 T = TypeVar("T")
-LARGEST = 3.4e38  # largest float32
+LARGEST = 3.4e38  # the largest float32
 
 
 class ScorerFailed(RunError):
@@ -42,35 +42,42 @@ class Scorer(NamedTuple):
 
     name: str  # as in the config
     score: Score
-    digest: str = ""  # of the code or weights: must be the same when a run is resumed
-    in_parallel: bool = False  # each process scores its own answers; else rank 0 all of them
+    digest: str = ""  # of the code or weights, which must be the same when a run is resumed
+    in_parallel: bool = False  # true: each process scores its own answers; false: rank 0 scores all
     notes: tuple[str, ...] = ()  # messages to log at the start
     check: Callable[[Prompt], Any] = lambda prompt: None  # raises InputError for a prompt that it does not support
     file: Path | None = None  # the user's code, whose line is named in errors
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """The scores, or ScorerFailed for any error of the scorer."""
+        """The score of each answer.
+
+        Raises ScorerFailed for any error of the scorer, and for an invalid score.
+        """
 
         def compute() -> list[float]:
-            given = self.score(prompts, answers)
-            if isinstance(given, (str, bytes, Mapping)):
-                raise TypeError(f"a number for each answer is expected, in a list, and not {given!r:.80}")
-            return [float(score) for score in itertools.islice(given, len(answers) + 1)]  # it may be endless
+            scores = self.score(prompts, answers)
+            if isinstance(scores, (str, bytes, Mapping)):
+                raise TypeError(f"a number for each answer is expected, in a list, and not {scores!r:.80}")
+            # one more than needed shows that there are too many; a user's iterable may be endless
+            return [float(score) for score in itertools.islice(scores, len(answers) + 1)]
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
             n_scores = len(scores) if len(scores) < len(answers) else f"more than {len(answers)}"
             raise ScorerFailed(f"{self.name} gave {n_scores} scores for {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
-            if not abs(score) <= LARGEST:  # true for NaN too
-                raise ScorerFailed(f"{self.name} gave the score {score} to the answer {answer.text[:200]!r}")
+            if not abs(score) <= LARGEST:  # also if the score is NaN
+                raise ScorerFailed(
+                    f"{self.name} gave the score {score} to the answer {answer.text[:200]!r}: scores must be finite "
+                    f"float32 numbers"
+                )
         return scores
 
 
 @contextmanager
 def seeded_generators(*numbers: int) -> Iterator[None]:
     """Seed Python's, numpy's and torch's generators inside."""
-    before, numpy_before = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     seeds = np.random.SeedSequence(numbers).generate_state(4)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         random.seed(seeds.tobytes())
@@ -79,34 +86,38 @@ def seeded_generators(*numbers: int) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(before)
-            np.random.set_state(numpy_before)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
-def _run_users_code(code: Callable[[], T], kind: type[Exception], what: str, file: Path | None) -> T:
-    """Run code without gradients, and explain its errors.
+# A function and not a context manager: if the code inside a `@contextmanager` raises StopIteration, contextlib raises
+# it again, in place of the error that the manager raises from it.
+def _run_users_code(code: Callable[[], T], error_class: type[Exception], problem: str, file: Path | None) -> T:
+    """Run a user's code without gradients.
 
-    Not a `@contextmanager`, which would take an error raised from a StopIteration for its own, and let the
-    StopIteration through.
+    Any error becomes an `error_class`, whose message begins with `problem` and names the line of `file`.
     """
     try:
         with torch.no_grad(), raising_exit():
             return code()
-    except (PressedAgain, Stopped, kind):
+    except (PressedAgain, Stopped, error_class):
         raise
-    except BaseException as error:  # even if it would exit or interrupt
-        raise kind(f"{what}: {_tell(error, file)}") from error
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt, if the code raises them
+        raise error_class(f"{problem}: {_describe_error(error, file)}") from error
 
 
 @contextmanager
 def raising_exit() -> Iterator[None]:
-    """Let `os._exit` raise inside: no unfinished run may end with status 0."""
-    modules = os, sys.modules[os.name]  # both have it
-    leave, own = os._exit, os.getpid()
+    """Make `os._exit` raise inside.
+
+    Otherwise a user's code could end an unfinished run, with any exit status.
+    """
+    modules = os, sys.modules[os.name]  # `os` has taken `_exit` from `posix` or `nt`
+    original_exit, process_id = os._exit, os.getpid()
 
     def raise_exit(status: int) -> NoReturn:
-        if os.getpid() != own:  # a process that the code has forked
-            leave(status)
+        if os.getpid() != process_id:  # a process that the code has forked may end
+            original_exit(status)
         raise SystemExit(f"os._exit({status})")
 
     try:
@@ -115,52 +126,56 @@ def raising_exit() -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            module._exit = leave
+            module._exit = original_exit
 
 
-def _tell(error: BaseException, file: Path | None) -> str:
+def _describe_error(error: BaseException, file: Path | None) -> str:
+    """An error's class, message, and last line in `file`."""
     try:
         message = one_sentence(error)
-    except Exception:  # of the `__str__` of the user's own class
-        message = "?"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    place = f" ({file}, line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {message}{place}"
+    except Exception:  # raised by the `__str__` of a user's own class of errors
+        message = "its message cannot be shown"
+    frames = traceback.extract_tb(error.__traceback__)
+    line_numbers = [frame.lineno for frame in frames if frame.filename == str(file)]
+    location = f" ({file}, line {line_numbers[-1]})" if line_numbers else ""
+    return f"{type(error).__name__}: {message}{location}"
 
 
-def _parse_file(place: str) -> Path:
-    """The file of `FILE.py:NAME`."""
-    return Path(place.rpartition(":")[0]).expanduser().resolve()
+def _parse_file(function: str) -> Path:
+    """The file in `FILE.py:NAME`."""
+    return Path(function.rpartition(":")[0]).expanduser().resolve()
 
 
 def shorter(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+    """The score of `online.scorer=shorter`, higher for shorter answers."""
     return [-len(answer.tokens) for answer in answers]
 
 
 def count_keyword(keyword: str) -> Score:
-    """Make a score that counts a text in the answer."""
+    """Make a score that counts `keyword` in the answer."""
     return lambda prompts, answers: [answer.text.count(keyword) for answer in answers]
 
 
-def load_function(place: str) -> Score:
-    """Load the function `FILE.py:NAME` of lists of prompts and answers.
+def load_function(function: str) -> Score:
+    """Load a user's function, given as `FILE.py:NAME`.
 
-    Runs the file's code, which may import modules beside it. Raises InputError if it fails, or has no such function.
+    It gets the texts of prompts and answers. Runs the file's code, which may import modules beside it. Raises
+    InputError if the code fails, or has no such function.
     """
-    name, path = place.rpartition(":")[2], _parse_file(place)
+    name, path = function.rpartition(":")[2], _parse_file(function)
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # for dataclasses and pickle
-    if str(path.parent) not in sys.path:  # for imports of modules beside it
+    sys.modules.setdefault(spec.name, module)  # dataclasses and pickle look the module up there
+    if str(path.parent) not in sys.path:  # for imports of modules beside the file
         sys.path.append(str(path.parent))
-    what = f"online.function={place}: {path} cannot be run"
-    _run_users_code(lambda: spec.loader.exec_module(module), InputError, what, path)
-    function: Any = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"online.function={place}: {path} has no function {name}")
+    problem = f"online.function={function}: {path} cannot be run"
+    _run_users_code(lambda: spec.loader.exec_module(module), InputError, problem, path)
+    users_function: Any = getattr(module, name, None)
+    if not callable(users_function):
+        raise InputError(f"online.function={function}: {path} has no function {name}")
 
     def score(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Any:
-        return function([prompt.text for prompt in prompts], [answer.text for answer in answers])
+        return users_function([prompt.text for prompt in prompts], [answer.text for answer in answers])
 
     return score
 
@@ -168,20 +183,20 @@ def load_function(place: str) -> Score:
 def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
     """Load the scorer that `plan.online` names.
 
-    A reward model is loaded on `device`, for `rows` answers at a time. Raises InputError if that fails.
+    A reward model is loaded on `device`, for `rows` answers at a time. Raises InputError if the scorer cannot be
+    loaded.
     """
     online = plan.online
     if online.scorer == "reward_model":
-        model, digest = load_reward_model(plan, device, rows=rows)
-        notes = notes_on(model, plan)
-        name = f"online.reward_model={online.reward_model}"
-        return Scorer(name, model, digest, in_parallel=True, notes=notes, check=model.check)
+        reward_model, digest = load_reward_model(plan, device, rows=rows)
+        name, notes = f"online.reward_model={online.reward_model}", notes_on(reward_model, plan)
+        return Scorer(name, reward_model, digest, in_parallel=True, notes=notes, check=reward_model.check)
     if online.scorer == "function":
         file = _parse_file(online.function)
         if not dist.is_initialized() or dist.get_rank() == 0:
             score = load_function(online.function)
             digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        else:  # rank 0 scores all answers: the function is not loaded here, nor this one called
+        else:  # rank 0 scores all answers: other ranks do not load the function, and never call their placeholder
             score, digest = shorter, ""
         return Scorer(f"online.function={online.function}", score, from_rank_0(digest), file=file)
     score = count_keyword(online.keyword) if online.scorer == "keyword" else shorter
@@ -189,9 +204,9 @@ def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
 
 
 def check_scorer(plan: Plan) -> tuple[str, ...]:
-    """Notes on a plan's scorer, and the InputErrors of `load_scorer`.
+    """Check a plan's scorer as `load_scorer` does, and return its notes.
 
-    No reward model's weights are read.
+    Does not read the weights of a reward model.
     """
     if plan.online.scorer == "reward_model":
         return notes_on(find_reward_structure(plan), plan)

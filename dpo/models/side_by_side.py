@@ -18,7 +18,7 @@ from dpo.errors import InputError, explaining
 from dpo.models.adapters import add_stored_adapter, read_adapter, switch
 from dpo.models.answers import Answer, Sampling, Tokens, answer, log_probabilities
 from dpo.models.card import find_prompt_format
-from dpo.models.loading import digest_reference, find_source, load_base, resolve_place
+from dpo.models.loading import digest_reference, find_source, load_base, resolve_name
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, count_positions
 from dpo.models.quantization import quantize
@@ -28,25 +28,30 @@ from dpo.system.arithmetic import for_generation
 from dpo.system.host import count_gpus
 
 REFERENCE = "reference"
-OTHERWISE = "give --reference DIR, or --no-reference"
+CHOOSE_REFERENCE = "give --reference DIR, or --no-reference"
 Answers = Mapping[str, Answer]  # by the names of the sides
-Rewards = dict[str, float | None]
+Rewards = dict[str, float | None]  # by the names of the sides
 
 
 class Side(NamedTuple):
-    """A model that answers; sides may share one, with different adapters."""
+    """A policy or the reference.
+
+    Sides with the same base share one `model`, and compute with different adapters in it.
+    """
 
     name: str  # policy, policy_2, ..., or REFERENCE
     model: Any
-    beta: float | None  # beta of the policy's loss
-    autocast: torch.dtype | None  # dtype in which its run scored responses
-    adapter: str | None = None  # the model's adapter that it computes with
+    beta: float | None  # of the policy's loss; None if unknown, and for the reference
+    autocast: torch.dtype | None  # dtype in which the run scored responses; None without autocast
+    adapter: str | None = None  # the name of this side's adapter in the model
 
     def answer(self, *arguments: Any, **options: Any) -> list[Answer]:
+        """`answers.answer`, with this side's adapter."""
         with switch(self.model, self.adapter)():
             return answer(self.model, *arguments, **options)
 
     def log_probabilities(self, *arguments: Any) -> list[float]:
+        """`answers.log_probabilities`, with this side's adapter."""
         with switch(self.model, self.adapter)():
             return log_probabilities(self.model, *arguments)
 
@@ -60,54 +65,69 @@ class Panel:
         self.reference = next((side for side in sides if side.name == REFERENCE), None)
 
     def encode(self, asked: UserPrompt, where: str, sampling: Sampling) -> Tokens:
-        """Encode a prompt as in training, or raise InputError."""
+        """Encode a prompt as in training.
+
+        `where` says where the prompt comes from. Raises InputError if the prompt is empty or does not fit a model.
+        """
         text = render(asked, self.form, self.tokenizer, where)
-        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not ids:
+        token_ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not token_ids:
             raise InputError(f"{where}: the prompt has no tokens")
-        # each side: a model given by --reference may have another vocabulary or fewer positions
+        n_prompt, n_answer, largest_id = len(token_ids), sampling.max_new_tokens, max(token_ids)
+        # check every side, as a model given by --reference may have another vocabulary or fewer positions
         for side in self.sides:
-            if max(ids) >= (n := side.model.get_input_embeddings().num_embeddings):
-                raise InputError(f"{where}: the {side.name} has {n} embeddings, and none for token id {max(ids)}")
-            if len(ids) + sampling.max_new_tokens > (n := count_positions(side.model)):
-                fix = f"give --max-new-tokens {int(n) - len(ids)}" if len(ids) < n else "shorten the prompt"
+            n_embeddings, n_positions = side.model.get_input_embeddings().num_embeddings, count_positions(side.model)
+            if largest_id >= n_embeddings:
                 raise InputError(
-                    f"{where}: {len(ids)} tokens of prompt and {sampling.max_new_tokens} of answer are more than the "
-                    f"{n} positions of the {side.name}: {fix}"
+                    f"{where}: token id {largest_id} of the prompt is out of range for the {side.name}, which has "
+                    f"{n_embeddings} embeddings: give models with the same tokenizer"
                 )
-        return ids
+            if n_prompt + n_answer > n_positions:
+                fix = "shorten the prompt"
+                if n_prompt < n_positions:
+                    fix = f"give --max-new-tokens {int(n_positions) - n_prompt}"
+                raise InputError(
+                    f"{where}: the prompt's {n_prompt} tokens and up to {n_answer} tokens of answer are more than the "
+                    f"{n_positions} positions of the {side.name}: {fix}"
+                )
+        return token_ids
 
     def answer(self, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answers]:
-        """All sides' answers to prompts, whose numbers are mixed into the seed."""
-        by_side = [side.answer(self.tokenizer, prompts, numbers, sampling) for side in self.sides]
-        names = [side.name for side in self.sides]
-        return [dict(zip(names, answers, strict=True)) for answers in zip(*by_side, strict=True)]
+        """The answers of all sides to each prompt.
+
+        The prompts' numbers are mixed into the seed.
+        """
+        by_side = {side.name: side.answer(self.tokenizer, prompts, numbers, sampling) for side in self.sides}
+        return [{name: answers[i] for name, answers in by_side.items()} for i in range(len(prompts))]
 
     def stream(self, prompt: Tokens, number: int, sampling: Sampling, show: Callable[[str, str], None]) -> Answers:
         """All sides' answers to a prompt, generated at the same time.
 
         Sides that share a model answer one after the other. `show` gets (name of a side, its text so far), from one
-        thread at a time. KeyboardInterrupt ends all.
+        thread at a time. KeyboardInterrupt ends all answers.
         """
-        stop, showing = Event(), Lock()
+        stop, show_lock = Event(), Lock()
         answers: dict[str, Answer] = {}  # by the name of the side
 
-        def watch(name: str, tokens: list[int]) -> bool:
+        def show_tokens(name: str, tokens: list[int]) -> bool:
+            """Show the tokens so far; return whether to stop."""
             text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            with showing:
-                show(name, text.rstrip("\ufffd"))  # the last tokens of a character may be missing
+            with show_lock:
+                show(name, text.rstrip("\ufffd"))  # a character of several tokens may be incomplete
             return stop.is_set()
 
-        def work(sides: list[Side]) -> None:
+        def answer_in_turn(sides: list[Side]) -> None:
             for side in sides:
-                watch_side = partial(watch, side.name)
-                [answers[side.name]] = side.answer(self.tokenizer, [prompt], [number], sampling, watch=watch_side)
+                watch = partial(show_tokens, side.name)
+                [answers[side.name]] = side.answer(self.tokenizer, [prompt], [number], sampling, watch=watch)
 
-        sharing = [[side for side in self.sides if side.model is model] for model in {s.model for s in self.sides}]
-        # Threads end in any order, and each restores the settings that it found: set here, they are the same for all.
-        with for_generation(), ThreadPoolExecutor(len(sharing), thread_name_prefix="answer") as threads:
+        models = {side.model for side in self.sides}
+        sides_by_model = [[side for side in self.sides if side.model is model] for model in models]
+        # Each thread changes torch's settings for generation, and restores those that it found. As threads end in any
+        # order, the settings are also changed here, so that all threads find the same.
+        with for_generation(), ThreadPoolExecutor(len(models), thread_name_prefix="answer") as threads:
             try:
-                list(threads.map(work, sharing))
+                list(threads.map(answer_in_turn, sides_by_model))
             finally:
                 stop.set()
         return {side.name: answers[side.name] for side in self.sides}
@@ -125,10 +145,11 @@ class Panel:
             policy = self.policies[0] if side is self.reference else side
             if policy.beta is None:
                 continue
-            scored = prompts, [by_side[side.name] for by_side in answers], policy.autocast
-            policy_logps, reference_logps = policy.log_probabilities(*scored), self.reference.log_probabilities(*scored)
-            for reward, policy_logp, reference_logp in zip(rewards, policy_logps, reference_logps, strict=True):
-                reward[side.name] = policy.beta * (policy_logp - reference_logp)
+            side_answers = [by_side[side.name] for by_side in answers]
+            policy_logps = policy.log_probabilities(prompts, side_answers, policy.autocast)
+            reference_logps = self.reference.log_probabilities(prompts, side_answers, policy.autocast)
+            for by_side, policy_logp, reference_logp in zip(rewards, policy_logps, reference_logps, strict=True):
+                by_side[side.name] = policy.beta * (policy_logp - reference_logp)
         return rewards
 
 
@@ -136,48 +157,56 @@ class Panel:
 
 
 class Choices(NamedTuple):
-    """The user's options for a panel, beside the policies."""
+    """The user's options for a panel, besides the paths of the policies."""
 
-    reference: str | None = None  # None: that of the policies' runs
+    reference: str | None = None  # a path or Hub id; None: the reference of the policies' runs
     with_reference: bool = True
-    beta: float | None = None  # None: those of the policies' runs
-    form: str = "auto"
-    model: str | None = None
+    beta: float | None = None  # None: each policy has the beta of its run
+    form: str = "auto"  # of prompts, one of `asking.FORMATS`
+    model: str | None = None  # the base of a policy that names none, a path or Hub id
     trust_remote_code: bool = False
 
 
 def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[str], None] = print) -> Panel:
     """Load policies and their reference, one after the other.
 
-    `log` gets notes and warnings. Raises InputError if one cannot be loaded, or if they have different tokenizers or
-    references.
+    `log` gets notes and warnings. Raises InputError if a model cannot be loaded, or if they have different tokenizers
+    or references.
     """
     options: dict[str, Any] = {"trust_remote_code": choices.trust_remote_code, "hub": True}
-    origins = [find_origin(path, model=choices.model, **options, alone=len(paths) == 1) for path in paths]
-    if choices.model and all(origin.plan.model.name_or_path != choices.model for origin in origins):
-        raise InputError(f"--model {choices.model}: all of these have a base model of their own")
-    tokenizer = _load_tokenizer(origins[0])
-    form = choose_format(choices.form, find_prompt_format(origins[0]), tokenizer)
+    policies = [find_origin(path, model=choices.model, **options, alone=len(paths) == 1) for path in paths]
+    if choices.model and all(origin.plan.model.name_or_path != choices.model for origin in policies):
+        raise InputError(f"--model {choices.model} is not needed: every policy has a base model of its own")
+    tokenizer = _load_tokenizer(policies[0])
+    form = choose_format(choices.form, find_prompt_format(policies[0]), tokenizer)
     reference = None
     if choices.with_reference:
-        reference = find_origin(choices.reference, **options) if choices.reference else _find_reference(origins)
-    for other in (*origins[1:], *([reference] if reference and choices.reference else [])):
-        _check_tokenizer(tokenizer, other)
+        reference = find_origin(choices.reference, **options) if choices.reference else _find_reference(policies)
+    for origin in policies[1:]:
+        _check_tokenizer(tokenizer, origin)
+    if reference and choices.reference:  # the reference of a run has the policy's tokenizer
+        _check_tokenizer(tokenizer, reference)
+
     bases: dict[Hashable, Any] = {}
-    names = ["policy", *(f"policy_{number}" for number in range(2, len(origins) + 1))]
-    sides = [_load(name, origin, choices.beta, bases) for name, origin in zip(names, origins, strict=True)]
-    if reference:
-        try:
-            sides.append(_load(REFERENCE, reference, None, bases))
-        except InputError as error:
-            raise InputError(f"the reference: {error}; {OTHERWISE}") from error
-        if choices.reference is None and (checkpoint := _find_trained_otherwise(origins, sides[-1])):
-            log(f"warning: {checkpoint} was trained with a reference of other weights or config than this: {OTHERWISE}")
-    elif choices.with_reference:
-        log("no reference is known, so there are no rewards: give --reference DIR to see both")
-    if reference and not all(side.beta for side in sides if side.name != REFERENCE):
+    names = ["policy", *(f"policy_{number}" for number in range(2, len(policies) + 1))]
+    sides = [_load(name, origin, choices.beta, bases) for name, origin in zip(names, policies, strict=True)]
+    if reference is None:
+        if choices.with_reference:
+            log("no reference is known, so there are no rewards: give --reference DIR to see a reference and rewards")
+        return Panel(sides, tokenizer, form)
+    try:
+        reference_side = _load(REFERENCE, reference, None, bases)
+    except InputError as error:
+        raise InputError(f"the reference: {error}; {CHOOSE_REFERENCE}") from error
+    checkpoint = None if choices.reference else _find_checkpoint_with_other_reference(policies, reference_side)
+    if checkpoint:
+        log(
+            f"warning: {checkpoint} was trained with a reference of other weights or config than the one loaded now: "
+            f"{CHOOSE_REFERENCE}"
+        )
+    if not all(side.beta for side in sides):
         log("no beta is known, so there are no rewards: give --beta")
-    return Panel(sides, tokenizer, form)
+    return Panel([*sides, reference_side], tokenizer, form)
 
 
 def _load_tokenizer(origin: Origin) -> Any:
@@ -185,34 +214,40 @@ def _load_tokenizer(origin: Origin) -> Any:
 
 
 def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:
+    """Raise InputError if a model has another tokenizer than the first model."""
     name = origin.plan.model.tokenizer
-    folder = Path(name).expanduser()
-    if folder.is_dir() and not list(folder.glob("tokenizer*")):  # it has none of its own
+    directory = Path(name).expanduser()
+    if directory.is_dir() and not list(directory.glob("tokenizer*")):  # a directory of weights, without a tokenizer
         return
     if _load_tokenizer(origin).get_vocab() != tokenizer.get_vocab():
-        raise InputError(f"{name} has another tokenizer than the first model: they cannot be compared token by token")
+        raise InputError(
+            f"{name} has another tokenizer than the first model, so they cannot be compared token by token: give "
+            f"models with the same tokenizer"
+        )
 
 
-def _find_reference(origins: Sequence[Origin]) -> Origin | None:
+def _find_reference(policies: Sequence[Origin]) -> Origin | None:
     """The model that all policies started from; None if not known."""
-    starts = [_find_start(origin) for origin in origins if origin.run_dir is not None]
-    starts = starts or [_remove_adapter(origin) for origin in origins if origin.weights.adapter is not None]
-    if len(set(map(_identify, starts))) > 1:
-        raise InputError(f"the policies were trained with different references: {OTHERWISE}")
-    return starts[0] if starts else None
+    references = [_find_start(origin) for origin in policies if origin.run_dir is not None]
+    if not references:  # without a run, an adapter started from its base
+        references = [_remove_adapter(origin) for origin in policies if origin.weights.adapter is not None]
+    if len({_identify(origin) for origin in references}) > 1:
+        raise InputError(f"the policies were trained with different references: {CHOOSE_REFERENCE}")
+    return references[0] if references else None
 
 
-def _find_start(origin: Origin) -> Origin:
-    """The model that a run started from, in its reference's dtype."""
-    plan = origin.plan
-    with explaining(InputError, lambda why: InputError(f"the reference: {why}; {OTHERWISE}")):
+def _find_start(policy: Origin) -> Origin:
+    """The model that a policy's run started from, in its reference's dtype."""
+    plan = policy.plan
+    with explaining(InputError, lambda why: InputError(f"the reference: {why}; {CHOOSE_REFERENCE}")):
         start = locate_weights(plan.model.archive) if plan.model.archive else Weights()
-    # an adapter names its base, which model.archive may no longer be: LATEST points elsewhere later
-    archive = start.archive if origin.weights.adapter is None else origin.weights.archive
+    archive = start.archive
+    if policy.weights.adapter is not None:  # the adapter names its base; model.archive may be a LATEST that has moved
+        archive = policy.weights.archive
     adapter = None if plan.reference == "base" else start.adapter
-    return origin._replace(
+    return policy._replace(
         plan=plan.change("model.policy_dtype", plan.reference_dtype) if plan.reference else plan,
-        weights=Weights(*(place and place.resolve() for place in (archive, adapter))),
+        weights=Weights(archive and archive.resolve(), adapter and adapter.resolve()),
     )
 
 
@@ -221,39 +256,43 @@ def _remove_adapter(origin: Origin) -> Origin:
 
 
 def _find_dtype(origin: Origin) -> torch.dtype | None:
-    """The dtype of the run's model; None: that of its own config."""
-    known = origin.run_dir is not None or origin.weights.archive is not None
-    return DTYPES[origin.plan.model.policy_dtype] if known else None
+    """The dtype to load a model in; None: its own config's."""
+    has_plan_dtype = origin.run_dir is not None or origin.weights.archive is not None
+    return DTYPES[origin.plan.model.policy_dtype] if has_plan_dtype else None
 
 
 def _identify(origin: Origin) -> Hashable:
-    """A key of a model's weights and dtype."""
+    """A key, equal for models with the same weights and dtype."""
     plan, weights = origin.plan, origin.weights
-    drawn = plan.run.seed if plan.model.random_init else None
-    place = resolve_place(plan.model.name_or_path)
-    return place, weights.archive, weights.adapter, drawn, plan.quantized, _find_dtype(origin)
+    init_seed = plan.run.seed if plan.model.random_init else None
+    name = resolve_name(plan.model.name_or_path)
+    return name, weights.archive, weights.adapter, init_seed, plan.quantized, _find_dtype(origin)
 
 
-def _find_trained_otherwise(origins: Sequence[Origin], reference: Side) -> Path | None:
-    """The first checkpoint whose run recorded another reference, if any."""
-    for origin in origins:
-        record = origin.policy and origin.policy.with_name("trainer.pt")
-        if origin.run_dir is None or record is None or not record.is_file():
+def _find_checkpoint_with_other_reference(policies: Sequence[Origin], reference: Side) -> Path | None:
+    """The first policy's checkpoint that recorded another reference, if any."""
+    for policy in policies:
+        trainer_file = policy.policy and policy.policy.with_name("trainer.pt")
+        if policy.run_dir is None or trainer_file is None or not trainer_file.is_file():
             continue
-        # a run without a reference has recorded its base alone
-        adapter = reference.adapter if origin.plan.reference else None
-        recorded = read_state(record).get("reference")  # its digest
-        if recorded and recorded != digest_reference(reference.model, origin.plan, adapter):
-            return record.parent
+        # a run without a reference recorded the digest of its base, without an adapter
+        adapter = reference.adapter if policy.plan.reference else None
+        recorded_digest = read_state(trainer_file).get("reference")
+        if recorded_digest and recorded_digest != digest_reference(reference.model, policy.plan, adapter):
+            return trainer_file.parent
     return None
 
 
 def _load(name: str, origin: Origin, beta: float | None, bases: dict[Hashable, Any]) -> Side:
-    """Load a side, on its base in `bases` or a new one."""
+    """Load a side.
+
+    Its base is taken from `bases`, or loaded and added to them.
+    """
     plan, weights = origin.plan, origin.weights
     key = _identify(_remove_adapter(origin)), plan.model.attn_implementation
     if key not in bases:
-        attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"  # the others need a GPU
+        # not flash or flex attention, which need a GPU
+        attention = "eager" if plan.model.attn_implementation == "eager" else "sdpa"
         device_map = choose_device_map(count_gpus())
         base = load_base(
             plan, _find_dtype(origin), weights.archive, attn_implementation=attention, device_map=device_map

@@ -1,6 +1,6 @@
 """Files with a model's weights, loaded as data; digests of models.
 
-A `policy.pt` may be ours or the reference implementation's. Nothing in it is executed.
+A `policy.pt` may be from this project or from the reference implementation. No code in it is executed.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ import torch
 
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError
-from dpo.models.adapters import FACTOR_NAME, adapter_weights, base_weights, find_adapter, read_base
+from dpo.models.adapters import CONFIG, FACTOR_NAME, adapter_weights, base_weights, find_adapter, read_base
 
-# buffers that transformers stored in 2023 and now computes
+# buffers that transformers stored in 2023, and computes today
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
-RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head
+RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head, by its name in 2023
 
 
 class Weights(NamedTuple):
-    """Files with weights, in place of those that a model has itself."""
+    """Files with weights that replace those of a model's own directory."""
 
-    archive: Path | None = None  # a policy.pt; under an adapter, with the weights of its base
+    archive: Path | None = None  # a policy.pt with all weights; with an adapter, those of its base
     adapter: Path | None = None  # a directory in PEFT's format
-    base: str | None = None  # the model under the adapter, a directory or a Hub id, if the adapter names one
+    base: str | None = None  # the base that the adapter names, if that is a directory or a Hub id
 
 
 def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
     """The weights that a path names, a `policy.pt` or an adapter.
 
-    Whether the base exists is not checked. Raises InputError, which puts the `key` that gave the path before it, if
-    there are no weights.
+    Raises InputError if there are none; `key` is the config key of the path, for the message. Does not check whether an
+    adapter's base exists.
     """
     adapter = find_adapter(path)
     if adapter is None:
         return Weights(find_archive(path, key=key))
     base = read_base(adapter)
-    if base is not None and (base.endswith(".pt") or Path(base).is_file()):  # as our runs name a policy.pt
+    if base is not None and (base.endswith(".pt") or Path(base).is_file()):  # a policy.pt, as runs here name it
         return Weights(Path(base), adapter)
     return Weights(None, adapter, base)
 
 
 def find_archive(archive: str | Path, *, key: str = "model.archive=") -> Path:
-    """The `policy.pt` that a path names: the file, its directory, or LATEST."""
-    path = Path(os.path.expanduser(archive))  # pathlib raises for a user who does not exist
+    """The `policy.pt` that a path names: file, directory, or run."""
+    path = Path(os.path.expanduser(archive))  # Path.expanduser would raise for "~name" of an unknown user
     for candidate in (path, path / "policy.pt", path / "LATEST" / "policy.pt"):
         if candidate.is_file():
             return candidate
@@ -61,10 +61,10 @@ def find_archive(archive: str | Path, *, key: str = "model.archive=") -> Path:
 def read_archive(
     archive: str | Path, model: torch.nn.Module, *, key: str = "model.archive="
 ) -> dict[str, torch.Tensor]:
-    """Read the weights in a `policy.pt`, under their current names.
+    """Read the weights in a `policy.pt`, with the names of transformers today.
 
-    `model`, for which they are, gives only names and shapes. Raises InputError if the file is missing, is not a
-    `policy.pt`, or is for another architecture.
+    `model` gives the expected names and shapes; its weights are not used. Raises InputError if the file is missing, is
+    not a `policy.pt`, or is for another architecture.
     """
     path = find_archive(archive, key=key)
     try:
@@ -74,28 +74,43 @@ def read_archive(
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise InputError(f"{key}{path} is not a policy.pt: its 'state' does not map names to tensors")
     if any(FACTOR_NAME.fullmatch(name) for name in state):
-        raise InputError(f"{key}{path} holds an adapter, not the weights of a model: give the checkpoint that it is of")
-    expected = model.state_dict(keep_vars=True)  # tied weights are one object
+        raise InputError(
+            f"{key}{path} holds an adapter, not the weights of a model: give the adapter's directory, which also has "
+            f"{CONFIG}"
+        )
+    expected = model.state_dict(keep_vars=True)
     for old, new in RENAMED.items():
         if old in state and new in expected:
             state = {new if name == old else name: tensor for name, tensor in state.items()}
-    state = {k: tensor for k, tensor in state.items() if k in expected or not OBSOLETE_BUFFER.search(k)}
-    known = [name for name in state if name in expected]
-    unknown = sorted(state.keys() - expected.keys())
-    stored = {id(expected[name]) for name in known}  # tied weights may be stored under one of their names
-    missing = sorted(name for name in expected.keys() - state.keys() if id(expected[name]) not in stored)
-    reshaped = [
-        f"{name} is {tuple(state[name].shape)} in the file and {tuple(expected[name].shape)} in the model"
-        for name in known
-        if state[name].shape != expected[name].shape
-    ]
-    if unknown or missing or reshaped:
-        details = [f"unexpected: {', '.join(unknown[:3])}"] * bool(unknown)
-        details += [f"missing: {', '.join(missing[:3])}"] * bool(missing) + reshaped[:2]
+    state = {name: tensor for name, tensor in state.items() if name in expected or not OBSOLETE_BUFFER.search(name)}
+    if mismatches := _find_mismatches(state, expected):
         raise InputError(
-            f"{key}{path} does not match the architecture of the model ({type(model).__name__}): {'; '.join(details)}"
+            f"{key}{path} does not match the architecture of the model ({type(model).__name__}): "
+            f"{'; '.join(mismatches)}"
         )
     return state
+
+
+def _find_mismatches(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Texts on unknown, missing and reshaped tensors of a file, if any.
+
+    In `expected`, tied weights are one object with several names; a file may have any of these names.
+    """
+    found = [name for name in state if name in expected]
+    found_ids = {id(expected[name]) for name in found}
+    unknown = sorted(state.keys() - expected.keys())
+    missing = sorted(name for name in expected.keys() - state.keys() if id(expected[name]) not in found_ids)
+    mismatches = []
+    if unknown:
+        mismatches.append(f"unexpected: {', '.join(unknown[:3])}")
+    if missing:
+        mismatches.append(f"missing: {', '.join(missing[:3])}")
+    reshaped = [
+        f"{name} is {tuple(state[name].shape)} in the file and {tuple(expected[name].shape)} in the model"
+        for name in found
+        if state[name].shape != expected[name].shape
+    ]
+    return mismatches + reshaped[:2]
 
 
 def load_archive(model: torch.nn.Module, archive: str | Path) -> None:
@@ -109,16 +124,17 @@ def load_archive(model: torch.nn.Module, archive: str | Path) -> None:
 def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     """A digest of all that determines a model's log-probabilities.
 
-    These are weights, architecture and compute `dtype`. `adapter` names the adapter that the model computes with; None:
-    the digest is that of the base alone.
+    That is weights, architecture and compute `dtype`. `adapter` names the adapter with which the model computes; if
+    None, it computes with the base alone.
     """
-    varies = ("_name_or_path", "transformers_version")  # between copies of one model
-    config = {key: value for key, value in model.config.to_dict().items() if key not in varies}
+    differ_in_copies = ("_name_or_path", "transformers_version")  # although the model is the same
+    config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
     weights = base_weights(model)
     if adapter:
         weights |= adapter_weights(model, adapter)
-        digest.update(f"scaled by {model.peft_config[adapter].lora_alpha / model.peft_config[adapter].r}".encode())
+        adapter_config = model.peft_config[adapter]
+        digest.update(f"scaled by {adapter_config.lora_alpha / adapter_config.r}".encode())
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())

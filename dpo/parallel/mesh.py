@@ -26,13 +26,14 @@ class Mesh:
     def __init__(self, rank: int = 0, dims: ParallelDims = ParallelDims(), *, timeout_secs: float = 1800) -> None:
         self.rank, self.world_size, self.tensor_size = rank, dims.world_size, dims.tensor_size
         self.data_rank, self.data_size = rank // dims.tensor_size, dims.data_size
-        self.counts = rank % dims.tensor_size == 0  # true on one of the ranks that see the same examples
+        # whether metrics count this rank: it is true on exactly one of the ranks that see the same examples
+        self.counts = rank % dims.tensor_size == 0
         self.shard_size = dims.shard_size
         self.device = torch.device("cpu")
         if dist.is_initialized():
             if torch.cuda.is_available():
                 self.device = torch.device("cuda", torch.cuda.current_device())
-            # its advice to flatten axes does not apply to tensors that both FSDP and tensor parallelism shard
+            # silence advice to flatten axes, which does not apply to tensors that FSDP and tensor parallelism shard
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
             sizes = (dims.replicate_size, dims.shard_size, dims.tensor_size)
             self.device_mesh = init_device_mesh(
@@ -43,7 +44,7 @@ class Mesh:
                 _set_pg_timeout(timedelta(seconds=timeout_secs), group)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of the values over all processes."""
+        """Sum the values over all processes, in place."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
@@ -52,9 +53,9 @@ class Mesh:
         """Return whether `here` is true on any process."""
         if self.world_size == 1:
             return here
-        answer = torch.tensor(int(here), device=self.device)
-        dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-        return bool(answer.item())
+        on_any_rank = torch.tensor(int(here), device=self.device)
+        dist.all_reduce(on_any_rank, op=dist.ReduceOp.MAX)
+        return bool(on_any_rank.item())
 
     def gather_all(self, value: Any) -> list:
         """The values of all processes, by rank."""
@@ -65,12 +66,13 @@ class Mesh:
         return values
 
     def gather_list(self, values: list) -> list:
-        """The lists of all data ranks, joined in the batch's order."""
-        return [value for part in self.gather_all(values)[:: self.tensor_size] for value in part]
+        """The lists of all data ranks, joined in their order."""
+        by_data_rank = self.gather_all(values)[:: self.tensor_size]  # ranks along `tensor` have equal lists
+        return [value for values_of_rank in by_data_rank for value in values_of_rank]
 
 
 def is_rank_0() -> bool:
-    """Return whether this process is rank 0 or alone."""
+    """Return whether this process is rank 0, or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

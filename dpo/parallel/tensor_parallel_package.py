@@ -1,8 +1,8 @@
 """Tensor parallelism with the package `tensor_parallel` 2.0.0.
 
-One process has several devices, and a thread for each. The package's rules for sharding GPT-2, GPT-NeoX and Llama are
-corrected here for transformers 5 and for training. It supports neither sampling nor activation checkpointing. No other
-module of ours uses the package.
+One process has several devices, and the package a thread for each. The package's rules for sharding GPT-2, GPT-NeoX and
+Llama are corrected here for transformers 5 and for training. Neither sampling nor activation checkpointing is
+supported. No other file uses the package.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ATTENTION = ("eager", "sdpa")
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> SplitModel:
     """Shard a copy of a model over devices of this process.
 
-    The model itself is best on the CPU. Raises InputError if the package cannot be imported, and for a model that it
-    cannot shard.
+    `model` should be on the CPU, so that the devices hold slices alone. Raises InputError if the package cannot be
+    imported, and for a model that it cannot shard.
     """
-    _check(model, len(devices))
+    _check_support(model, len(devices))
     check_tensor_parallel(model.config, len(devices))
     try:
         importlib.import_module("tensor_parallel")
@@ -45,7 +45,8 @@ def _refusal(problem: str, fix: str) -> InputError:
     return InputError(f"{backend}=tensor_parallel {problem}; {fix}, or use {backend}=dtensor")
 
 
-def _check(model: Any, n_devices: int) -> None:
+def _check_support(model: Any, n_devices: int) -> None:
+    """Raise InputError for a model that the package cannot shard."""
     config, family, attention = model.config, model.config.model_type, model.config._attn_implementation
     if n_devices < 2:
         raise _refusal(f"needs two or more devices, and {n_devices} is available", "set tensor_parallel_size=2")
@@ -75,116 +76,131 @@ class SplitModel(torch.nn.Module):
         super().__init__()
         self.config = model.config
         names = {tensor: name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
-        # a tied weight has two aliases
-        self.names = {alias: names[tensor] for alias, tensor in model.state_dict(keep_vars=True).items()}
+        # a tied weight has two keys in a state dict, and one name here
+        self.name_of_key = {key: names[tensor] for key, tensor in model.state_dict(keep_vars=True).items()}
         self.parameter_names = [name for name, _ in model.named_parameters()]
-        package_config, on_first_device = _make_rules(model, devices)
+        package_config, first_device_rule = _make_rules(model, devices)
 
         def find_rule(name: str) -> Any:
             return next((rule for pattern, rule in package_config.state_rules.items() if pattern.search(name)), None)
 
-        self.rules = {name: find_rule(name) for name in self.names.values()}
-        self.cut = TensorParallel(model, devices, tensor_parallel_config=package_config, distributed=False)
-        for name in (name for name, rule in self.rules.items() if rule is on_first_device):
-            for part in self._parts(name)[1:]:  # zeros, which must stay zeros
-                part.requires_grad_(False)
+        self.rules = {name: find_rule(name) for name in self.name_of_key.values()}  # how to slice each tensor
+        self.sliced = TensorParallel(model, devices, tensor_parallel_config=package_config, distributed=False)
+        for name, rule in self.rules.items():
+            if rule is first_device_rule:
+                for device_slice in self._slices(name)[1:]:  # zeros, which must stay zeros
+                    device_slice.requires_grad_(False)
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._forget_gathered()
-        return self.cut(*args, **kwargs)
+        return self.sliced(*args, **kwargs)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's state dict, with matrices joined, on the CPU."""
-        whole = self._whole({})
-        return {alias: whole[name] for alias, name in self.names.items()}
+        """The whole model's state dict, with slices joined, on the CPU."""
+        joined = self._join({})
+        return {key: joined[name] for key, name in self.name_of_key.items()}
 
     def keep_whole_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer's state dicts those of the whole model.
+        """Make an optimizer save and load the state of the whole model.
 
         Raises InputError for Adafactor, whose updates depend on whole rows and columns, not on single elements.
         """
         if isinstance(optimizer, torch.optim.Adafactor):
             raise _refusal("does not support Adafactor, which needs whole matrices", "use another optimizer")
-        optimizer.register_state_dict_post_hook(self._whole_optimizer_state)
-        optimizer.register_load_state_dict_pre_hook(self._cut_optimizer_state)
+        optimizer.register_state_dict_post_hook(self._join_optimizer_state)
+        optimizer.register_load_state_dict_pre_hook(self._slice_optimizer_state)
 
-    def _whole_optimizer_state(self, optimizer: torch.optim.Optimizer, cut: dict[str, Any]) -> dict[str, Any]:
-        whole: dict[int, dict] = {i: {} for i, _ in enumerate(self.parameter_names) if optimizer.state}
-        for key, first in next(iter(optimizer.state.values()), {}).items():
-            values = self._whole({p: state[key] for p, state in optimizer.state.items()}) if first.ndim else {}
-            for i, state in whole.items():
-                state[key] = values.get(self.parameter_names[i], first)  # a scalar like `step` is the same for all
-        groups = [group | {"params": list(range(len(self.parameter_names)))} for group in cut["param_groups"]]
-        return cut | {"state": whole, "param_groups": groups}
+    def _join_optimizer_state(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """The whole model's state dict, from the one `saved` of slices."""
+        joined: dict[int, dict] = {i: {} for i, _ in enumerate(self.parameter_names) if optimizer.state}
+        first_state = next(iter(optimizer.state.values()), {})
+        for key, first_value in first_state.items():
+            if first_value.ndim:
+                by_name = self._join({parameter: state[key] for parameter, state in optimizer.state.items()})
+            else:
+                by_name = dict.fromkeys(self.parameter_names, first_value)  # a scalar like `step` is equal for all
+            for i, state in joined.items():
+                state[key] = by_name[self.parameter_names[i]]
+        groups = [group | {"params": list(range(len(self.parameter_names)))} for group in saved["param_groups"]]
+        return saved | {"state": joined, "param_groups": groups}
 
-    def _cut_optimizer_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-        """The whole state, cut into the parts of each device's parameters."""
+    def _slice_optimizer_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+        """The state dict of the slices, for that of the `whole` model."""
         states = {name: whole["state"].get(i, {}) for i, name in enumerate(self.parameter_names)}
-        cut: dict[torch.Tensor, dict[str, Any]] = {}
+        sliced: dict[torch.Tensor, dict[str, Any]] = {}
         for name, state in states.items():
-            for rank, part in enumerate(self._parts(name)):
-                rule = self.rules[name]
-                cut[part] = {
-                    key: (rule(value, rank=rank) if rule and value.ndim else value).clone()  # `step` changes in place
+            rule = self.rules[name]
+            for rank, parameter in enumerate(self._slices(name)):
+                sliced[parameter] = {
+                    # clone, as the optimizer changes values such as `step` in place
+                    key: (rule(value, rank=rank) if rule and value.ndim else value).clone()
                     for key, value in state.items()
                 }
-        flat = self.cut.sharding_manager
-        for rank, part in enumerate(flat.flat_shards):
-            sharded = [states[name] for name in flat.sharded_param_names]
-            cut[part] = {
-                key: _flatten([state[key] for state in sharded], rank, len(flat.flat_shards), part)
-                for key in sharded[0]
+        # the package puts tensors without a rule, such as norms, in one flat parameter, cut among the devices
+        manager = self.sliced.sharding_manager
+        n_devices = len(manager.flat_shards)
+        flat_states = [states[name] for name in manager.sharded_param_names]
+        for rank, parameter in enumerate(manager.flat_shards):
+            sliced[parameter] = {
+                key: _flatten([state[key] for state in flat_states], rank, n_devices, parameter)
+                for key in flat_states[0]
             }
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        state = {number: cut[parameter] for number, parameter in enumerate(parameters) if cut.get(parameter)}
+        state = {i: sliced[parameter] for i, parameter in enumerate(parameters) if sliced.get(parameter)}
         groups = [group | {"params": list(range(len(parameters)))} for group in whole["param_groups"]]
         return whole | {"state": state, "param_groups": groups}
 
     @torch.no_grad()
-    def _whole(self, replaced: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The whole tensors by name, with the values of some parameters replaced.
+    def _join(self, replacements: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The whole tensors by name, with other values for some parameters.
 
-        So tensors of an optimizer's state are joined as their parameters are.
+        With `replacements`, tensors of an optimizer's state are joined as their parameters are.
         """
-        own = {parameter: parameter.data for parameter in replaced}
+        originals = {parameter: parameter.data for parameter in replacements}
         try:
-            for parameter, values in replaced.items():
+            for parameter, values in replacements.items():
                 parameter.data = values
             self._forget_gathered()
-            self.cut.sharding_manager.synchronize_weights(self.cut.all_cuda)
-            parts = {name: self._parts(name) for name in self.rules}
-            # without a rule every device holds the whole tensor
-            joined = {name: rule.undo(parts[name]) if rule else parts[name][0] for name, rule in self.rules.items()}
-            return {name: tensor.detach() for name, tensor in joined.items()}
+            self.sliced.sharding_manager.synchronize_weights(self.sliced.all_cuda)
+            joined = {}
+            for name, rule in self.rules.items():
+                slices = self._slices(name)
+                whole = rule.undo(slices) if rule else slices[0]  # without a rule, every device has the whole tensor
+                joined[name] = whole.detach()
+            return joined
         finally:
-            for parameter, values in own.items():
+            for parameter, values in originals.items():
                 parameter.data = values
 
-    def _parts(self, name: str) -> list[torch.Tensor]:
-        return [attrgetter(name)(shard) for shard in self.cut.module_shards]
+    def _slices(self, name: str) -> list[torch.Tensor]:
+        """The slices of a tensor, by device."""
+        return [attrgetter(name)(shard) for shard in self.sliced.module_shards]
 
     def _forget_gathered(self) -> None:
-        """Make the package gather norms anew.
+        """Make the package gather norms again.
 
-        It shards norms and gathers them in forward, but would train with those gathered in the last evaluation, through
-        which no gradient flows.
+        The package shards norms and gathers them in forward. After an evaluation it would go on with the norms gathered
+        there, through which no gradient flows.
         """
-        self.cut.sharding_manager._last_versions = None
+        self.sliced.sharding_manager._last_versions = None
 
 
 def _flatten(values: Sequence[torch.Tensor], rank: int, n_devices: int, like: torch.Tensor) -> torch.Tensor:
-    """Device `rank`'s pieces, concatenated and padded as the package does."""
+    """Device `rank`'s share of each value in one flat tensor.
+
+    The tensor is padded with zeros to the size of `like`, as the package does.
+    """
     if not values[0].ndim:
-        return values[0].clone()
+        return values[0].clone()  # a scalar such as `step`
     flat = torch.zeros_like(like, requires_grad=False)
-    pieces = torch.cat([value.flatten().tensor_split(n_devices)[rank] for value in values])
-    flat[: len(pieces)] = pieces
+    shares = torch.cat([value.flatten().tensor_split(n_devices)[rank] for value in values])
+    flat[: len(shares)] = shares
     return flat
 
 
 def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
-    """The package's corrected rules, and the rule for biases of summed outputs."""
+    """The package's rules, corrected, and the rule for biases of summed outputs."""
     from tensor_parallel.communications import CollectiveOperation
     from tensor_parallel.slicing_configs import PREDEFINED_CONFIGS
     from tensor_parallel.state_actions import LegacyStateAction, Scale, Split
@@ -193,18 +209,25 @@ def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
     rules = PREDEFINED_CONFIGS[model.config.model_type](model.config, devices)
     # Where outputs are summed, the package gives each device 1/n of the bias. Each part gets the whole gradient, so the
     # norm counts it n times, and an update of Adam or RMSprop is n times too long. Here the first device keeps the
-    # whole bias, and the others zeros.
+    # whole bias, and the other devices zeros.
     first_only = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
-    states = {pattern: first_only if isinstance(rule, Scale) else rule for pattern, rule in rules.state_rules.items()}
-    states[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)  # like the embeddings, with which it may be tied
+    state_rules = {
+        pattern: first_only if isinstance(rule, Scale) else rule for pattern, rule in rules.state_rules.items()
+    }
+    state_rules[re.compile(rf"{head}\.weight$")] = Split(n, dim=1)  # like the embeddings, with which it may be tied
     names = [name for name, _ in model.named_parameters()]
-    # the package warns of patterns that no name matches
-    rules.state_rules = {pattern: rule for pattern, rule in states.items() if any(map(pattern.search, names))}
-    # On CPUs the package sums in the order in which threads arrive, so results differ from run to run.
-    added = "sum" if devices[0].type == "cuda" else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
-    outputs = rules.output_rules | {re.compile(f"{head}$"): {0: "sum"}}
-    # the second output used to be a cache; now it is attention weights, which are not needed
-    rules.output_rules = {p: {0: added if rule[0] == "sum" else rule[0]} for p, rule in outputs.items()}
+    # without patterns that match no name, as the package warns about them
+    rules.state_rules = {
+        pattern: rule for pattern, rule in state_rules.items() if any(pattern.search(name) for name in names)
+    }
+    # on CPUs the package's own sum is in the order in which threads arrive, so results would differ from run to run
+    add_up = "sum" if devices[0].type == "cuda" else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
+    output_rules = rules.output_rules | {re.compile(f"{head}$"): {0: "sum"}}
+    # Keep the rule of output 0 alone. The package's rule for output 1 is for a cache, but now output 1 is the attention
+    # weights, which are not needed.
+    rules.output_rules = {
+        pattern: {0: add_up if rule[0] == "sum" else rule[0]} for pattern, rule in output_rules.items()
+    }
     rules.input_rules = {re.compile(f"{head}$"): {0: "split -1"}}
     if model.config.model_type != "gpt2":  # the other families take their sizes from the weights
         rules.attr_rules = {}

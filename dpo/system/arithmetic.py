@@ -1,4 +1,7 @@
-"""Numerical settings of torch: matmul precision, attention kernels, determinism, the recompile limit."""
+"""Numerical settings of torch.
+
+These are matmul precision, attention kernels, determinism and the recompile limit.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-GRAPHS = 32  # recompile limit of the code object that all blocks of policy and reference share; torch's is 8
+# how many graphs torch.compile may make of the code that all blocks of policy and reference share; torch's default is 8
+GRAPHS = 32
 
 
 def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
-    """Apply a run's settings to this process.
+    """Apply a run's numerical settings to this process.
 
-    `compiles`: the run uses torch.compile, whose import takes half a second.
+    `compiles` says whether the run uses torch.compile, whose import takes half a second.
     """
     torch.backends.cuda.matmul.allow_tf32 = True
-    # cuDNN's attention builds a plan for every shape, 20 to 40 ms of host time; ours change with every microbatch
+    # cuDNN's attention spends 20 to 40 ms of host time on a plan for every new shape, and most microbatches have one
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch on CUDA
@@ -31,29 +35,29 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Inside, CUDA multiplies float32 matrices without rounding their inputs."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
+    """Turn TF32 off inside, which rounds inputs of float32 products."""
+    was_allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+        torch.backends.cuda.matmul.allow_tf32 = was_allowed
 
 
 @contextmanager
 def for_generation() -> Iterator[None]:
-    """Inside, compiled code runs eagerly, and nondeterministic operations only warn.
+    """Run compiled code eagerly inside, and only warn of nondeterministic operations.
 
-    Generation would compile a graph for every cache length and use up the recompile limit that training needs; top-p
-    sampling needs a cumulative sum, which is not deterministic on CUDA.
+    Generation would compile a graph for every cache length, and so use up the recompile limit that training needs.
+    Top-p sampling needs a cumulative sum, which is not deterministic on CUDA.
     """
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+            torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)

@@ -1,6 +1,6 @@
-"""This process and its host: streams, the allocator, memory, GPUs.
+"""This process and its host: standard streams, allocators, memory, GPUs.
 
-Imports no torch at the top.
+Does not import torch at the top, as a parent starts its workers before it imports torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from typing import Any, NamedTuple
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # NVIDIA's driver, the same under WSL, AMD's driver
+DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of NVIDIA's driver, of the same under WSL, of AMD's driver
 
 
 def is_rank_0() -> bool:
-    """Return whether a launcher, if any, started this process first."""
+    """Return whether this process has rank 0, by its environment.
+
+    Without a launcher it has.
+    """
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
@@ -35,43 +38,44 @@ def is_rank_0() -> bool:
 def open_standard_streams() -> None:
     """Open closed standard streams on the null device, also for child processes.
 
-    Some daemons start a process without them. Then the next file to be opened would become standard output, and Python
-    would have no stream to print to.
+    Some daemons start processes without standard streams. The next file that such a process opens would become its
+    standard output, and Python would have no stream to print to.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # the system gives the lowest free number, which is that of the closed stream
-            number = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(number, True)
-            stream = os.fdopen(number, mode, encoding="utf-8")
+            # the system gives the lowest free descriptor, and this is the one of the closed stream
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            stream = os.fdopen(descriptor, mode, encoding="utf-8")
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
 
 
 class _Log(io.FileIO):
-    """A file that hides write errors."""
+    """A file that ignores write errors."""
 
     def write(self, data: Any) -> int:
         try:
-            written = super().write(data)
+            n_written = super().write(data)
         except OSError:  # a full disk, a terminal that was closed, a pipe that nobody reads
-            written = None
-        return memoryview(data).nbytes if written is None else written
+            n_written = None
+        return memoryview(data).nbytes if n_written is None else n_written  # after an error, as if all were written
 
 
 def print_whatever_happens() -> None:
-    """Keep printing from ever failing, and so from ending a run.
+    """Replace the standard streams by ones that never fail.
 
-    It does not fail on a full disk, in a pipe that nobody reads, or for characters without an encoding.
+    Printing then ends no run, even on a full disk, in a pipe that nobody reads, and for characters that cannot be
+    encoded.
     """
     for name in ("stdout", "stderr"):
-        former = getattr(sys, name)
+        stream = getattr(sys, name)
         try:
-            raw = _Log(former.fileno(), "w", closefd=False)
-        except io.UnsupportedOperation:  # no file: a program such as pytest captures the output
+            file = _Log(stream.fileno(), "w", closefd=False)
+        except io.UnsupportedOperation:  # not a file, as a program such as pytest captures the output
             continue
-        options = {"encoding": former.encoding, "line_buffering": former.line_buffering or former.write_through}
-        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), errors="backslashreplace", **options))
+        options = {"encoding": stream.encoding, "line_buffering": stream.line_buffering or stream.write_through}
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(file), errors="backslashreplace", **options))
 
 
 def silence_bitsandbytes() -> None:
@@ -86,17 +90,18 @@ def silence_bitsandbytes() -> None:
 
 
 def set_allocators(environ: MutableMapping[str, str]) -> None:
-    """Set variables that torch reads on import, unless the user did."""
-    environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large CPU tensors in huge pages: fewer page faults
-    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # keeps CUDA memory from fragmenting as shapes change
+    """Set allocator variables that torch reads on import, unless the user did."""
+    environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large CPU tensors in huge pages, which cause fewer page faults
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name of the variable
+        # keeps CUDA memory from fragmenting as shapes change
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 @contextmanager
 def without_collecting_garbage() -> Iterator[None]:
-    """Inside, no garbage is collected, for faster imports.
+    """Turn garbage collection off inside, for faster imports.
 
-    Imports leave none, and looking for it takes a quarter of their time.
+    Imports leave no garbage, and looking for it takes a quarter of their time.
     """
     gc.disable()
     try:
@@ -106,9 +111,10 @@ def without_collecting_garbage() -> Iterator[None]:
 
 
 def never_collect_imports() -> None:
-    """Exempt the objects of a run's imports from garbage collection.
+    """Exempt the objects that exist now from garbage collection.
 
-    Acts only once in a process: after the first run of a sweep, garbage of that run would never be collected either.
+    It is called after a run's imports. Later calls do nothing, as they would also exempt garbage of a sweep's earlier
+    runs.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
@@ -121,17 +127,18 @@ def raise_open_file_limit() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Reuse freed memory, for speed in one process on a CPU.
+    """Make glibc reuse freed memory, for speed on a CPU.
 
-    By default glibc returns the memory of large tensors to the system, and each page costs a fault when it is needed
-    again: a tenth of the time of an update.
+    By default glibc returns the memory of large tensors to the system. When it is needed again, each page costs a page
+    fault, which take a tenth of the time of an update.
     """
-    _set_malloc(M_MMAP_THRESHOLD, 2**25)  # both values are the largest that glibc accepts
+    # the largest values that glibc accepts
+    _set_malloc(M_MMAP_THRESHOLD, 2**25)
     _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_freed_memory() -> None:
-    """Return large freed tensors to the system immediately.
+    """Make glibc return large freed tensors to the system immediately.
 
     By default glibc keeps freed tensors of growing sizes. Sharding gathers and frees tensors at every block, so the
     memory that glibc keeps would grow to the size of the whole model.
@@ -149,45 +156,46 @@ def release_freed_memory() -> None:
 
 
 def _set_malloc(option: int, value: int) -> None:
-    if sys.platform == "linux":  # others have no mallopt
+    if sys.platform == "linux":  # other systems have no mallopt
         ctypes.CDLL(None).mallopt(option, value)
 
 
 class HostMemory(NamedTuple):
-    """Sizes in bytes; `available` can be allocated without swapping or being killed."""
+    """A host's memory in bytes."""
 
     total: int
-    available: int
+    available: int  # can be allocated without swapping, and without being killed
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """The machine's memory, or the tightest limit of this process's cgroups."""
-    lines = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
-    total, available = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    """The machine's memory, within the limits of this process's cgroups."""
+    meminfo = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())  # values such as "1024 kB"
+    total, available = (int(meminfo[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     for line in (proc / "self/cgroup").read_text().splitlines():
-        if not line.startswith("0::"):  # version 1, whose limits are not read
+        if not line.startswith("0::"):  # a cgroup of version 1, whose limits are not read
             continue
-        own = cgroups / line[3:].strip("/")
-        for group in (own, *own.parents):
-            limit = group / "memory.max"  # the root cgroup has none
-            if not limit.exists() or (text := limit.read_text().strip()) == "max":
+        cgroup = cgroups / line[3:].strip("/")
+        for group in (cgroup, *cgroup.parents):
+            limit_file = group / "memory.max"  # the root cgroup has none
+            limit_text = limit_file.read_text().strip() if limit_file.exists() else "max"
+            if limit_text == "max":
                 continue
-            used = int((group / "memory.current").read_text())
+            limit, used = int(limit_text), int((group / "memory.current").read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used -= int(stat["inactive_file"])  # the file cache counts as used, but is reclaimable
-            total, available = min(total, int(text)), min(available, max(0, int(text) - used))
+            used -= int(stat["inactive_file"])  # the file cache counts as used, but can be reclaimed
+            total, available = min(total, limit), min(available, max(0, limit - used))
     return HostMemory(total, available)
 
 
 def resident_memory() -> int:
-    """Bytes that this process holds now."""
+    """The bytes of memory that this process holds now."""
     return int((PROC / "self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def count_gpus(devices: tuple[str, ...] = DEVICES) -> int:
     """The number of GPUs that torch can use.
 
-    Imports torch, which takes seconds, only if there may be one.
+    Imports torch, which takes seconds, only if a GPU driver is present.
     """
     if "torch" not in sys.modules and not any(map(glob.glob, devices)):
         return 0

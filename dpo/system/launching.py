@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from enum import Enum
-from multiprocessing.connection import wait
+from multiprocessing.connection import wait as wait_for_any
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpo.errors import InputError, RunError
@@ -35,13 +35,13 @@ from dpo.system.signals import ASKED, Stopped, handling_signals, on_stop_signals
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-START_METHOD = "spawn"  # for workers: CUDA does not work in a forked process
+START_METHOD = "spawn"  # of workers, as CUDA does not work in a forked process
 BAD_INPUT, FAILED, LOST_CONTACT = 2, 1, 3  # exit statuses of a worker
-GRACE_SECS = 5  # delay before a rank that lost contact exits, so that the rank that caused it exits first and is named
-STOP_SECS = 60  # time for the other workers to exit, once one has exited on a signal sent to all
-ABORTED = -signal.SIGABRT  # how NCCL's watchdog kills a rank whose collective timed out
-FAILURE_SECS = 1  # time for the other workers to exit after a failure: one may report bad input, which says more
-ABORT_SECS = 60  # time between such kills on different ranks, which may wait in different collectives
+ABORTED = -signal.SIGABRT  # exit code of a worker that NCCL's watchdog killed, as a collective timed out
+GRACE_SECS = 5  # wait of a rank that lost contact, so that the rank that caused the loss exits first and is named
+FAILURE_SECS = 1  # time for other workers to exit after one failed: another may report bad input, which says more
+STOP_SECS = 60  # time for other workers to exit after one exited on a stop signal, which all of them got
+ABORT_SECS = 60  # time for other workers to exit after NCCL's watchdog killed one: it kills the waiting ranks in turn
 
 
 class WorkerFailed(RunError):
@@ -58,18 +58,21 @@ def launch(
 ) -> None:
     """Run `worker(rank, world_size, *args)` in processes that form a group.
 
-    A process that a launcher started (`find_rank_env`) runs its own worker and exits with it. Otherwise `world_size`
-    processes are spawned here and meet at `port` (None: a free one): over NCCL with one GPU each, or over gloo on the
-    CPU. Without `process_group` the worker is called in this process. A collective that waits longer than
-    `timeout_secs` fails. Raises InputError for bad input that a worker found, Stopped if the run was asked to stop, and
-    WorkerFailed if a worker did not finish.
+    - A process that a launcher started (`find_rank_env`) runs its own worker, and exits when the worker ends.
+    - Without `process_group`, the worker is called in this process.
+    - Otherwise `world_size` workers are spawned here and meet at `port` (None: a free one). They communicate over NCCL
+      with one GPU each, or over gloo on the CPU.
+
+    A collective that waits longer than `timeout_secs` fails. Raises InputError for bad input that a worker found,
+    Stopped if the run was asked to stop, and WorkerFailed if a worker did not finish.
     """
     raise_open_file_limit()
     rank_env = find_rank_env()
     if rank_env is not None:
         status, message = _work(rank_env, worker, args, timeout_secs)
         if status == BAD_INPUT and rank_env.rank != 0:
-            time.sleep(GRACE_SECS)  # rank 0 may report the same error first; then the launcher ends this process
+            # rank 0 may have the same error; the launcher ends this process once rank 0 has reported it
+            time.sleep(GRACE_SECS)
         if message:
             print(redact(f"error: {message}" if status == BAD_INPUT else message), file=sys.stderr, flush=True)
         _leave(status)
@@ -88,45 +91,61 @@ class RankEnv(NamedTuple):
 
     rank: int
     world_size: int
-    local_rank: int  # within its machine: the index of its GPU
+    local_rank: int  # among the ranks of its machine; the index of its GPU
     address: str
     port: int
-    hosts: bool = False  # whether it serves the rendezvous store
+    hosts: bool = False  # whether this process serves the rendezvous store
 
 
 def find_rank_env() -> RankEnv | None:
     """The rank that torchrun or Slurm assigned; None without a launcher.
 
-    Slurm assigns one if an `srun` has several tasks. Raises InputError for variables that are missing or not numbers.
+    Slurm assigns ranks if an `srun` has several tasks. Raises InputError for variables that are missing or not numbers.
     """
-    number, environ = _read_number, os.environ
-    if {"RANK", "WORLD_SIZE"} <= environ.keys():
-        rank = number("RANK")
-        hosts = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        address, port = environ.get("MASTER_ADDR", "localhost"), number("MASTER_PORT", 29500)
-        return RankEnv(rank, number("WORLD_SIZE"), number("LOCAL_RANK", rank), address, port, hosts)
-    if number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS, which a batch script has too
-        rank, local_rank = number("SLURM_PROCID"), number("SLURM_LOCALID")
-        port = number("MASTER_PORT", 20_000 + number("SLURM_JOB_ID") % 20_000)
-        address = environ.get("MASTER_ADDR") or _first_node(environ.get("SLURM_STEP_NODELIST", ""))
-        return RankEnv(rank, number("SLURM_STEP_NUM_TASKS"), local_rank, address, port, hosts=rank == 0)
+    environ = os.environ
+    if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
+        rank = _read_number("RANK")
+        return RankEnv(
+            rank,
+            world_size=_read_number("WORLD_SIZE"),
+            local_rank=_read_number("LOCAL_RANK", rank),
+            address=environ.get("MASTER_ADDR", "localhost"),
+            port=_read_number("MASTER_PORT", 29500),
+            hosts=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        )
+    if _read_number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS, which a batch script has too
+        rank = _read_number("SLURM_PROCID")
+        job_port = 20_000 + _read_number("SLURM_JOB_ID") % 20_000  # so that jobs on one node rarely collide
+        return RankEnv(
+            rank,
+            world_size=_read_number("SLURM_STEP_NUM_TASKS"),
+            local_rank=_read_number("SLURM_LOCALID"),
+            address=environ.get("MASTER_ADDR") or _first_node(environ.get("SLURM_STEP_NODELIST", "")),
+            port=_read_number("MASTER_PORT", job_port),
+            hosts=rank == 0,
+        )
     return None
 
 
 def _read_number(name: str, default: int | None = None) -> int:
+    """The number in an environment variable."""
     text = os.environ.get(name, default)
     if text is None:
-        raise InputError(f"a launcher set some of its variables but not {name}: unset them, or launch again")
+        raise InputError(
+            f"the environment has some of a launcher's variables but not {name}: unset these variables, or launch again"
+        )
     if not str(text).isdigit():
-        raise InputError(f"{name}={text} in the environment is not a number")
+        raise InputError(f"{name}={text} in the environment is not a number: correct it, or unset it")
     return int(text)
 
 
 def _first_node(nodes: str) -> str:
-    first = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)  # "node[03-05,9]" begins with node03
-    if first is None:
+    """The first node of a list in Slurm's form: node03 of "node[03-05,9]"."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
+    if match is None:
         raise InputError(f"SLURM_STEP_NODELIST={nodes} names no node: set MASTER_ADDR to the first node")
-    return first[1] + (first[2] or "")
+    prefix, number = match[1], match[2] or ""
+    return prefix + number
 
 
 # --- in a worker ---------------------------------------------------------------------------------------------------
@@ -139,7 +158,7 @@ def get_open_port() -> int:
 
 
 def _backend(local_rank: int) -> str:
-    """NCCL with GPUs, else gloo.
+    """The backend of the process group: NCCL with GPUs, else gloo.
 
     Raises InputError if this machine has fewer GPUs than processes.
     """
@@ -147,10 +166,10 @@ def _backend(local_rank: int) -> str:
 
     if not torch.cuda.is_available():
         return "gloo"
-    gpus = torch.cuda.device_count()
-    if local_rank >= gpus > 1:  # with one GPU visible, Slurm may have given each task its own
+    n_gpus = torch.cuda.device_count()
+    if local_rank >= n_gpus > 1:  # if one GPU is visible, Slurm may have given each task its own
         raise InputError(
-            f"this machine has {gpus} GPUs, too few for one per process: lower world_size (or torchrun's "
+            f"this machine has {n_gpus} GPUs, too few for one per process: lower world_size (or torchrun's "
             f"--nproc-per-node), or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return "nccl"
@@ -168,9 +187,9 @@ def init_distributed(
 ) -> None:
     """Join the default process group, through `store` or the environment.
 
-    Without a store, `MASTER_ADDR` and `MASTER_PORT` say where. `timeout` is the longest wait of a collective; None is
-    torch's default. `local_rank`, by default `rank`, is the rank within the machine, and under NCCL the index of its
-    GPU.
+    Without a store, processes meet at `MASTER_ADDR` and `MASTER_PORT` of the environment, or at `master_addr` and
+    `port`. `timeout` is the longest wait of a collective; None is torch's default. `local_rank`, by default `rank`, is
+    the rank among those of the machine, and under NCCL the index of its GPU.
     """
     import torch
     import torch.distributed as dist
@@ -179,17 +198,17 @@ def init_distributed(
         os.environ.setdefault("MASTER_ADDR", master_addr)
         os.environ.setdefault("MASTER_PORT", str(port))
     device = None
-    if backend == "nccl":  # before joining, or NCCL takes GPU 0 on every rank
+    if backend == "nccl":  # set the GPU before joining, or NCCL takes GPU 0 on every rank
         device = torch.device("cuda", (rank if local_rank is None else local_rank) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)
 
 
 def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Run the worker in the group; return exit status and error message.
+    """Run the worker in the process group; return exit status and message.
 
-    Each rank records in the store that it failed, or that it lost contact. A rank that lost contact waits, so that the
-    rank that caused it exits first, then reads the records to name it.
+    The message is "" for a worker that is done. A rank that fails, or that loses contact to another rank, records this
+    in the store.
     """
     with without_collecting_garbage():
         import torch.distributed as dist
@@ -197,75 +216,83 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
 
     return_freed_memory()
     tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker
-    store = None
+    rank, store = rank_env.rank, None
     try:
-        # a stop signal kills this process, as the calls inside would not let a handler of Python run
+        # a stop signal kills this process, as the calls inside would not let a handler in Python run
         with handling_signals(signal.SIG_DFL):
             timeout = timedelta(seconds=timeout_secs)
             server = dist.TCPStore(
                 rank_env.address, rank_env.port, is_master=rank_env.hosts, wait_for_workers=False, timeout=timeout
             )
+            # torchrun's store outlives an attempt to run the workers, with its records
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
             init_distributed(
-                rank_env.rank,
+                rank,
                 rank_env.world_size,
                 backend=_backend(rank_env.local_rank),
                 timeout=timeout,
                 store=dist.PrefixStore("group", store),
                 local_rank=rank_env.local_rank,
             )
-        status, said = 0, ""
+        status, message = 0, ""
         try:
-            worker(rank_env.rank, rank_env.world_size, *args)
-        except Stopped as stopped:  # all ranks together
-            status, said = stopped.status, str(stopped) if rank_env.rank == 0 else ""
+            worker(rank, rank_env.world_size, *args)
+        except Stopped as stopped:  # raised on all ranks, but said by one
+            status, message = stopped.status, str(stopped) if rank == 0 else ""
         dist.destroy_process_group()
-        return status, said
+        return status, message
     except InputError as error:
-        note, status, message = "failed", BAD_INPUT, str(error)
+        status, message = BAD_INPUT, str(error)
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             status, message = FAILED, traceback.format_exc()
     except RunError as error:
-        note, status, message = "failed", FAILED, f"rank {rank_env.rank}: {error}\n"
+        status, message = FAILED, f"rank {rank}: {error}\n"
     except KeyboardInterrupt:
-        note, status, message = "failed", 128 + signal.SIGINT, "interrupted"
+        status, message = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
-        lost = isinstance(error, dist.DistError) or "/gloo/" in str(error)  # probably because another rank failed
-        note, status = ("lost", LOST_CONTACT) if lost else ("failed", FAILED)
-        message = f"rank {rank_env.rank} {'lost contact' if lost else 'failed'}:\n{traceback.format_exc()}"
+        if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # probably because another rank failed
+            status, message = LOST_CONTACT, f"rank {rank} lost contact:\n{traceback.format_exc()}"
+        else:
+            status, message = FAILED, f"rank {rank} failed:\n{traceback.format_exc()}"
     if store is not None:
-        message += _compare_notes(store, rank_env, note, timeout_secs)
+        message += _record_failure(store, rank_env, timeout_secs, lost_contact=status == LOST_CONTACT)
     return status, message
 
 
-def _compare_notes(store: dist.Store, rank_env: RankEnv, note: str, timeout_secs: float) -> str:
-    """Record how this rank ended; say who ended otherwise."""
+def _record_failure(store: dist.Store, rank_env: RankEnv, timeout_secs: float, *, lost_contact: bool) -> str:
+    """Record in the store that this rank failed or lost contact.
+
+    A rank that lost contact waits, so that the rank that caused the loss exits first. Then it reads what other ranks
+    have recorded, and returns a text that names the cause. Other ranks return "".
+    """
     import torch.distributed as dist
 
     try:
-        store.set(f"{note} {rank_env.rank}", "")
-        if note != "lost":
+        store.set(f"{'lost' if lost_contact else 'failed'} {rank_env.rank}", "")
+        if not lost_contact:
             return ""
         time.sleep(GRACE_SECS)
-        not_lost = [rank for rank in range(rank_env.world_size) if not store.check([f"lost {rank}"])]
-        failed = [rank for rank in not_lost if store.check([f"failed {rank}"])]
+        suspects = [rank for rank in range(rank_env.world_size) if not store.check([f"lost {rank}"])]
+        failed = [rank for rank in suspects if store.check([f"failed {rank}"])]
     except dist.DistError as error:
         return f"rank 0's rendezvous store is also unreachable: {error}\n"
     if failed:
-        return f"because {_name(failed)} failed\n"
-    silent = f"did not answer within collective_timeout_secs={timeout_secs:g}, or was killed"
-    return f"because {_name(not_lost)} {silent}\n" if not_lost else ""
+        return f"because {_name_ranks(failed)} failed\n"
+    if suspects:
+        answer = f"did not answer within collective_timeout_secs={timeout_secs:g}, or was killed"
+        return f"because {_name_ranks(suspects)} {answer}\n"
+    return ""
 
 
-def _name(ranks: list[int]) -> str:
+def _name_ranks(ranks: list[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in ranks)
 
 
 def _leave(status: int) -> None:
     """Exit now, without finalizing the interpreter.
 
-    Other threads may be stuck in a collective. A process group that a mesh still references has threads that free the
-    tensors of the last collectives; a thread that needs the interpreter during finalization aborts the process.
+    Other threads may be stuck in a collective, or may still free the tensors of the last collectives. A thread that
+    needs the interpreter while it is being finalized would abort the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -273,16 +300,18 @@ def _leave(status: int) -> None:
 
 
 def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, args: tuple, timeout_secs: float) -> None:
+    """Run a spawned worker, and send its message to the parent process."""
     print_whatever_happens()
-    faulthandler.enable()  # a stuck worker is killed by SIGABRT and prints its stack
+    faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
     with without_collecting_garbage():
         import torch.multiprocessing
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # no orphan, however the parent dies
-    if os.getppid() != parent:
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # end this process when its parent ends
+    if os.getppid() != parent:  # the parent has ended before the call above
         os._exit(FAILED)
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
     status, message = _work(rank_env, worker, args, timeout_secs)
-    pipe.send(message[-20_000:])  # fits into the pipe's buffer: the parent reads it after this process has exited
+    # the parent reads after this process has exited, so the message must fit into the pipe's buffer
+    pipe.send(message[-20_000:])
     _leave(status)
 
 
@@ -291,7 +320,7 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
 
 def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: int, timeout_secs: float) -> None:
     """Start the workers, wait for them, and leave none behind."""
-    try:  # the parent serves the store, so it binds the port before it starts any worker
+    try:  # bind the port before any worker starts, as this process will serve the store there
         server = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise InputError(f"port {port} is in use; fsdp_port=null picks a free one") from error
@@ -305,14 +334,15 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             with without_collecting_garbage():
                 import torch.distributed as dist
 
-            # a thread serves the store: it starts after the workers, which may be forked
+            # The store's server is a thread. It starts after the workers, which may be forked: a process with threads
+            # should not fork.
             store = dist.TCPStore(
                 address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
             )
-            if workers.asked:  # a signal came while a worker was starting, which did not get it
+            if workers.stop_signals:  # a signal that came while a worker was starting did not reach this worker
                 workers.terminate()
             workers.wait()
-        del store  # the workers needed its server until they ended
+        del store  # kept until here, as the workers need its server until they end
     finally:
         for process in workers.processes:
             process.kill()
@@ -320,8 +350,8 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             process.join()
 
 
-class End(Enum):
-    """Outcome of a worker."""
+class Outcome(Enum):
+    """How a worker ended."""
 
     DONE, STOPPED, LOST_CONTACT, FAILED = range(4)
 
@@ -332,12 +362,14 @@ class _Workers:
     def __init__(self, timeout_secs: float) -> None:
         self.timeout_secs = timeout_secs
         self.processes: list[Any] = []
-        self.asked: list[int] = []  # stop signals that this process received
-        self._pipes: list[Any] = []  # each has the message of a worker that has returned
-        self._messages: dict[int, str | None] = {}  # of workers that have exited, first to last; None: did not return
-        self._ends: dict[int, End] = {}
+        self.stop_signals: list[int] = []  # received by this process
+        self._pipes: list[Any] = []  # by rank, each with the message of a worker
+        # of workers that have exited, by rank, in the order in which they exited
+        self._messages: dict[int, str | None] = {}  # None: the worker was killed before it could send a message
+        self._outcomes: dict[int, Outcome] = {}
 
     def start(self, rank_env: RankEnv, worker: Callable[..., None], args: tuple) -> None:
+        """Start a worker; the caller starts them in rank order."""
         context = multiprocessing.get_context(START_METHOD)
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
@@ -352,11 +384,12 @@ class _Workers:
 
     def stop(self, number: int) -> str:
         """Forward a stop signal; return a message about it."""
-        self.asked.append(number)
+        self.stop_signals.append(number)
         self.terminate()
         return "stopping, after what was trained is saved"
 
     def terminate(self) -> None:
+        """Send SIGTERM to all workers, which then save and stop."""
         for process in self.processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGTERM)
@@ -364,71 +397,89 @@ class _Workers:
     def wait(self) -> None:
         """Wait until all workers are done.
 
-        Raises for the first that failed, or for those that never exited.
+        Raises the error of a worker that failed, Stopped, or WorkerFailed for workers that did not exit.
         """
-        began, running, deadline = time.monotonic(), dict(enumerate(self.processes)), None
-        while running:
-            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ended = wait([process.sentinel for process in running.values()], patience)
-            if not ended:
-                break
-            for rank in [rank for rank, process in running.items() if process.sentinel in ended]:
-                running.pop(rank).join()
-                self._messages[rank] = _receive(self._pipes[rank])
-                # NCCL kills a worker whose collective timed out, not before
-                self._ends[rank] = self._classify(rank, timed_out=time.monotonic() - began >= self.timeout_secs)
-            deadline = time.monotonic() + self._find_patience()
-        ends = {*self._ends.values()}
-        if End.STOPPED in ends and End.FAILED not in ends:
-            all_stopped = not running and End.LOST_CONTACT not in ends
+        running = self._wait_for_exits()
+        outcomes = {*self._outcomes.values()}
+        if Outcome.STOPPED in outcomes and Outcome.FAILED not in outcomes:
+            all_stopped = not running and Outcome.LOST_CONTACT not in outcomes
             # once the run was asked to stop, other workers may still wait for stopped ones in uninterruptible calls
-            if all_stopped or self.asked:
-                raise Stopped(*self.asked[:1])
-        if not running and ends <= {End.DONE}:
+            if all_stopped or self.stop_signals:
+                raise Stopped(*self.stop_signals[:1])
+        if not running and outcomes <= {Outcome.DONE}:
             return
-        if ends <= {End.DONE, End.LOST_CONTACT}:
+        if outcomes <= {Outcome.DONE, Outcome.LOST_CONTACT}:
             for process in running.values():  # at least one of them hangs: make them print their stacks
                 os.kill(process.pid, signal.SIGABRT)
-            wait([process.sentinel for process in running.values()], GRACE_SECS)
+            wait_for_any([process.sentinel for process in running.values()], GRACE_SECS)
         raise self._explain(stuck=sorted(running))
 
-    def _classify(self, rank: int, *, timed_out: bool) -> End:
-        status = self.processes[rank].exitcode
+    def _wait_for_exits(self) -> dict[int, Any]:
+        """Wait until all workers have exited, or time is up.
+
+        Once a worker has exited, the others get a limited time. Returns the processes that are still running, by rank.
+        """
+        start, running, deadline = time.monotonic(), dict(enumerate(self.processes)), None
+        while running:
+            secs_left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            exited = wait_for_any([process.sentinel for process in running.values()], secs_left)
+            if not exited:
+                break
+            for rank in [rank for rank, process in running.items() if process.sentinel in exited]:
+                running.pop(rank).join()
+                self._messages[rank] = _receive(self._pipes[rank])
+                self._outcomes[rank] = self._classify(rank, secs=time.monotonic() - start)
+            deadline = time.monotonic() + self._find_patience()
+        return running
+
+    def _classify(self, rank: int, *, secs: float) -> Outcome:
+        """The outcome of a worker that exited after `secs` seconds."""
+        status, stop_signals = self.processes[rank].exitcode, self.stop_signals
         if status == 0:
-            return End.DONE if self._messages[rank] is not None else End.FAILED
-        if status == ASKED or (self.asked and -status in (signal.SIGTERM, *self.asked)):  # killed, if not training yet
-            return End.STOPPED
-        if status == LOST_CONTACT or (status == ABORTED and (timed_out or self.asked)):
-            return End.LOST_CONTACT
-        return End.FAILED
+            return Outcome.DONE if self._messages[rank] is not None else Outcome.FAILED
+        was_killed_by_stop = stop_signals and -status in (signal.SIGTERM, *stop_signals)  # before it began to train
+        if status == ASKED or was_killed_by_stop:
+            return Outcome.STOPPED
+        # NCCL aborts a worker whose collective has timed out, so an abort before the timeout has another cause
+        was_aborted_by_nccl = status == ABORTED and (secs >= self.timeout_secs or stop_signals)
+        if status == LOST_CONTACT or was_aborted_by_nccl:
+            return Outcome.LOST_CONTACT
+        return Outcome.FAILED
 
     def _find_patience(self) -> float:
-        """Seconds that the workers still running now get to exit."""
-        ends = self._ends.values()
-        if End.FAILED in ends:  # the run's outcome is known
+        """The seconds that workers still running now get to exit."""
+        outcomes = self._outcomes.values()
+        if Outcome.FAILED in outcomes:
             return FAILURE_SECS
-        if End.STOPPED in ends:
+        if Outcome.STOPPED in outcomes:
             return min(STOP_SECS, self.timeout_secs)
-        if End.LOST_CONTACT in ends:
-            aborted = any(self.processes[rank].exitcode == ABORTED for rank in self._ends)
-            # another worker that lost contact sleeps for GRACE_SECS before it exits; as long again is a reserve
-            return ABORT_SECS if aborted else 2 * GRACE_SECS
-        return self.timeout_secs  # all so far are done: those still running may be in a last collective
+        if Outcome.LOST_CONTACT in outcomes:
+            if any(self.processes[rank].exitcode == ABORTED for rank in self._outcomes):
+                return ABORT_SECS
+            return 2 * GRACE_SECS  # another worker that lost contact waits GRACE_SECS before it exits; twice is safe
+        return self.timeout_secs  # exited workers are done, and the others may be in a last collective
 
     def _explain(self, *, stuck: list[int]) -> Exception:
-        """The exception that says why workers did not finish or exit."""
-        statuses = {rank: self.processes[rank].exitcode for rank, end in self._ends.items() if end != End.DONE}
-        guilty = [rank for rank in statuses if self._ends[rank] != End.LOST_CONTACT]
-        if guilty:
-            rank = next((rank for rank in guilty if statuses[rank] == BAD_INPUT), guilty[0])
+        """The exception for a run whose workers did not all finish.
+
+        `stuck` has the ranks that never exited.
+        """
+        exit_codes = {
+            rank: self.processes[rank].exitcode for rank, outcome in self._outcomes.items() if outcome != Outcome.DONE
+        }
+        failed = [rank for rank in exit_codes if self._outcomes[rank] != Outcome.LOST_CONTACT]
+        if failed:
+            # bad input says more than other failures; otherwise the first worker that exited is the cause
+            rank = next((rank for rank in failed if exit_codes[rank] == BAD_INPUT), failed[0])
             message = self._messages[rank]
-            if statuses[rank] == BAD_INPUT and message:
+            if exit_codes[rank] == BAD_INPUT and message:
                 return InputError(message)
-            return WorkerFailed(message or f"rank {rank} {_describe(statuses[rank])}")
-        aborted = "was killed by SIGABRT, as NCCL does when a collective times out"
-        messages = [self._messages[rank] or f"rank {rank} {aborted}" for rank in statuses]
+            return WorkerFailed(message or f"rank {rank} {_describe_exit(exit_codes[rank])}")
+        abort = "was killed by SIGABRT, as NCCL does when a collective times out"
+        messages = [self._messages[rank] or f"rank {rank} {abort}" for rank in exit_codes]
         if stuck:
-            messages.insert(0, f"{_name(stuck)} did not answer within collective_timeout_secs={self.timeout_secs:g}")
+            answer = f"did not answer within collective_timeout_secs={self.timeout_secs:g}"
+            messages.insert(0, f"{_name_ranks(stuck)} {answer}")
         return WorkerFailed("\n".join(messages))
 
 
@@ -440,8 +491,9 @@ def _receive(pipe: Any) -> str | None:
         return None
 
 
-def _describe(status: int) -> str:
-    if status >= 0:
-        return f"exited with status {status} before it was done"
-    name = signal.Signals(-status).name
+def _describe_exit(exit_code: int) -> str:
+    """How a process ended that has left no message."""
+    if exit_code >= 0:
+        return f"exited with status {exit_code} before it was done"
+    name = signal.Signals(-exit_code).name
     return f"was killed by {name}" + (", as the kernel does when memory runs out" if name == "SIGKILL" else "")

@@ -1,6 +1,6 @@
 """Regular files: checked before they are opened, parsed, replaced atomically.
 
-Opening a FIFO blocks forever, and writing through a link goes elsewhere.
+They are checked because opening a FIFO blocks forever, and writing through a symbolic link changes another file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import yaml
 
 from dpo.errors import InputError, one_sentence
 
-DEEPEST = 100  # levels of JSON and YAML; deeper nesting would crash code that walks through it
-KINDS = {
+DEEPEST = 100  # levels of nesting in JSON and YAML; more would crash recursive code
+FILE_TYPES = {
     stat.S_IFDIR: "a directory",
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a FIFO",
@@ -33,32 +33,35 @@ KINDS = {
 
 
 def check_readable(path: Path) -> None:
-    """Raises InputError for anything but a file or a link to one."""
+    """Raise InputError unless the path is or links to a regular file."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
-        raise InputError(f"{path} is {KINDS[stat.S_IFMT(mode)]}; a regular file is expected")
+        raise InputError(f"{path} is {FILE_TYPES[stat.S_IFMT(mode)]}; a regular file is expected")
 
 
 def read_json(path: Path) -> Any:
-    """Read an untrusted JSON file. Raises InputError if it is invalid."""
+    """Read an untrusted JSON file.
+
+    Raises InputError if it is invalid.
+    """
     return _read(path, "JSON", json.loads)
 
 
 def read_yaml(path: Path) -> Any:
-    """Read an untrusted YAML file. Raises InputError if it is invalid.
+    """Read an untrusted YAML file.
 
-    Aliases are refused, as a few lines of them can make gigabytes.
+    Raises InputError if it is invalid or has aliases, a few lines of which can expand to gigabytes.
     """
     return _read(path, "YAML", _parse_yaml)
 
 
-def _read(path: Path, form: str, parse: Callable[[str], Any]) -> Any:
+def _read(path: Path, file_format: str, parse: Callable[[str], Any]) -> Any:
     check_readable(path)
     try:
         value = parse(path.read_bytes().decode("utf-8"))
         _check_depth(value)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise InputError(f"{path} is not {form} that can be read: {one_sentence(error)}") from error
+        raise InputError(f"{path} is not {file_format} that can be read: {one_sentence(error)}") from error
     return value
 
 
@@ -69,35 +72,36 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _check_depth(value: Any) -> None:
-    containers: list[Any] = [[value]]  # those of one level
+    """Raise ValueError for more than DEEPEST levels of lists and dicts."""
+    containers: list[Any] = [[value]]  # lists and dicts on the current level
     for _ in range(DEEPEST + 1):
         children = (child for c in containers for child in (c.values() if isinstance(c, dict) else c))
         containers = [child for child in children if isinstance(child, (dict, list))]
     if containers:
-        raise ValueError(f"it is nested more than {DEEPEST} deep")
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep")
 
 
 def check_writable(path: Path) -> None:
-    """Raises InputError for anything but a file or a free place."""
+    """Raise InputError if the path exists and is not a regular file."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISREG(mode):
-        raise InputError(f"{path} is {KINDS[stat.S_IFMT(mode)]}; a regular file is expected: move it away")
+        raise InputError(f"{path} is {FILE_TYPES[stat.S_IFMT(mode)]}; a regular file is expected: move it away")
 
 
 def check_link(path: Path) -> None:
-    """Raises InputError if the path exists and is not a symbolic link."""
+    """Raise InputError if the path exists and is not a symbolic link."""
     if os.path.lexists(path) and not path.is_symlink():
-        kind = KINDS.get(stat.S_IFMT(path.lstat().st_mode), "a file")
-        raise InputError(f"{path} is {kind}; a symbolic link to a step-N is expected: remove it")
+        file_type = FILE_TYPES.get(stat.S_IFMT(path.lstat().st_mode), "a file")
+        raise InputError(f"{path} is {file_type}; a symbolic link to a step-N is expected: remove it")
 
 
 def remove(path: Path) -> None:
-    """Remove a file, link or directory, if it exists.
+    """Remove a file, directory or symbolic link, if it exists.
 
-    What a link points to is kept.
+    The target of a link is kept.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -108,29 +112,35 @@ def remove(path: Path) -> None:
 def move_aside(path: Path, name: str | None = None) -> Path:
     """Rename a file or directory, by default to PATH.old.
 
-    Where the name is taken, .1 and so on is added. Returns the new path.
+    If the new name is taken, adds .1, .2 and so on. Returns the new path.
     """
     name = name or f"{path.name}.old"
-    names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
-    return path.rename(next(new for new in map(path.with_name, names) if not os.path.lexists(new)))
+    new_path = path.with_name(name)
+    for n in itertools.count(1):
+        if not os.path.lexists(new_path):
+            break
+        new_path = path.with_name(f"{name}.{n}")
+    return path.rename(new_path)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Inside, write to the path given, which then replaces `path`.
+    """Replace a path by what the body writes to another.
 
-    The path given may become a file or a directory. It is beside `path`, and named after this host and process, as
-    other processes may be replacing `path` too. Removes what killed processes of this host left.
+    The body writes a file or a directory to the yielded path. This path is beside `path` and has the name of this host
+    and process, as other processes may be replacing `path` too. Removes the temporary files of killed processes of this
+    host.
     """
-    start = f".{path.name}.{socket.gethostname()}."
-    for leftover in path.parent.glob(f"{glob.escape(start)}*.tmp"):
-        process = leftover.name.removeprefix(start).removesuffix(".tmp")
-        if process == str(os.getpid()) or (process.isdecimal() and not Path("/proc", process).exists()):
+    prefix = f".{path.name}.{socket.gethostname()}."
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
+        process_id = leftover.name.removeprefix(prefix).removesuffix(".tmp")
+        has_ended = process_id.isdecimal() and not Path("/proc", process_id).exists()
+        if has_ended or process_id == str(os.getpid()):
             remove(leftover)
-    beside = path.with_name(f"{start}{os.getpid()}.tmp")
+    temporary = path.with_name(f"{prefix}{os.getpid()}.tmp")
     try:
-        yield beside
-        beside.replace(path)
+        yield temporary
+        temporary.replace(path)
     finally:
         with suppress(OSError):
-            remove(beside)
+            remove(temporary)

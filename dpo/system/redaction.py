@@ -1,4 +1,7 @@
-"""Redaction of likely secrets before anything is written. Imports no torch."""
+"""Redaction of likely secrets, before anything is written.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,25 @@ SECRET_KEY = re.compile(
     re.IGNORECASE,
 )
 TOKENIZER_KEY = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
-HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may hold @ and /
+CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may contain @ and /
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
-ASSIGNED = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")  # a quote may be unclosed
-PLACEHOLDER = re.compile(
-    r"""[\[\\'"]*value\d*(,value\d*)*[\]\\'"]*""", re.IGNORECASE
-)  # in hints: key=[value1,value2], KEY=VALUE
+# KEY=VALUE in a text, where VALUE is no reference such as ${oc.env:NAME}; its quote may be unclosed
+ASSIGNMENT = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")
+# a VALUE in a hint of Hydra's, such as key=[value1,value2] or KEY=VALUE
+PLACEHOLDER = re.compile(r"""[\[\\'"]*value\d*(,value\d*)*[\]\\'"]*""", re.IGNORECASE)
 KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # the key of an override
+INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # a key in the value of an override
 REFERENCE = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
-INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # in an override's value
 
 
 def is_secret(name: Any) -> bool:
-    """Return whether a key is named like a secret: `api_key`, `authToken`, `db.password`."""
-    words = HUMP.sub("_", str(name).rpartition(".")[2])
+    """Return whether a key is named like a secret.
+
+    Such keys are, for example, `api_key`, `authToken` and `db.password`.
+    """
+    last_part = str(name).rpartition(".")[2]
+    words = CAMEL_CASE_BOUNDARY.sub("_", last_part)
     return SECRET_KEY.search(words) is not None and TOKENIZER_KEY.search(words) is None
 
 
@@ -34,24 +41,23 @@ def secrets_in(overrides: list[str]) -> list[str]:
 
     A reference (`${oc.env:NAME}`) is not a secret.
     """
-    values, value_follows = [], False
+    values, expects_value = [], False
     for override in overrides:
         key = KEY.match(override)
-        ends = [key.end()] if key and is_secret(key[1]) else []  # where the names of secrets end
-        ends += [inner.end() for inner in INNER_KEY.finditer(override) if is_secret(inner[1])]
-        if not ends and not value_follows:
-            continue
-        value = override[min(ends, default=0) :].strip(" ='\"{")
-        values.append(value)
-        value_follows = not value  # as in `key = VALUE`, which is three overrides
+        key_ends = [key.end()] if key and is_secret(key[1]) else []  # ends of keys that are named like a secret
+        key_ends += [inner.end() for inner in INNER_KEY.finditer(override) if is_secret(inner[1])]
+        if key_ends or expects_value:
+            value = override[min(key_ends, default=0) :].strip(" ='\"{")
+            values.append(value)
+            expects_value = not value  # in `key = VALUE`, which a shell passes as three overrides
     return [value for value in values if value and not REFERENCE.match(value)]
 
 
 def redact(value: Any) -> Any:
-    """Replace the secrets in `value`.
+    """Replace the secrets in `value` by REDACTED.
 
-    These are values of keys named like a secret, also as KEY=VALUE in a string; credentials in URLs; and values of
-    environment variables named like a secret. A reference (`${oc.env:NAME}`) is not a secret.
+    Secrets are the values of keys named like a secret, also as KEY=VALUE in a string; credentials in URLs; and the
+    values of environment variables named like a secret. A reference (`${oc.env:NAME}`) is not a secret.
     """
     if isinstance(value, dict):
         return {k: "REDACTED" if is_secret(k) and v else redact(v) for k, v in value.items()}
@@ -59,13 +65,15 @@ def redact(value: Any) -> Any:
         return [redact(v) for v in value]
     if not isinstance(value, str):
         return value
+    text = value
     for name, secret in os.environ.items():
-        if is_secret(name) and len(secret) >= 8:
-            value = value.replace(secret, "REDACTED")
-    value = URL_SECRETS.sub(r"\1REDACTED", URL_CREDENTIALS.sub("://REDACTED@", value))
+        if is_secret(name) and len(secret) >= 8:  # a short value may be an ordinary word
+            text = text.replace(secret, "REDACTED")
+    text = URL_SECRETS.sub(r"\1REDACTED", URL_CREDENTIALS.sub("://REDACTED@", text))
 
-    def redacted(found: re.Match[str]) -> str:
-        secret = is_secret(found[1]) and not PLACEHOLDER.fullmatch(found[2])
-        return f"{found[1]}=REDACTED" if secret else found[0]
+    def redact_assignment(match: re.Match[str]) -> str:
+        key, assigned = match[1], match[2]
+        has_secret = is_secret(key) and not PLACEHOLDER.fullmatch(assigned)
+        return f"{key}=REDACTED" if has_secret else match[0]
 
-    return ASSIGNED.sub(redacted, value)
+    return ASSIGNMENT.sub(redact_assignment, text)

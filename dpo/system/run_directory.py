@@ -1,4 +1,4 @@
-"""The directory of a run, and other places on this machine."""
+"""The directory of a run, and the directories that contain it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from dpo.errors import InputError, RunError, explaining
 from dpo.system.plain_files import check_link, check_writable, replacing
 from dpo.system.redaction import redact
 
+# files of a run
 LOCK = ".lock"
-ORIGIN = ".continues"  # in a run that continues another one: the checksum of the other's manifest
+ORIGIN = ".continues"  # if the run continues another run: the checksum of that run's manifest
 STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
 REPORT = Path("report", "report.html")  # with report=true
-SWEEP = "sweep.json"  # in the directory of a sweep, which contains those of its jobs
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN)
-PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"
+SWEEP = "sweep.json"  # in the directory of a sweep, which contains the directories of its runs
+PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
 
 def get_local_dir(prefixes: Sequence[str]) -> str:
@@ -49,41 +50,41 @@ def get_cache_dir(local_dirs: Sequence[str]) -> str | None:
 
 
 def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
-    """`LOCAL_DIR/EXP_NAME_TIMESTAMP`. Creates nothing.
+    """The default path of a run, `LOCAL_DIR/EXP_NAME_TIMESTAMP`.
 
-    The time is to the microsecond, so that the jobs of a quick sweep get different directories.
+    Creates nothing. The time is to the microsecond, so that the jobs of a quick sweep get different directories.
     """
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
 def check_free(path: str | Path) -> None:
-    """Raises InputError if a directory holds a run or is not writable."""
+    """Raise InputError if a directory holds a run, or is not writable."""
     run_dir = Path(path)
-    held = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
-    if held:
+    run_files = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
+    if run_files:
         raise InputError(
-            f"local_run_dir={path} already holds a run ({', '.join(held)}): choose another directory, move this one "
-            f"away, or continue the run with resume=auto"
+            f"local_run_dir={path} already holds a run ({', '.join(run_files)}): choose another directory, move this "
+            f"one away, or continue the run with resume=auto"
         )
-    with _explaining(path):
-        path_and_parents = (run_dir.absolute(), *run_dir.absolute().parents)
-        nearest = next(path for path in path_and_parents if os.path.lexists(path))  # where a run would start to create
-        if not nearest.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(nearest))
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(nearest))
+    with _explaining_errors(path):
+        # the directory, or the parent in which it would be created
+        existing = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(p))
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
 
 
 def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = False) -> Path:
-    """Create a run's directory; the run will append to the files `logs`.
+    """Create a run's directory; check the files that it will have.
 
-    Raises InputError if it already holds a run, unless that run is `continued`, or if something other than a file is in
-    the place of a file of the run.
+    `logs` are the files to which the run will append. Raises InputError if the directory already holds a run, unless
+    that run is `continued`, or if a path that the run will write is not a regular file.
     """
     if not continued:
         check_free(path)
     run_dir = Path(path)
-    with _explaining(path):
+    with _explaining_errors(path):
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in (*FILES, *logs):
             check_writable(run_dir / name)
@@ -94,9 +95,9 @@ def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = Fal
 
 def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -> None:
     """Write `config.yaml`, and `env.json` with facts for repeating the run."""
-    import torch  # here, as the report needs this module without torch
+    import torch  # not at the top, as the report imports this file without torch
 
-    commit = _git("rev-parse", "HEAD")
+    commit = _run_git("rev-parse", "HEAD")
     facts = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -107,21 +108,21 @@ def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -
         "processes": processes,
         "started": now(),
         "git_commit": commit or None,
-        "git_uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
+        "git_uncommitted_changes": bool(_run_git("status", "--porcelain")) if commit else None,
     }
-    with _explaining(run_dir):
+    with _explaining_errors(run_dir):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
         (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _find_versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES.split():  # these alone, as listing all installed packages takes a while
+    for name in PACKAGES.split():  # not all installed packages, as listing them takes a while
         with suppress(PackageNotFoundError):
             yield name, version(name)
 
 
-def _git(*arguments: str) -> str:
-    """Git's output for our own checkout, if there is one."""
+def _run_git(*arguments: str) -> str:
+    """Git's output for the checkout with this file; "" without a checkout."""
     try:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -129,7 +130,7 @@ def _git(*arguments: str) -> str:
         return ""
 
 
-def add_to_record(run_dir: Path, **more: Any) -> None:
+def add_to_record(run_dir: Path, **new_facts: Any) -> None:
     """Add facts to `env.json`, unless it is missing or damaged."""
     path = run_dir / "env.json"
     try:
@@ -137,8 +138,8 @@ def add_to_record(run_dir: Path, **more: Any) -> None:
     except (OSError, ValueError):
         return
     if isinstance(facts, dict):
-        with replacing(path) as beside:
-            beside.write_text(json.dumps({**facts, **more}, indent=2) + "\n", encoding="utf-8")
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps({**facts, **new_facts}, indent=2) + "\n", encoding="utf-8")
 
 
 def now() -> str:
@@ -148,15 +149,18 @@ def now() -> str:
 def lock_run_dir(run_dir: Path) -> IO:
     """Lock the directory while the returned file is open.
 
-    The system releases the lock when this process ends. Raises InputError if another process holds it.
+    The system releases the lock when this process ends. Raises InputError if another process holds the lock.
     """
-    with _explaining(run_dir):
+    with _explaining_errors(run_dir):
         file = (run_dir / LOCK).open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.close()
-        raise InputError(f"local_run_dir={run_dir} is locked by a running process: stop it first") from error
+        raise InputError(
+            f"local_run_dir={run_dir} is locked by a running process: stop that process first, or choose another "
+            f"directory"
+        ) from error
     except OSError as error:  # some network file systems have no locks
         print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
     return file
@@ -176,7 +180,7 @@ def is_locked(run_dir: Path) -> bool:
 
 @contextmanager
 def explaining_full_disk(run_dir: str | Path) -> Iterator[None]:
-    """Inside, a full disk raises RunError."""
+    """Turn errors of a full disk into RunErrors inside."""
     try:
         yield
     except OSError as error:
@@ -185,6 +189,7 @@ def explaining_full_disk(run_dir: str | Path) -> Iterator[None]:
         raise RunError(f"{run_dir} cannot be written ({error}): free some space; checkpoints are intact") from error
 
 
-def _explaining(path: str | Path) -> AbstractContextManager[None]:
-    advice = "choose another, or set local_dirs, where it is created"
+def _explaining_errors(path: str | Path) -> AbstractContextManager[None]:
+    """Turn errors of writing a run's directory into InputErrors inside."""
+    advice = "choose another local_run_dir, or set local_dirs, in which it is created by default"
     return explaining(OSError, lambda why: InputError(f"local_run_dir={path} cannot be written: {why}; {advice}"))

@@ -1,7 +1,7 @@
 """Waiting for work that one rank does alone, such as saving.
 
-In a collective the other ranks would time out whatever progress that rank makes, and would not handle signals. Instead,
-they poll the store, and wait as long as that rank sends heartbeats.
+In a collective the other ranks would time out even if the working rank makes progress, and would not handle signals.
+Instead, they poll the store, and wait as long as the working rank sends heartbeats.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 BEAT_SECS = 2.0  # between two heartbeats
 LONGEST_PAUSE = 0.5  # longest time between two polls of the store, in seconds
-FAILED = "failed"  # in place of an answer; others begin with "done"
+FAILED = "failed"  # the value that a rank sets after an error; other values begin with "done"
 
 
 def is_shared() -> bool:
@@ -33,37 +33,41 @@ def default_store() -> dist.Store:
 
 
 def wait_for(keys: Mapping[int, str], silence_secs: float) -> dict[int, str]:
-    """The values that these ranks set under their keys.
+    """Wait for the values that ranks set in the store, by rank.
 
-    Raises DistError if a rank failed, or neither answers nor sends a heartbeat for `silence_secs`.
+    `keys` has each rank's key. Raises DistError if a rank failed, or neither sets its value nor sends a heartbeat for
+    `silence_secs`.
     """
-    store, answers, pause = default_store(), {}, 0.005
-    heard = dict.fromkeys(keys, (0, time.monotonic()))  # by rank: its count of heartbeats, and when the last one came
+    store, values, pause = default_store(), {}, 0.005
+    n_heartbeats = dict.fromkeys(keys, 0)  # by rank
+    last_heartbeat = dict.fromkeys(keys, time.monotonic())  # when it came, by rank
     while True:
-        for rank in keys.keys() - answers.keys():
+        for rank in keys.keys() - values.keys():
             if store.check([keys[rank]]):
-                answers[rank] = store.get(keys[rank]).decode()
-                if answers[rank] == FAILED:
+                values[rank] = store.get(keys[rank]).decode()
+                if values[rank] == FAILED:
                     raise dist.DistError(f"rank {rank} failed while the others waited for it")
-            elif (count := store.add(_heartbeats(rank), 0)) != heard[rank][0]:  # adding 0 reads the counter
-                heard[rank] = count, time.monotonic()
-            elif time.monotonic() - heard[rank][1] > silence_secs:
+                continue
+            n = store.add(_heartbeat_key(rank), 0)  # adding 0 reads the counter
+            if n != n_heartbeats[rank]:
+                n_heartbeats[rank], last_heartbeat[rank] = n, time.monotonic()
+            elif time.monotonic() - last_heartbeat[rank] > silence_secs:
                 raise dist.DistError(f"rank {rank} sent no heartbeat for {silence_secs:g} s")
-        if len(answers) == len(keys):
-            return answers
-        time.sleep(pause)  # in Python, so that signals are handled
+        if len(values) == len(keys):
+            return values
+        time.sleep(pause)  # returns to Python, so that signals are handled
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
-def _heartbeats(rank: int) -> str:
-    """The key of a counter in the store."""
+def _heartbeat_key(rank: int) -> str:
+    """The key of a rank's counter of heartbeats in the store."""
     return f"heartbeats of rank {rank}"
 
 
 @contextmanager
 def sending_heartbeats(beat_secs: float = BEAT_SECS) -> Iterator[None]:
-    """Inside, a thread tells waiting ranks that this one lives."""
-    done, store, key = threading.Event(), default_store(), _heartbeats(dist.get_rank())
+    """Send heartbeats to waiting ranks inside, from a thread."""
+    done, store, key = threading.Event(), default_store(), _heartbeat_key(dist.get_rank())
 
     def beat() -> None:
         with suppress(dist.DistError):  # if the store is gone, the other ranks notice it themselves
@@ -80,15 +84,16 @@ def sending_heartbeats(beat_secs: float = BEAT_SECS) -> Iterator[None]:
 
 
 def report_progress() -> None:
-    """Tell waiting ranks that this one has made progress."""
+    """Tell waiting ranks that this rank has made progress."""
     if is_shared():
-        default_store().add(_heartbeats(dist.get_rank()), 1)
+        default_store().add(_heartbeat_key(dist.get_rank()), 1)
 
 
 def meet_rank_0(place: str) -> None:
-    """Wait until rank 0 has reached `place`, a name used once.
+    """Wait until rank 0 has reached a place in the code.
 
-    Rank 0 does not wait. Raises DistError if it neither arrives nor makes progress within the collective timeout.
+    `place` is a name that is used once in a run. Rank 0 does not wait. Raises DistError if rank 0 neither arrives nor
+    makes progress within the collective timeout.
     """
     if not is_shared():
         return
@@ -105,45 +110,45 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
         meet_rank_0(place)
         return act()
     with sending_heartbeats():
-        done = act()
+        result = act()
     meet_rank_0(place)
-    return done
+    return result
 
 
 def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
-    """The result of `make()`, called in one process of each machine.
+    """Call `make()` in one process of each machine, and return its result.
 
-    Every process must call this; it returns once all machines are done. Raises DistError if one of the calls failed, or
-    a process that makes one sent no heartbeat for `silence_secs`.
+    Every process must call this function, and gets the result of its machine once all machines are done. Raises
+    DistError if a call of `make` failed, or if its process sent no heartbeat for `silence_secs`.
     """
     if not is_shared():
         return make()
     rank, store = dist.get_rank(), default_store()
-    machines: list[str] = [""] * dist.get_world_size()
+    machines: list[str] = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
-    call = store.add(f"calls of {rank}", 1)  # the same number on every rank
-    first_ranks = {machines.index(machine) for machine in machines}  # one per machine
-    keys = {first: f"once per machine, call {call}, rank {first}" for first in first_ranks}
-    first = machines.index(machines[rank])
-    if rank == first:
+    call = store.add(f"calls of {rank}", 1)  # the same number on every rank, as all ranks make all calls
+    makers = {machines.index(machine) for machine in machines}  # the first rank of each machine
+    keys = {maker: f"once per machine, call {call}, rank {maker}" for maker in makers}
+    if rank in makers:
         try:
             with sending_heartbeats(min(BEAT_SECS, silence_secs / 4)):
-                made = make()
-            store.set(keys[rank], f"done {made}")
+                result = make()
+            store.set(keys[rank], f"done {result}")
         except BaseException:
-            with suppress(dist.DistError):  # the first error is the one to raise
+            with suppress(dist.DistError):  # the error of `make` is the one to raise
                 store.set(keys[rank], FAILED)
             raise
-    return wait_for(keys, silence_secs)[first].removeprefix("done ")
+    own_maker = machines.index(machines[rank])
+    return wait_for(keys, silence_secs)[own_maker].removeprefix("done ")
 
 
 def identify_machine() -> str:
     """An id shared by processes that see the same files."""
-    booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # host names may not be unique
-    return f"{booted} {os.readlink('/proc/self/ns/mnt')}"
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # host names may not be unique
+    return f"{boot_id} {os.readlink('/proc/self/ns/mnt')}"  # a container has a mount namespace of its own
 
 
 def leave_together() -> None:
-    """Wait for every rank, as rank 0 may serve their common store."""
+    """Wait for all ranks, as rank 0 may serve the store."""
     if is_shared():
         dist.barrier()

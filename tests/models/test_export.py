@@ -105,7 +105,7 @@ def test_an_archive_of_the_published_reference_is_exported_given_its_base_model(
     (tmp_path / "LATEST").mkdir()
     policy = archive(tmp_path / "LATEST" / "policy.pt", state)
 
-    with pytest.raises(InputError, match=r"has no config.yaml of its run beside it: give --model"):
+    with pytest.raises(InputError, match=r"there is no config.yaml of its run beside it: give --model"):
         export(policy, tmp_path / "out")
     assert torch.equal(load(export(policy, tmp_path / "a", model=str(base(config))))(IDS).logits, model(IDS).logits)
 
@@ -225,7 +225,7 @@ def test_a_model_that_is_no_checkpoint_is_refused(tmp_path):
         export(tmp_path / "nowhere", tmp_path / "out")
     archive(tmp_path / "policy.pt", {})
     (tmp_path / "config.yaml").write_text("model: {name_or_path: ../moved/away}")
-    with pytest.raises(InputError, match=r"\.\./moved/away, the base of .* is not there: give --model"):
+    with pytest.raises(InputError, match=r"\.\./moved/away, the base of .* does not exist: give --model"):
         export(tmp_path, tmp_path / "out")
 
 
@@ -349,7 +349,7 @@ def test_a_base_that_peft_cannot_load_is_exported_first(base, tmp_path):
     torch.testing.assert_close(model(IDS).logits, logits, rtol=0, atol=1e-5)
 
     sft.unlink()
-    with pytest.raises(InputError, match=rf"^{sft}, the base of .*step-8, is not there: give --model DIR_OR_HUB_ID"):
+    with pytest.raises(InputError, match=rf"^{sft}, the base of .*step-8, does not exist: give --model DIR_OR_HUB_ID"):
         export(tmp_path / "run", tmp_path / "merged", merge=True)
     merged = load(export(tmp_path / "run", tmp_path / "merged", merge=True, model=str(tmp_path / "hf")))
     torch.testing.assert_close(merged(IDS).logits, logits, rtol=0, atol=1e-5)

@@ -115,7 +115,9 @@ def test_an_adapter_goes_with_the_settings_that_the_refusals_name(adapter, check
 )
 def test_the_layers_to_give_for_an_adapter_are_accepted(settings, names, adapter, check):
     archive = f"model.archive={adapter(**settings)}"
-    with pytest.raises(InputError, match=rf"give lora.target_modules=\[{names}\], or the model that it was trained on"):
+    with pytest.raises(
+        InputError, match=rf"give lora.target_modules=\[{names}\], or the model that the adapter was trained on"
+    ):
         check(*TO_ADAPTER, "lora.target_modules=auto", archive)
     check(*TO_ADAPTER, f"lora.target_modules=[{names}]", archive)
 
@@ -138,7 +140,9 @@ def test_a_policy_may_be_the_base_of_an_adapter_and_has_to_stay(adapter, check, 
     _, plan = check(*TO_ADAPTER, f"model.archive={run}")
     assert find_weights(plan) == Weights(sft, run / "LATEST")
     sft.unlink()
-    with pytest.raises(InputError, match=rf"^{sft}, the base of {run}/LATEST, is not there: name it in .*{CONFIG}$"):
+    with pytest.raises(
+        InputError, match=rf"^{sft}, the base of {run}/LATEST, does not exist: put its new path into .*{CONFIG}, as"
+    ):
         check(*TO_ADAPTER, f"model.archive={run}")
 
 

@@ -29,7 +29,7 @@ def base_of(path: str | Path, **options) -> str:
 @pytest.mark.parametrize("path", [LLAMA, "some/model"])
 def test_a_model_is_not_replaced_by_another(path):
     assert base_of(path, hub=True) == path
-    with pytest.raises(InputError, match=rf"{path} is a model of its own: --model {OTHER} is for a policy.pt"):
+    with pytest.raises(InputError, match=rf"{path} is a whole model, which needs no --model {OTHER}: "):
         find_origin(path, model=OTHER, hub=True)
     assert base_of(path, model=OTHER, hub=True, alone=False) == path
 
@@ -42,7 +42,7 @@ def test_a_base_model_is_for_the_weights_that_lack_one(tmp_path):
         assert base_of(tmp_path / "bare", model=OTHER, alone=alone) == OTHER
         assert base_of(moved, model=OTHER, alone=alone) == OTHER
         assert base_of(whole, model=OTHER, alone=alone) == (OTHER if alone else LLAMA)
-    with pytest.raises(InputError, match=f"--model {OTHER}: all of these have a base model of their own"):
+    with pytest.raises(InputError, match=f"--model {OTHER} is not needed: every policy has a base model of its own"):
         load_panel([whole, LLAMA], Choices(model=OTHER))
 
 

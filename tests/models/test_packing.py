@@ -17,7 +17,7 @@ PAIR = Example(prompt=(1, 2, 3), responses=((10, 11, 9), (20, 9)))
 
 
 def test_a_pair_is_one_row_whose_responses_restart_after_the_prompt():
-    packed = pack([PAIR], row_tokens=100)
+    packed = pack([PAIR], max_tree_tokens=100)
     assert packed.input_ids.tolist() == [[1, 2, 3, 10, 11, 20]]  # what ends a response predicts nothing
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 3]]
     assert packed.scored.tolist() == [2, 3, 4, 2, 5]  # the prompt's last token predicts the first of both
@@ -28,7 +28,7 @@ def test_a_pair_is_one_row_whose_responses_restart_after_the_prompt():
 
 
 def test_a_response_sees_its_prompt_and_itself():
-    mask = tree_mask(pack([PAIR], row_tokens=100))[0, 0].int().tolist()
+    mask = tree_mask(pack([PAIR], max_tree_tokens=100))[0, 0].int().tolist()
     assert mask == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
@@ -40,13 +40,13 @@ def test_a_response_sees_its_prompt_and_itself():
 
 
 def test_a_window_counts_positions_not_columns():
-    mask = tree_mask(pack([PAIR], row_tokens=100), window=2)[0, 0].int().tolist()
+    mask = tree_mask(pack([PAIR], max_tree_tokens=100), window=2)[0, 0].int().tolist()
     assert mask[4] == [0, 0, 0, 1, 1, 0]
     assert mask[5] == [0, 0, 1, 0, 0, 1]  # position 3 sees position 2, three columns before it
 
 
 def test_trees_of_one_row_do_not_see_each_other():
-    packed = pack([PAIR, Example((4,), ((30, 31, 9),) * 2)], row_tokens=100)
+    packed = pack([PAIR, Example((4,), ((30, 31, 9),) * 2)], max_tree_tokens=100)
     assert packed.input_ids.tolist() == [[1, 2, 3, 10, 11, 20, 4, 30, 31]]  # one row rather than two with padding
     assert packed.tree.tolist() == [[0] * 6 + [1] * 3]
     assert tree_mask(packed)[0, 0, 6:].int().tolist() == [
@@ -58,7 +58,7 @@ def test_trees_of_one_row_do_not_see_each_other():
 
 def test_padding_is_not_seen():
     other, short = PAIR._replace(prompt=(5, 2, 3)), Example((4,), ((30, 31, 32, 9),) * 2)
-    packed = pack([PAIR, other, short], row_tokens=100)
+    packed = pack([PAIR, other, short], max_tree_tokens=100)
     assert packed.input_ids.tolist()[2] == [4, 30, 31, 32, 0, 0]
     assert packed.tree.tolist()[2] == [0, 0, 0, 0, NONE, NONE]
     assert tree_mask(packed)[2, 0].int().tolist()[3:] == [[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]]
@@ -66,7 +66,9 @@ def test_padding_is_not_seen():
 
 @pytest.mark.parametrize("window", [None, 2])
 def test_flex_attention_sees_what_the_dense_mask_says(window):
-    packed = pack([PAIR, Example((5, 2, 3), PAIR.responses), Example((4,), ((30, 31, 32, 9),) * 2)], row_tokens=100)
+    packed = pack(
+        [PAIR, Example((5, 2, 3), PAIR.responses), Example((4,), ((30, 31, 32, 9),) * 2)], max_tree_tokens=100
+    )
     sees, (rows, length) = tree_block_mask(packed, window=window).mask_mod, packed.tree.shape
     row, q, k = torch.meshgrid(*(torch.arange(n) for n in (rows, length, length)), indexing="ij")
     assert torch.equal(sees(row, torch.tensor(0), q, k), tree_mask(packed, window=window)[:, 0])
@@ -74,20 +76,20 @@ def test_flex_attention_sees_what_the_dense_mask_says(window):
 
 def test_what_several_pairs_share_is_there_once():
     prompt, a, b, c = (1, 2), (10, 9), (20, 9), (30, 9)
-    packed = pack([Example(prompt, (a, b)), Example(prompt, (a, c)), Example(prompt, (b, c))], row_tokens=100)
+    packed = pack([Example(prompt, (a, b)), Example(prompt, (a, c)), Example(prompt, (b, c))], max_tree_tokens=100)
     assert packed.input_ids.tolist() == [[1, 2, 10, 20, 30]]
     assert packed.response_index.tolist() == [[0, 0, 1], [1, 2, 2]]
 
 
 def test_identical_responses_are_one():
-    packed = pack([Example((1,), ((10, 9), (10, 9)))], row_tokens=100)
+    packed = pack([Example((1,), ((10, 9), (10, 9)))], max_tree_tokens=100)
     assert packed.input_ids.tolist() == [[1, 10]]
     assert packed.response_index.tolist() == [[0], [0]]
 
 
 def test_a_prompt_with_more_responses_than_a_row_takes_is_repeated():
     responses = [(10 + i, 50, 9) for i in range(5)]
-    packed = pack([Example((1, 2), tuple(responses))], row_tokens=6)
+    packed = pack([Example((1, 2), tuple(responses))], max_tree_tokens=6)
     assert packed.input_ids.tolist() == [
         [1, 2, 10, 50, 11, 50],
         [1, 2, 12, 50, 13, 50],
@@ -104,7 +106,7 @@ def test_a_prompt_with_more_responses_than_a_row_takes_is_repeated():
     ],
 )
 def test_the_shortest_examples(example, fed, targets):
-    packed = pack([example], row_tokens=100)
+    packed = pack([example], max_tree_tokens=100)
     assert packed.input_ids.tolist() == [fed]
     assert packed.targets.tolist() == targets
 
@@ -142,7 +144,7 @@ def test_cuts_hold_every_example_once_and_about_equally_many_tokens(examples, da
     assert sorted(i for cut in cuts for i in cut) == list(range(len(examples)))
     assert len(cuts) == parts
     assert sum(map(bool, cuts)) == min(parts, len(examples))
-    costs = [len(pack([examples[i] for i in cut], row_tokens=10**6).targets) for cut in cuts if cut]
+    costs = [len(pack([examples[i] for i in cut], max_tree_tokens=10**6).targets) for cut in cuts if cut]
     largest = max(map(count_tokens, examples))
     if parts == 1:
         assert cuts == [list(range(len(examples)))]
@@ -152,8 +154,8 @@ def test_cuts_hold_every_example_once_and_about_equally_many_tokens(examples, da
 
 @settings(max_examples=200, deadline=None)
 @given(batches, st.integers(4, 30))
-def test_a_pack_scores_every_distinct_response_of_every_prompt_once(examples, row_tokens):
-    packed = pack(examples, row_tokens=row_tokens)
+def test_a_pack_scores_every_distinct_response_of_every_prompt_once(examples, max_tree_tokens):
+    packed = pack(examples, max_tree_tokens=max_tree_tokens)
     ids, length = packed.input_ids.flatten(), packed.input_ids.shape[1]
     mask = tree_mask(packed)[:, 0]
     n_responses, longest = packed.shape

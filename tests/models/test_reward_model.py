@@ -104,7 +104,7 @@ def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
     [score] = scorer([long], [Answer("y" * 30, (), False)])
     assert score == pytest.approx(score_alone(folder, "x" * 8 + "y" * 30), rel=1e-4)  # 38, [CLS] and [SEP]
     [note] = scorer.notes
-    assert "sees the last 40 tokens of a prompt with its answer, which may have max_length=44 of the policy's" in note
+    assert "sees the last 40 tokens of a prompt with its answer, which may have up to max_length=44 tokens" in note
     with pytest.raises(InputError, match=r"sees 40 tokens, and an answer may have online\.max_new_tokens=40: lower"):
         scorer_of(folder, most=40)
     assert scorer_of(folder, most=8).notes == ()

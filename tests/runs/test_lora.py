@@ -285,12 +285,12 @@ def test_an_adapter_on_a_base_in_half_precision_is_trained_in_float32(grid, comm
 
 
 def test_layers_that_cannot_be_adapted_are_one_sentence(run, base):
-    for layer, message in (("embed_tokens", "of class Embedding: only linear"), ("q_prj", "'q_prj'} not found")):
+    for layer, message in (("embed_tokens", "of class Embedding, but only linear"), ("q_prj", "'q_prj'} not found")):
         with pytest.raises(InputError, match=f"lora.target_modules .*{message}"):
             run(layer, *with_reference("base"), f"lora.target_modules=[{layer}]")
     config = LlamaConfig.from_pretrained(base, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
     with pytest.raises(
-        InputError, match="names the head of LlamaForCausalLM, which is its embedding too: leave it out"
+        InputError, match="names the head of LlamaForCausalLM, which is its embedding too: leave out the head"
     ):
         run("head", *with_reference("base"), "lora.target_modules=[lm_head]", f"model.name_or_path={base}")

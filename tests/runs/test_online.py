@@ -304,7 +304,10 @@ def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
         ),
         ("raise ValueError('half \\ud800')", r"rewards.py:score failed: ValueError: half \\ud800 \("),
         ("raise MemoryError('mine')", "rewards.py:score failed: MemoryError: mine"),
-        ("raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})", r"rewards.py:score failed: E: \?"),
+        (
+            "raise type('E', (Exception,), {'__str__': lambda self: 1 / 0})",
+            r"rewards.py:score failed: E: its message cannot be shown",
+        ),
     ],
 )
 def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_path):

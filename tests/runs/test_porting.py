@@ -175,7 +175,7 @@ def test_a_copy_that_fails_leaves_nothing_and_no_shell_sees_the_name(scp, monkey
     assert not (scp / "proof").exists()
     assert [name for name in os.listdir(scp) if name.startswith(".")] == []
     for odd in ("-oProxyCommand=x:y", "no-colon", ":x", "x:"):
-        with pytest.raises(InputError, match="is not HOST:PATH"):
+        with pytest.raises(InputError, match="must be HOST:PATH"):
             get_remote_file(odd)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RunError, match="no scp"):

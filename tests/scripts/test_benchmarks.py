@@ -24,7 +24,7 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
     # 40 tokens of 4 rows of 10; a reference: forward, policy: forward and a backward of two
     assert count_flops(shape, rows, with_reference=True) == 4 * 40 * (2 * 1000 + 4 * 10 * 16 + 2 * 70)
     assert count_flops(shape, rows, with_reference=False) == 3 * 40 * (2 * 1000 + 4 * 10 * 16 + 2 * 70)
-    packed = pack([Example((1, 2, 3), ((10, 11, 9), (20, 9)))], row_tokens=100)  # 6 tokens fed, 5 scored
+    packed = pack([Example((1, 2, 3), ((10, 11, 9), (20, 9)))], max_tree_tokens=100)  # 6 tokens fed, 5 scored
     assert count_flops(shape, packed, with_reference=True) == 4 * (6 * (2 * 1000 + 4 * 6 * 16) + 5 * 2 * 70)
 
 

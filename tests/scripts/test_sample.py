@@ -230,8 +230,8 @@ def test_a_reference_that_has_changed_since_is_worth_a_line(run, tmp_path):
     run("sft", "loss=sft", "n_examples=16", "lr=1e-2", "export=false", "resume=auto")  # LATEST moves on
     load_panel([tmp_path / "run"], Choices(), log=lines.append)
     assert lines == [
-        f"warning: {tmp_path}/run/step-8 was trained with a reference of other weights or config than this: "
-        "give --reference DIR, or --no-reference"
+        f"warning: {tmp_path}/run/step-8 was trained with a reference of other weights or config than the one loaded "
+        "now: give --reference DIR, or --no-reference"
     ]
 
 
@@ -358,7 +358,7 @@ def test_checkpoints_and_adapters_from_elsewhere_share_a_base(tmp_path, capsys):
     )
     (foreign / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone/away"}')
     with pytest.raises(
-        InputError, match=r"/gone/away, the base of .*foreign, is not there: give --model DIR_OR_HUB_ID"
+        InputError, match=r"/gone/away, the base of .*foreign, does not exist: give --model DIR_OR_HUB_ID"
     ):
         load_panel([foreign], Choices())
 
@@ -377,7 +377,7 @@ def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "nothing there": ([f"{run}-nowhere"], "does not exist"),
         "a bare archive": (
             [str(run_dir / "step-8" / "policy.pt"), "--model", "nowhere/at/all"],
-            "is not there: give --model",
+            "does not exist: give --model",
         ),
         "a broken config": ([str(broken.parent)], "is not the config of a run"),
         "no file": ([run, "--file", f"{file}l", *out], "is not a file"),

@@ -78,7 +78,9 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_alone(name, tmp_path):
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot be written: .*Not a directory.*; choose another, or set local_dirs"):
+    with pytest.raises(
+        InputError, match=r"cannot be written: .*Not a directory.*; choose another local_run_dir, or set local_dirs"
+    ):
         create_run_dir(str(tmp_path / "file" / "run"))
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
     with pytest.raises(
