@@ -3,9 +3,10 @@
     python train.py loss=sft model=pythia28 datasets=[hh] exp_name=sft
     python train.py loss=dpo loss.beta=0.1 model=pythia28 model.archive=RUN/LATEST datasets=[hh] exp_name=dpo
 
-`--help` lists every key. Exit status: 0 trained, 2 bad input (one message), 130 Ctrl-C (the first saves, the second
-does not), 143 stopped by another signal, 1 anything else.
-Modules that need torch are imported inside functions, when a run starts: bad input is refused in less than a second.
+`--help` lists every key. Exit status: 0 after training; 2 for bad input, after one message; 130 after Ctrl-C (the first
+saves, the second does not); 143 after another stop signal; 1 after any other error.
+Modules that need torch are imported inside functions, when a run starts, so that bad input is refused in less than a
+second.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dpo.system.host import open_standard_streams, print_whatever_happens
 from dpo.system.signals import Stopped, abort, before_end, end_on_stop_signals, ending_on_stop_signals
 
-if __name__ == "__main__":  # before the other imports, which take a while
+if __name__ == "__main__":  # before the other imports, which take a while: a signal may come during them
     open_standard_streams()
     print_whatever_happens()
     end_on_stop_signals()
@@ -89,8 +90,8 @@ def main(config: DictConfig) -> None:
 
 
 def run(config: DictConfig) -> None:
-    """Train by a validated config, in the processes it asks for."""
-    OmegaConf.resolve(config)  # here, once: the run's directory contains the time
+    """Run a validated config, in as many processes as it says."""
+    OmegaConf.resolve(config)  # once, before processes start: the run's directory contains the time
     place_datasets(config)
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
     plan = resolve(config)
@@ -99,7 +100,7 @@ def run(config: DictConfig) -> None:
             dry_run(plan)
         return
     if is_rank_0():
-        print(describe(config), flush=True)  # importing torch takes seconds
+        print(describe(config), flush=True)  # flushed, as importing torch takes seconds
     with ending_on_stop_signals(config.local_run_dir):
         launch(
             work,
@@ -112,18 +113,19 @@ def run(config: DictConfig) -> None:
 
 
 def describe(config: DictConfig) -> str:
-    """A config's differences from the defaults, and where all of it is."""
+    """The settings that differ from the defaults, as text to print."""
     values, options = redact(OmegaConf.to_container(config)), options_in(config)
     run_dir = values.pop("local_run_dir")
     chosen = ", ".join(f"{group}={option}" for group, option in options.items() if option != "none")
-    title = f"{chosen}; what differs from the defaults (all of it: {run_dir}/config.yaml):"
-    return "\n".join([title, *(f"  {setting}" for setting in differences(values, load_defaults(**options)))])
+    title = f"{chosen}; settings that differ from the defaults (all settings: {run_dir}/config.yaml):"
+    settings = differences(values, load_defaults(**options))
+    return "\n".join([title, *(f"  {setting}" for setting in settings)])
 
 
 def dry_run(plan: Plan) -> None:
-    """Print the work and the memory of a run.
+    """Print what a run would do, and the memory it needs.
 
-    Raises InputError as the run would, and writes nothing.
+    Raises the InputErrors that the run would raise. Writes nothing.
     """
     from dpo.checkpoint.resume import check_inputs, look_at_run
     from dpo.models.layouts import Padded
@@ -136,15 +138,16 @@ def dry_run(plan: Plan) -> None:
 
     resume_point = look_at_run(plan)
     check_parts(plan)
-    notes = list(check_scorer(plan)) if plan.online else []
+    scorer_notes = list(check_scorer(plan)) if plan.online else []
     set_up_torch(plan)  # the memory that attention needs depends on its kernel
     data = read_data(plan)
     check_inputs(resume_point, data, find_model_config(plan))
-    if resume_point is None:  # a resumed run keeps the rate it began with, and is past its first update
-        sizes = Batches(plan, data, Padded(), seed=plan.run.seed).test_sizes()  # they depend on no layout
-        scaling = notes_on_scaling(plan.training, plan.dims.data_size)
-        notes = [*scaling, *notes, *FirstUpdate.of(plan, data, sizes).messages]
-    for note in notes:
+    lr_notes, first_update_notes = [], []
+    if resume_point is None:  # a resumed run keeps its first learning rate, and its first update is done
+        batch_sizes = Batches(plan, data, Padded(), seed=plan.run.seed).test_sizes()  # the same in either layout
+        lr_notes = notes_on_scaling(plan.training, plan.dims.data_size)
+        first_update_notes = FirstUpdate.of(plan, data, batch_sizes).messages
+    for note in (*lr_notes, *scorer_notes, *first_update_notes):
         print(note)
     print_prediction(plan, data)
 
@@ -153,7 +156,7 @@ def dry_run(plan: Plan) -> None:
 
 
 def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None = None) -> None:
-    """Open the run, then load and train, in one process.
+    """Open the run's directory, then load and train, in one process.
 
     `models` are the policy and the reference, if they are loaded already.
     """
@@ -163,16 +166,19 @@ def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any]
             from dpo.checkpoint.resume import open_run
             from dpo.reporting.table import LOGS
 
-            find_trainer(plan)  # for its imports
-        if models is None:  # given models would not be freed if reference cycles hold them
+            find_trainer(plan)  # imports the trainers
+        if models is None:  # models of the caller must stay collectable: reference cycles may hold them
             never_collect_imports()
         run = open_run(plan, LOGS) if rank == 0 else None
         with run.lock if run else nullcontext():  # released here, as a caller of worker_main may go on to another run
-            work_in(run, rank, config, plan, models)
+            work_in_run_dir(run, rank, config, plan, models)
 
 
-def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: tuple[Any, Any] | None) -> None:
-    """The rest of `work`, in the directory that rank 0 has locked."""
+def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: tuple[Any, Any] | None) -> None:
+    """Load, train and export, in the run's directory.
+
+    `run` is the directory, which rank 0 has locked; None on other ranks.
+    """
     silence_bitsandbytes()  # set_seed's module imports PEFT
     from transformers import set_seed
 
@@ -188,11 +194,12 @@ def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: 
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
         hide_progress_bars()
 
-    if run is not None and run.found is None and models is None:
-        find_weights(plan)  # missing ones are refused before the data is loaded, which may take minutes
+    if run is not None and run.resume_point is None and models is None:
+        find_weights(plan)  # raises for missing weights before the data is loaded, which may take minutes
     data = read_data(plan, silent=rank != 0)
     if run is not None:
-        check_inputs(run.found, data, models[0].config if models else find_model_config(plan))
+        model_config = models[0].config if models else find_model_config(plan)
+        check_inputs(run.resume_point, data, model_config)
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
         if rank == 0:
             print(f"{resume_from}: this run is already complete; a larger n_epochs or n_examples extends it")
@@ -208,7 +215,7 @@ def work_in(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: 
 
 
 def read_data(plan: Plan, *, silent: bool = False) -> TrainingData:
-    """Load the data of a run, and warn about its warm-up."""
+    """Load the data of a run; warn of an unsuitable warm-up."""
     from dpo.training.optimization import find_warmup_warnings
     from preference_datasets import load_data
 
@@ -227,6 +234,7 @@ def train(
     models: tuple[Any, Any] | None,
     resume_from: Path | None,
 ) -> None:
+    """Make the trainer, which loads the models and a checkpoint, and train."""
     from dpo.models.loading import find_following, model_loaders
     from dpo.models.weights import load_archive
     from dpo.training.memory import explaining_out_of_memory
@@ -240,8 +248,9 @@ def train(
             policy, reference = models
             if resume_from is not None and plan.lora is None:  # the trainer itself loads an adapter
                 load_archive(policy, str(resume_from))
-            if reference is not None and (following := find_following(plan, resume_from)):
-                load_archive(reference, following)
+            saved_reference = find_following(plan, resume_from)  # of a reference that follows the policy
+            if reference is not None and saved_reference:
+                load_archive(reference, saved_reference)
         trainer = find_trainer(plan)(
             policy,
             config,
@@ -253,7 +262,7 @@ def train(
             data=data,
             resume_from=resume_from,
         )
-        # again, as W&B, which the trainer has started, logs only the output from then on
+        # printed again, for W&B's log: the trainer has started W&B, which records the output from then on
         if rank == 0 and plan.wandb.enabled and not plan.run.debug:
             print(f"training on\n{data.report.describe(plan.data.batch_size)}", flush=True)
         trainer.train()
@@ -266,29 +275,39 @@ def export_last(rank: int, plan: Plan) -> None:
     """
     if not plan.run.export or plan.run.debug:
         return
-    from dpo.checkpoint.files import EXPORTED
-    from dpo.models.export import export
     from dpo.system.waiting import after_rank_0, leave_together
 
-    def write() -> None:
-        latest = Path(plan.run.local_run_dir) / "LATEST"
-        if rank != 0 or not latest.exists() or (latest / EXPORTED).exists():
-            return
-        try:
-            trusted = plan.model.trust_remote_code  # by this run's command line
-            out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=trusted, verify=False)
-            print(f"exported {out}", flush=True)
-        except Exception as error:  # any error, as the run is complete
-            name = "" if isinstance(error, (InputError, RunError)) else f"{type(error).__name__} "
-            reason = " ".join(f"{name}{error}".split())  # on one line
-            command = f"python -m scripts.export {plan.run.local_run_dir} DIR"
-            print(f"warning: the run is complete, but not exported: {reason}; {command} does it later", file=sys.stderr)
+    def export_on_rank_0() -> None:
+        if rank == 0:
+            _export_latest(plan)
 
-    after_rank_0("the export", write)
+    after_rank_0("the export", export_on_rank_0)
     leave_together()
 
 
+def _export_latest(plan: Plan) -> None:
+    from dpo.checkpoint.files import EXPORTED
+    from dpo.models.export import export
+
+    latest = Path(plan.run.local_run_dir) / "LATEST"
+    if not latest.exists() or (latest / EXPORTED).exists():
+        return
+    try:
+        is_trusted = plan.model.trust_remote_code  # decided by this run's command line, not by the checkpoint
+        out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=is_trusted, verify=False)
+        print(f"exported {out}", flush=True)
+    except Exception as error:  # no error of an export may fail a run that is complete
+        error_type = "" if isinstance(error, (InputError, RunError)) else f"{type(error).__name__} "
+        reason = " ".join(f"{error_type}{error}".split())  # on one line
+        command = f"python -m scripts.export {plan.run.local_run_dir} DIR"
+        print(
+            f"warning: the run is complete, but its export failed: {reason}; to export it, run {command}",
+            file=sys.stderr,
+        )
+
+
 def find_trainer(plan: Plan) -> Any:
+    """The plan's trainer class. Imports torch."""
     import trainers
 
     return trainers.TRAINERS[plan.trainer.name]
@@ -316,9 +335,9 @@ def worker_main(
 ) -> None:
     """Train loaded models, in this process or together with others.
 
-    It is the reference implementation's function. Processes are started with `torch.multiprocessing.spawn(worker_main,
-    nprocs=N, args=(N, config, policy, reference))` and meet at `config.fsdp_port`. Keys that the config lacks get the
-    defaults of `config/`. Raises InputError for a config that cannot run.
+    The reference implementation has this function too. Start processes with `torch.multiprocessing.spawn(worker_main,
+    nprocs=N, args=(N, config, policy, reference))`; they meet at `config.fsdp_port`. Keys missing from the config get
+    the defaults of `config/`. Raises InputError for a config that cannot run.
     """
     import torch
 
@@ -331,20 +350,23 @@ def worker_main(
     if plan.trainer.multi_process:
         config.world_size = world_size
         if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
-            raise InputError("fsdp_port is null: give all processes the same, such as utils.get_open_port()")
+            raise InputError(
+                "fsdp_port is null: set it to the same free port in all processes, such as utils.get_open_port()"
+            )
     if problems := find_config_problems(config, plan):
         raise InputError("; ".join(problems))
     OmegaConf.resolve(config)
     place_datasets(config)
-    joins = plan.trainer.multi_process and not torch.distributed.is_initialized()
-    if joins:
+    makes_group = plan.trainer.multi_process and not torch.distributed.is_initialized()
+    if makes_group:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
-    config.local_run_dir = from_rank_0(config.local_run_dir)  # contains the time, unless it was given
+    # one directory for all ranks: the default name contains the time, which differs between them
+    config.local_run_dir = from_rank_0(config.local_run_dir)
     if rank == 0:
         print(describe(config), flush=True)
     work(rank, world_size, config, (unwrap(policy), unwrap(reference_model)))
-    if joins:
+    if makes_group:
         torch.distributed.destroy_process_group()
 
 

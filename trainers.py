@@ -1,4 +1,4 @@
-"""The trainers: their shared loop, and where each places its models."""
+"""The trainers: the training loop, and how each trainer distributes its models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
 from dpo.training.memory import Communication, decide_communication
-from dpo.training.metrics import REFERENCE, peak_memory_gb
+from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, peak_memory_gb
 from dpo.training.objective import BatchContext, NamedTensors, make_objective
 from dpo.training.online import OnlineBatches
 from dpo.training.optimization import OPTIMIZERS, Schedule
@@ -55,15 +55,15 @@ from dpo.training.self_test import self_test
 from dpo.training.stop import StopRequest
 from preference_datasets import load_data
 
-LONG_SECS = 5  # an evaluation predicted to take longer is announced
+LONG_SECS = 5  # the first evaluation is announced if it is predicted to take longer
 
 
 class Trainer:
     """Trains a policy in this process, which may be one of several.
 
-    Subclasses place the models. `policy` and `reference_model` are models, or functions that load one; the reference is
-    loaded once the policy is in place. Keys that `config` lacks get the defaults of `config/`; `run_dir` is created if
-    it does not exist.
+    `policy` and `reference_model` are models, or functions that load one. The reference is loaded after the policy was
+    distributed, so that host memory holds one whole model at a time. Keys missing from `config` get the defaults of
+    `config/`. `run_dir` is created if it does not exist. Subclasses say how models are distributed (`place`).
     """
 
     def __init__(
@@ -80,8 +80,10 @@ class Trainer:
     ) -> None:
         config = with_defaults(config, run_dir=run_dir)
         require(config)
-        self.config, self.seed, self.run_dir = config, seed, Path(run_dir)  # these five names are the reference's
+        # the reference implementation's trainer has these five attributes
+        self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
         self.rank, self.world_size = rank, world_size
+
         plan = self.plan = resolve(config, trainer=self.spec, world_size=world_size)
         self.loss = plan.loss
         if plan.reference == "model" and reference_model is None:
@@ -90,52 +92,59 @@ class Trainer:
         data = self.data = data or load_data(plan, silent=rank != 0)
         progress = self.progress = Progress.of(plan, silent=rank != 0)
         self.tokenizer = data.tokenizer
-        self.policy, frozen = self._place_policy(policy, resume_from)
-        self.reference = self._make_reference(reference_model, frozen)
+
+        self.policy, frozen_digest = self._load_policy(policy, resume_from)
+        self.reference = self._load_reference(reference_model, frozen_digest)
         self.optimizer = self.make_optimizer()  # after placement, which replaces parameters
         self.scheduler = Schedule.of(plan.training, self.optimizer, updates=data.report.updates, size=mesh.data_size)
-        # answers of an online run may be as long as max_length allows
-        longest = plan.data.max_length if plan.online else data.report.longest(plan.data.max_length)
+        # the answers of an online run may be as long as max_length allows
+        longest_example = plan.data.max_length if plan.online else data.report.longest(plan.data.max_length)
         objective = self.objective = make_objective(
-            plan, self.policy, self.reference, mesh, longest=longest, log=progress.line
+            plan, self.policy, self.reference, mesh, longest_example=longest_example, log=progress.line
         )
         stop = self.stop = StopRequest(mesh)
         self.batches = self._make_batches()
-        self.eval_batches = list(self.batches.test())  # kept: every evaluation uses them
+        self.eval_batches = list(self.batches.test())  # prepared once, as every evaluation uses all of them
         self.first_update = FirstUpdate.of(plan, data, [len(batch.examples) for batch in self.eval_batches])
         self.evaluator = Evaluator(plan, data, objective, self.eval_batches, progress, stop, seed=seed)
-        parameters = adapters.count_parameters(self.policy)
-        context = RunContext(plan, self.run_dir, rank, data, progress.line, parameters)
+
+        n_parameters = adapters.count_parameters(self.policy)
+        context = RunContext(plan, self.run_dir, rank, data, progress.line, n_parameters)
         self.callbacks = Callbacks.of(CALLBACKS, context, terminal=progress)
         self.checkpoints = Checkpoints(self.run_dir, mesh, keep=plan.run.keep_checkpoints, log=progress.line)
         states = objective.states | self.batches.states
         states |= {"checkpoints": self.checkpoints, "callbacks": self.callbacks}
-        self.state = RunState(self.reference, frozen, rank=rank, **states)
-        if resume_from is not None:  # every part exists by now
-            self.checkpoints.restore(resume_from, self._parts())
+        self.state = RunState(self.reference, frozen_digest, rank=rank, **states)
+        if resume_from is not None:
+            self.checkpoints.restore(resume_from, self._list_parts())  # last, as it restores all the objects above
+
         for note in self.notes():
             progress.line(note)
         self.train_iterator = self.batches.train(skip=self.state.batch_counter)
         self.callbacks.emit("start")
 
-    def _place_policy(self, policy: Any, resume_from: Path | None) -> tuple[Any, str | None]:
+    def _load_policy(self, policy: Any, resume_from: Path | None) -> tuple[Any, str | None]:
+        """Load, check and distribute the policy.
+
+        Returns it, and the digest of the frozen base under an adapter: rank 0 has it, None elsewhere or without one.
+        """
         plan = self.plan
         load = partial(load_policy, policy, plan, rank=self.rank, resume_from=resume_from)
-        policy, frozen = after_rank_0("the policy's weights", load)
+        policy, frozen_digest = after_rank_0("the policy's weights", load)
         self.data.encode.check_vocabulary(policy.get_input_embeddings().num_embeddings)
         check_positions(policy, plan.data.max_length)
         if plan.training.activation_checkpointing:
             checkpoint_activations(policy)
-        return self.place(policy, compute_dtype=DTYPES[plan.compute_dtype]), frozen
+        return self.place(policy, compute_dtype=DTYPES[plan.compute_dtype]), frozen_digest
 
-    def _make_reference(self, reference_model: Any, frozen: str | None) -> Reference | None:
+    def _load_reference(self, reference_model: Any, frozen_digest: str | None) -> Reference | None:
+        """Make the reference from the policy's own module or a loaded model."""
         plan = self.plan
-        lengths = plan.data.max_length, plan.data.max_prompt_length
-        identity = repr((self.data.identity, *lengths))
+        identity = repr((self.data.identity, plan.data.max_length, plan.data.max_prompt_length))
         logps = ReferenceLogps(self.data.n_examples, len(self.loss.reference_columns), identity)
         if plan.reference in ("base", "adapter"):
             adapter = adapters.REFERENCE if plan.reference == "adapter" else None
-            return Reference(self.policy, frozen, logps, adapters.switch(self.policy, adapter))
+            return Reference(self.policy, frozen_digest, logps, adapters.switch(self.policy, adapter))
         if reference_model is None:
             return None
         load = partial(load_reference, reference_model, plan, rank=self.rank)
@@ -152,13 +161,23 @@ class Trainer:
     def reference_model(self) -> torch.nn.Module | None:
         """The separate reference model, if it is loaded.
 
-        None if the reference is not a model of its own, or once all its log-probabilities are cached.
+        None if the reference is the policy without its adapter or with another, and once all pairs are cached.
         """
-        return self.reference.model if self.reference and self.reference.model is not self.policy else None
+        if self.reference is None or self.reference.model is self.policy:
+            return None
+        return self.reference.model
+
+    @property
+    def example_counter(self) -> int:
+        return self.state.example_counter
+
+    @property
+    def batch_counter(self) -> int:
+        return self.state.batch_counter
 
     # --- defined by subclasses --------------------------------------------------------------------------------------
 
-    spec: TrainerSpec  # abilities of the trainer
+    spec: TrainerSpec  # the name of the trainer and its abilities
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         """Distribute a loaded model over devices and processes."""
@@ -174,14 +193,6 @@ class Trainer:
             *self.scheduler.notes,
         ]
 
-    @property
-    def example_counter(self) -> int:
-        return self.state.example_counter
-
-    @property
-    def batch_counter(self) -> int:
-        return self.state.batch_counter
-
     def make_optimizer(self) -> torch.optim.Optimizer:
         training = self.plan.training
         return OPTIMIZERS[training.optimizer](adapters.trained_parameters(self.policy), lr=training.lr)
@@ -191,29 +202,25 @@ class Trainer:
     def train(self) -> None:
         """Train to the end of the data, evaluating and saving when due.
 
-        Also evaluates and saves after the last update. On a stop signal it finishes the update (several processes
-        possibly one more), saves, and raises Stopped.
+        Also evaluates and saves after the last update. On a stop signal it finishes the update, saves and raises
+        Stopped; with several processes one more update may come before that.
         """
         if self.state.batch_counter == 0:
             for note in self.first_update.messages:
                 self.progress.line(note)
         self.check_and_score_reference()
-        total, done = self.data.report.updates, self.state.batch_counter
-        with self._ending_in_order():
-            for item in self.progress.updates(self.train_iterator, total=total, done=done):
-                self.evaluate_and_save_if_due()
-                # an online batch takes long and its scorer may fail, so draw it after the evaluation and save
+        n_updates, n_done = self.data.report.updates, self.state.batch_counter
+        with self._finishing():
+            for item in self.progress.updates(self.train_iterator, total=n_updates, done=n_done):
+                self.save_if_due(metrics=self.evaluate_if_due())
+                # an online batch takes long and its scorer may fail, so it is made after the state was saved
                 batch = self.batches.make_batch(item, update=self.state.batch_counter)
                 update = self.train_step(batch)
                 self.callbacks.emit("update", update)
                 self.checkpoints.check()  # a checkpoint that cannot be written ends the run now, not at the next save
                 self.stop.raise_if_agreed()
-            self.evaluate_and_save_if_due(last=True)
-        saved, (name, sign) = self.checkpoints, self.loss.best
-        if saved.best > saved.latest:
-            best, latest = sign * saved.best, sign * saved.latest  # values of the metric; the saved qualities rank them
-            step = self.run_dir / f"step-{saved.best_at}"
-            self.progress.line(f"BEST is {step}, with {name} {best:.4g}; that of LATEST is {latest:.4g}")
+            self.save_if_due(metrics=self.evaluate_if_due(is_last=True), is_last=True)
+        self._report_best()
 
     def train_step(self, batch: Batch) -> Update:
         """Make one update on a global batch, the same on every process."""
@@ -225,48 +232,58 @@ class Trainer:
             accumulate(self.policy, last=i == len(batch.microbatches), reduce_once=self.plan.fsdp.reduce_once)
             metrics.append(self._backward(microbatch, context))  # tensors on the device, so the host runs ahead
             self.progress.part(i, len(batch.microbatches), "microbatch")
-        release_gathered(self.reference_model)  # a backward pass would do this, but the reference has none
-        norm, stop = self.clip_gradient(), bool(self.stop.signals)
-        # scalars are summed over the ranks: rank 0 alone adds the norm, equal on all; every rank adds whether to stop
-        scalars = {"grad_norm": norm if self.rank == 0 else torch.zeros_like(norm), "stop": torch.full_like(norm, stop)}
-        # the only synchronization of host and device in an update; also lets the processes agree on stopping
-        reduced = objective.reduce(metrics, len(batch.examples), context.numbers, scalars)
-        self.stop.is_agreed = reduced.scalars["stop"] > 0
-        [lr] = self.scheduler.get_last_lr()
-        counters = self.state.count(len(batch.examples))  # before any veto: skipped updates count
+        # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
+        release_gathered(self.reference_model)
+        reduced = self._reduce(metrics, self.clip_gradient(), len(batch.examples), context.rows_to_cache)
+        [lr] = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update
+        counters = self.state.count(len(batch.examples))  # an update that a callback refuses counts too
         means = reduced.means(batch.examples, batch.weights)
         means["grad_norm"] = reduced.scalars["grad_norm"]
-        means["grad_norm"] = reduced.scalars["grad_norm"]
         update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
-        if self.callbacks.allow(update) and any(batch.weights):  # if all are ties, momentum would still move weights
+        has_loss = any(batch.weights)  # false if all pairs are ties: a step would move the weights by momentum alone
+        if self.callbacks.allow(update) and has_loss:
             self.optimizer.step()
             self.scheduler.step()
             objective.after_step(update.metrics)
         objective.sync_if_due(update.number)
         self.optimizer.zero_grad()
-        seconds = time.perf_counter() - start + sum(batch.seconds.values())  # with sampling and scoring
         further_metrics = {
             "lr": lr,
             **batch.metrics,
-            **reduced.find_kl([*batch.drawn]),
-            "examples_per_second": len(batch.examples) / seconds,
-            "tokens_per_second": sum(example.n_tokens for example in batch.examples) / seconds,
-            **{f"online/{name}_share": spent / seconds for name, spent in batch.seconds.items()},
+            **reduced.find_kl(list(batch.drawn)),
+            **_measure_speed(batch, time.perf_counter() - start),
             "memory/peak_gb": peak_memory_gb(),
         }
         return update._replace(metrics={**update.metrics, **further_metrics})
 
+    def _reduce(
+        self, metrics: MicrobatchMetrics, grad_norm: torch.Tensor, n_examples: int, rows_to_cache: Sequence[int]
+    ) -> Reduced:
+        """Reduce an update's metrics and gradient norm; agree on stopping.
+
+        The only time in an update that the host waits for the device.
+        """
+        is_asked_to_stop = bool(self.stop.signals)
+        scalars = {  # to be summed over the ranks
+            # from rank 0 alone, as all ranks have the same norm
+            "grad_norm": grad_norm if self.rank == 0 else torch.zeros_like(grad_norm),
+            "n_ranks_to_stop": torch.full_like(grad_norm, is_asked_to_stop),
+        }
+        reduced = self.objective.reduce(metrics, n_examples, rows_to_cache, scalars)
+        self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
+        return reduced
+
     def _backward(self, microbatch: Microbatch, context: BatchContext) -> tuple[torch.Tensor, NamedTensors]:
         """Add a microbatch's gradient; return its indices and metrics.
 
-        As a function of its own, it frees the inputs and the graph when it returns.
+        This is a function of its own so that inputs and graph are freed before the next microbatch.
         """
         microbatch = microbatch.to(self.objective.device)
         with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
             losses, metrics = self.objective.losses(microbatch, context, split="train")
-            # this part of the mean over the global batch, scaled because FSDP takes the mean over processes
-            part = (losses * context.weights[microbatch.indices]).sum()
-            (part * self.mesh.data_size / context.total_weight).backward()
+            weighted_sum = (losses * context.weights[microbatch.indices]).sum()
+            # data_size cancels FSDP's mean over processes: the gradient is that of the global batch's weighted mean
+            (weighted_sum * self.mesh.data_size / context.total_weight).backward()
         return microbatch.indices, metrics
 
     def clip_gradient(self) -> torch.Tensor:
@@ -288,11 +305,11 @@ class Trainer:
             self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
             path = self.reference.logps.find_path(self.plan.run.local_dir, self.reference.digest)
-            # also the batches that a resumed run has trained on, so that it writes the same file
+            # all training batches, also those that a resumed run has trained on, so that it writes the same file
             batches = itertools.chain(self.eval_batches, self.batches.train())
-            total = len(self.eval_batches) + self.data.report.updates
-            progress = self.progress.over(batches, total=total, what="score")
-            self.progress.line(self.objective.cache_reference(progress, path))
+            n_batches = len(self.eval_batches) + self.data.report.updates
+            batches = self.progress.over(batches, total=n_batches, what="score")
+            self.progress.line(self.objective.cache_reference(batches, path))
             self.reference.free()
 
     def self_test(self) -> None:
@@ -306,91 +323,104 @@ class Trainer:
         `seconds` is the time of the self-test.
         """
         lengths = [example.n_tokens for batch in self.eval_batches for example in batch.examples]
-        n_tokens, n_tested_tokens = sum(lengths), sum(lengths[: self.first_update.tested])
-        n_forwards = 2 if self.loss.reference else 1  # of an evaluation; the self-test runs the policy once more
-        predicted = seconds * n_forwards / (n_forwards + 1) * n_tokens / n_tested_tokens
+        n_tested_tokens = sum(lengths[: self.first_update.n_tested])
+        n_forwards = 2 if self.loss.reference else 1  # per example of an evaluation: the policy, and the reference
+        n_test_forwards = n_forwards + 1  # the self-test runs the policy twice, in train and in eval mode
+        predicted = seconds * n_forwards / n_test_forwards * sum(lengths) / n_tested_tokens
         if self.plan.evaluation.do_first_eval and predicted > LONG_SECS:
             self.progress.line(f"the evaluation takes about {clock_time(predicted)}, at the speed of the self-test")
 
     @contextmanager
-    def _ending_in_order(self) -> Iterator[None]:
-        """Handle stop signals inside, and end callbacks and checkpoints in order.
+    def _finishing(self) -> Iterator[None]:
+        """Handle stop signals inside, and finish checkpoints and callbacks after it.
 
-        - success: all processes complete the last checkpoint, then "end" is emitted
-        - stopped, or a scorer failed: what is unsaved is saved, and "end" emitted
-        - NaN or infinite: "abort" and "end" are emitted; nothing is saved
-        - any other error: a checkpoint in progress is finished; other processes may go on, so nothing collective
+        - After success, all processes complete the last checkpoint, then "end" is emitted.
+        - After a stop signal or a scorer's failure, an unsaved state is saved, and "end" is emitted.
+        - After a NaN or infinite value nothing is saved, and "abort" and "end" are emitted.
+        - After any other error this process completes its checkpoint. It calls no collective, as the other processes
+          may not have failed.
         """
-        with on_stop_signals(self._note_signal):
+        with on_stop_signals(self._record_signal):
             try:
                 yield
                 self.checkpoints.finish()
-            except (Stopped, NonFinite, ScorerFailed) as ending:  # on every process
-                if isinstance(ending, NonFinite):
-                    self.callbacks.emit("abort", str(ending))
-                elif self._has_unsaved():
+            except (Stopped, NonFinite, ScorerFailed) as error:  # every process raises these at the same update
+                if isinstance(error, NonFinite):
+                    self.callbacks.emit("abort", str(error))
+                elif self._is_unsaved():
                     self.save()
-                # first: rank 0 may upload to W&B for a while, and `finish` lets the others wait for it
+                # before `finish`, which lets the other processes wait while rank 0 uploads to W&B
                 self.callbacks.emit("end")
                 self.checkpoints.finish()
                 raise
             finally:
                 self.progress.close()
-                if not isinstance(sys.exception(), KeyboardInterrupt):
-                    self.checkpoints.wait()  # finish a checkpoint in progress, whatever else went wrong
+                if not isinstance(sys.exception(), KeyboardInterrupt):  # a second Ctrl-C abandons the checkpoint
+                    self.checkpoints.wait()
         self.callbacks.emit("end")
 
-    def _note_signal(self, number: int) -> str:
-        """Record a signal; return a message about its effect."""
-        self.stop.signals.append(number)
-        saves = self.state.example_counter > 0 and not self.plan.run.debug
-        return "stopping after saving a checkpoint" if saves else "stopping"
+    def _record_signal(self, signal_number: int) -> str:
+        """Record a stop signal; return a message about its effect."""
+        self.stop.signals.append(signal_number)
+        will_save = self.state.example_counter > 0 and not self.plan.run.debug
+        return "stopping after saving a checkpoint" if will_save else "stopping"
 
     # --- evaluation and checkpoints --------------------------------------------------------------------------------
 
-    def evaluate_and_save_if_due(self, *, last: bool = False) -> None:
-        """Evaluate, sample and save, each if due and not done yet.
+    def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
+        """Evaluate and sample, if due and not done yet.
 
-        With `last` all are due.
+        With `is_last`, after the last update, it is always due. Returns the mean metrics, or None without an
+        evaluation.
         """
-        state, metrics = self.state, None
-        if state.evaluated_at != state.example_counter and (last or self.evaluation_is_due()):
-            evaluated = self.evaluator.metrics()
-            examples = [example for batch in self.eval_batches for example in batch.examples]
-            metrics = evaluated.means(examples)
-            is_first = state.batch_counter == 0
-            is_wanted = self.first_update.draws_samples if is_first else self.plan.evaluation.sample_during_eval
-            samples = self.evaluator.samples(n_examples=state.example_counter) if is_wanted else []
-            counters = state.batch_counter, state.example_counter
-            evaluation = Evaluation(*counters, metrics, samples, examples, evaluated.examples)
-            self.callbacks.emit("evaluation", evaluation)
-            # None, so that this state is saved, perhaps again, with these metrics
-            state.evaluated_at, state.saved_at = state.example_counter, None
+        state = self.state
+        is_due = is_last or self._is_evaluation_due()
+        if not is_due or state.evaluated_at == state.example_counter:
+            return None
+        evaluated = self.evaluator.metrics()
+        examples = [example for batch in self.eval_batches for example in batch.examples]
+        metrics = evaluated.means(examples)
+        is_first = state.batch_counter == 0
+        draws_samples = self.first_update.draws_samples if is_first else self.plan.evaluation.sample_during_eval
+        samples = self.evaluator.samples(n_examples=state.example_counter) if draws_samples else []
+        counters = state.batch_counter, state.example_counter
+        self.callbacks.emit("evaluation", Evaluation(*counters, metrics, samples, examples, evaluated.examples))
+        state.evaluated_at = state.example_counter
+        state.saved_at = None  # a checkpoint of this state, if there is one, lacks these metrics: save it again
+        return metrics
+
+    def _is_evaluation_due(self) -> bool:
+        n_examples = self.state.example_counter
+        return n_examples % self.plan.eval_interval == 0 and (n_examples > 0 or self.plan.evaluation.do_first_eval)
+
+    def save_if_due(self, *, metrics: dict[str, float] | None, is_last: bool = False) -> None:
+        """Save a checkpoint with the metrics, if due and not saved yet.
+
+        With `is_last`, after the last update, it is always due.
+        """
         save_every = self.plan.run.save_every or self.plan.eval_interval
-        if self._has_unsaved() and (last or state.example_counter % save_every == 0):
+        is_due = is_last or self.state.example_counter % save_every == 0
+        if is_due and self._is_unsaved():
             self.save(metrics=metrics)
 
-    def evaluation_is_due(self) -> bool:
-        examples = self.state.example_counter
-        return examples % self.plan.eval_interval == 0 and (examples > 0 or self.plan.evaluation.do_first_eval)
-
-    def _has_unsaved(self) -> bool:
-        examples = self.state.example_counter
-        return examples > 0 and examples != self.state.saved_at and not self.plan.run.debug
+    def _is_unsaved(self) -> bool:
+        """Return whether a checkpoint of the current state is wanted and missing."""
+        n_examples = self.state.example_counter
+        return n_examples > 0 and n_examples != self.state.saved_at and not self.plan.run.debug
 
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
         """Save to `output_dir`, or to the run's `step-N`.
 
-        Such a `step-N` becomes LATEST, and BEST if `metrics` are the best yet.
+        The links LATEST, and BEST if `metrics` are the best yet, then name `step-N`; they never name `output_dir`.
         """
-        state, (name, sign) = self.state, self.loss.best
+        state, (metric, sign) = self.state, self.loss.best
         if output_dir is None:
             state.saved_at = state.example_counter
         self.checkpoints.save(
-            self._parts(),
+            self._list_parts(),
             step_idx=state.example_counter,
             metrics=metrics,
-            quality=None if metrics is None else sign * metrics.get(name, math.nan),
+            quality=None if metrics is None else sign * metrics.get(metric, math.nan),
             facts=lambda: {
                 "updates": state.batch_counter,
                 "evaluated": state.evaluated_at == state.example_counter,
@@ -400,13 +430,39 @@ class Trainer:
             elsewhere=output_dir and Path(output_dir),
         )
 
-    def _parts(self) -> list[Part]:
-        """The parts of a checkpoint."""
+    def _report_best(self) -> None:
+        """Log which checkpoint BEST names, if it is better than LATEST."""
+        metric, sign = self.loss.best
+        best, latest = self.checkpoints.best, self.checkpoints.latest  # qualities: the metric times its sign
+        if best > latest:
+            step = self.run_dir / f"step-{self.checkpoints.best_at}"
+            self.progress.line(
+                f"BEST is {step}, with {metric} {sign * best:.4g}; LATEST has {metric} {sign * latest:.4g}"
+            )
+
+    def _list_parts(self) -> list[Part]:
+        """The parts of a checkpoint, in the order of writing."""
         models: list[Part] = [adapters.policy_part(self.policy)]
-        if self.objective.follow_every:
+        if self.objective.follow_every:  # otherwise the reference never changes
             models.append(ModelPart(FOLLOWING, self.reference_model))
-        counters = Part("scheduler", self.scheduler), Part("trainer", self.state)
-        return [*models, OptimizerPart(self.optimizer, self.mesh), *counters, RandomPart(self.mesh)]
+        optimizer = OptimizerPart(self.optimizer, self.mesh)
+        return [
+            *models,
+            optimizer,
+            Part("scheduler", self.scheduler),
+            Part("trainer", self.state),
+            RandomPart(self.mesh),
+        ]
+
+
+def _measure_speed(batch: Batch, step_seconds: float) -> dict[str, float]:
+    """Metrics of the time that an update took, sampling and scoring included."""
+    seconds = step_seconds + sum(batch.seconds.values())
+    return {
+        "examples_per_second": len(batch.examples) / seconds,
+        "tokens_per_second": sum(example.n_tokens for example in batch.examples) / seconds,
+        **{f"online/{task}_share": task_seconds / seconds for task, task_seconds in batch.seconds.items()},
+    }
 
 
 class BasicTrainer(Trainer):
@@ -418,7 +474,8 @@ class BasicTrainer(Trainer):
     spec = choices.BASIC
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
-        if len({*getattr(model, "hf_device_map", {}).values()}) > 1:
+        devices = set(getattr(model, "hf_device_map", {}).values())
+        if len(devices) > 1:
             move_less(model, find_blocks(model, self.plan.model.block_name))
         return model
 
@@ -427,8 +484,8 @@ class BasicTrainer(Trainer):
 
         Under SFT only (chosen,).
         """
-        columns = self.objective.forward(model, self._make_microbatch(batch))
-        return tuple(columns[role] for role in ROLES if role in columns and f"{role}_input_ids" in batch)
+        logps = self.objective.forward(model, self._make_microbatch(batch))
+        return tuple(logps[role] for role in ROLES if role in logps and f"{role}_input_ids" in batch)
 
     def get_batch_metrics(
         self, batch: PaddedBatch, loss_config: DictConfig, train: bool = True
@@ -438,18 +495,19 @@ class BasicTrainer(Trainer):
         The metrics are detached, each (B,).
         """
         split = "train" if train else "eval"
-        microbatch, loss = self._make_microbatch(batch), find_loss(loss_config)
-        losses, metrics = self.objective.losses(microbatch, split=split, loss=loss)
+        losses, metrics = self.objective.losses(self._make_microbatch(batch), split=split, loss=find_loss(loss_config))
         return losses.mean(), {name: values for name, values in metrics.items() if not name.startswith(REFERENCE)}
 
     def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
-        """(policy, reference) continuations of the batch's prompts.
+        """Continuations of the batch's prompts by policy and reference.
 
-        The second is empty without a reference.
+        Those by the reference are an empty list without a reference.
         """
-        continue_prompts = partial(self.evaluator.continuations, n_examples=self.state.example_counter)
-        policy, *reference = (continue_prompts(model, batch) for model in self.evaluator.sampled_models())
-        return policy, reference[0] if reference else []
+        texts = [
+            self.evaluator.continuations(model, batch, n_examples=self.state.example_counter)
+            for model in self.evaluator.sampled_models()
+        ]
+        return (texts[0], texts[1]) if len(texts) == 2 else (texts[0], [])
 
     def _make_microbatch(self, batch: PaddedBatch) -> Microbatch:
         [microbatch] = self.objective.layout.split(find_examples(batch), 1)
@@ -469,15 +527,15 @@ class FSDPTrainer(BasicTrainer):
 
     def notes(self) -> list[str]:
         notes = [*super().notes(), *self.communication.notes]
-        chosen = self.plan.model.fsdp_policy_mp or self.plan.model.autocast
-        shards = self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
-        if chosen or not shards or self.plan.compute_dtype != "float32":
+        has_chosen_dtype = bool(self.plan.model.fsdp_policy_mp or self.plan.model.autocast)
+        gathers_on_gpus = self.mesh.data_size > 1 and self.mesh.device.type == "cuda"
+        if has_chosen_dtype or not gathers_on_gpus or self.plan.compute_dtype != "float32":
             return notes
-        gathered_gb = 4e-9 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
+        gathered_bytes = 4 * sum(p.numel() for p in self.policy.parameters()) / self.mesh.tensor_size
         return [
             *notes,
             f"the policy is gathered and computed in float32; model.fsdp_policy_mp=bfloat16 would halve the "
-            f"{gathered_gb:.3g} GB that each forward and backward pass gathers, and multiply matrices faster",
+            f"{gathered_bytes / 1e9:.3g} GB that each forward and backward pass gathers, and multiply matrices faster",
         ]
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
@@ -494,9 +552,9 @@ class FSDPTrainer(BasicTrainer):
 
 
 class TensorParallelTrainer(FSDPTrainer):
-    """Layers sliced over `tensor_parallel_size` processes, with FSDP across such groups.
+    """Layers sliced over `tensor_parallel_size` processes, and FSDP over these groups.
 
-    With null, a layer is sliced over all processes.
+    With `tensor_parallel_size=null` each layer is sliced over all processes.
     """
 
     spec = choices.TENSOR_PARALLEL
@@ -512,8 +570,9 @@ class PackageTensorParallelTrainer(BasicTrainer):
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        size = self.plan.run.tensor_parallel_size or len(gpus)
-        return split_over_devices(model, gpus[:size] or ["cpu"] * size)
+        n_slices = self.plan.run.tensor_parallel_size or len(gpus)
+        devices = gpus[:n_slices] if gpus else ["cpu"] * n_slices
+        return split_over_devices(model, devices)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer()

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=2000)
     asked = parser.parse_args()
     n, appends = asked.batch_size, []
-    data: Any = SimpleNamespace(report=SimpleNamespace(epoch=n * asked.updates))
+    data: Any = SimpleNamespace(report=SimpleNamespace(examples_per_epoch=n * asked.updates))
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(RunContext(make_plan({"batch_size": n}), Path(folder), 0, data, print))
         ledger.on_start()

@@ -298,7 +298,7 @@ def test_a_cache_of_another_model_is_noticed(make_trainer, tmp_path):
     with np.load(file) as stored:
         np.savez(file, logps=stored["logps"] * 1.05)
 
-    with pytest.raises(InputError, match="stored reference log-probabilities are off by up to"):
+    with pytest.raises(InputError, match="stored reference log-probabilities differ by up to"):
         make_trainer(*options, run="second").train()
 
 

@@ -1,7 +1,8 @@
 """Checksums of files, computed while writing and verified in parallel.
 
-A file is not read again for its checksums. The SHA-256 of a whole file, as printed by `sha256sum`, can only be computed
-sequentially. So each block of BLOCK bytes has its own checksum, and all cores verify blocks in parallel.
+Checksums are computed from the bytes as they are written, so that the file need not be read again. The SHA-256 of a
+whole file, which `sha256sum` prints, can only be computed sequentially. So each block of BLOCK bytes has its own too,
+and all cores verify blocks in parallel.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BLOCK = 2**26  # bytes; part of the manifest's format
-SYNC_EVERY = 2**30  # bytes; so that the last sync need not write the whole file
-IN_THREADS = 2**20  # bytes; smaller pieces are hashed in the calling thread
+SYNC_EVERY = 2**30  # bytes, between two syncs: so the last one need not write the whole file
+IN_THREADS = 2**20  # bytes; pieces of at least this size are hashed in threads
 
 
 class HashedFile:
@@ -28,8 +29,8 @@ class HashedFile:
     def __init__(self, path: Path, progress: Callable[[], None] = lambda: None) -> None:
         self._file, self._progress = path.open("wb"), progress
         self._threads = ThreadPoolExecutor(3, thread_name_prefix="hash")  # file hash, block hash, sync
-        self._whole, self._block = hashlib.sha256(), hashlib.sha256()
-        self._blocks: list[str] = []
+        self._file_hash, self._block_hash = hashlib.sha256(), hashlib.sha256()  # of the file and its current block
+        self._block_digests: list[str] = []
         self._n_bytes = 0
         self._syncing: Future[None] | None = None
 
@@ -50,8 +51,8 @@ class HashedFile:
             self._append(piece)
             self._n_bytes += len(piece)
             if self._n_bytes % BLOCK == 0:
-                self._blocks.append(self._block.hexdigest())
-                self._block = hashlib.sha256()
+                self._block_digests.append(self._block_hash.hexdigest())
+                self._block_hash = hashlib.sha256()
                 self._progress()
             if self._n_bytes % SYNC_EVERY == 0:
                 self.flush()
@@ -59,17 +60,18 @@ class HashedFile:
         return len(data)
 
     def _append(self, piece: memoryview) -> None:
-        digests = self._whole, self._block
+        """Write and hash a piece, in parallel if it is large."""
+        hashes = self._file_hash, self._block_hash
         if len(piece) < IN_THREADS:
             self._file.write(piece)
-            for digest in digests:
-                digest.update(piece)
+            for file_or_block_hash in hashes:
+                file_or_block_hash.update(piece)
             return
-        hashing = [self._threads.submit(digest.update, piece) for digest in digests]
+        updates = [self._threads.submit(file_or_block_hash.update, piece) for file_or_block_hash in hashes]
         try:
             self._file.write(piece)
         finally:
-            wait(hashing)  # also after an error: torch may free the memory of `piece` then
+            wait(updates)  # also after an error, as the caller may then free the memory of `piece`
 
     def flush(self) -> None:
         if self._syncing is not None:
@@ -77,13 +79,16 @@ class HashedFile:
         self._file.flush()
 
     def sync(self) -> tuple[dict[str, Any], list[str]]:
-        """Sync to the disk; return checksum and size, and the blocks' checksums."""
+        """Sync the complete file to the disk.
+
+        Returns its checksum and size, and the checksums of its blocks.
+        """
         self.flush()
         os.fsync(self._file.fileno())
-        blocks = list(self._blocks)
+        block_digests = list(self._block_digests)
         if self._n_bytes % BLOCK:  # the last block is shorter
-            blocks.append(self._block.hexdigest())
-        return {"sha256": self._whole.hexdigest(), "bytes": self._n_bytes}, blocks
+            block_digests.append(self._block_hash.hexdigest())
+        return {"sha256": self._file_hash.hexdigest(), "bytes": self._n_bytes}, block_digests
 
 
 class Block(NamedTuple):
@@ -96,13 +101,14 @@ class Block(NamedTuple):
 
     def is_right(self) -> bool:
         """Return whether the block is complete and its checksum matches."""
-        digest, n_unread = hashlib.sha256(), self.n_bytes
+        block_hash, n_unread = hashlib.sha256(), self.n_bytes
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start)
+            # ends early if the file is shorter; then the checksum does not match
             while n_unread and (piece := file.read(min(n_unread, IN_THREADS))):
-                digest.update(piece)
+                block_hash.update(piece)
                 n_unread -= len(piece)
-        return digest.hexdigest() == self.sha256
+        return block_hash.hexdigest() == self.sha256
 
 
 def split_into_blocks(path: Path, n_bytes: int, checksums: Sequence[str]) -> list[Block]:
@@ -113,7 +119,10 @@ def split_into_blocks(path: Path, n_bytes: int, checksums: Sequence[str]) -> lis
     if len(checksums) != math.ceil(n_bytes / BLOCK):
         raise ValueError(f"{len(checksums)} checksums for {n_bytes} bytes")
     starts = range(0, n_bytes, BLOCK)
-    return [Block(path, s, min(BLOCK, n_bytes - s), digest) for s, digest in zip(starts, checksums, strict=True)]
+    return [
+        Block(path, start, min(BLOCK, n_bytes - start), checksum)
+        for start, checksum in zip(starts, checksums, strict=True)
+    ]
 
 
 def find_wrong(blocks: Sequence[Block], progress: Callable[[], None] = lambda: None) -> Block | None:

@@ -1,9 +1,10 @@
 """The files of a checkpoint: written, verified, pruned.
 
-A checkpoint is a directory `step-EXAMPLES` with a file `NAME.pt` for each part of a run (`dpo.checkpoint.parts`), such
-as the reference's `policy.pt`, `optimizer.pt` and `scheduler.pt`, and files in other formats, such as PEFT's. Each
-`.pt` holds only data: `{"step_idx": examples, "state": state_dict, "metrics": means or None}`. `manifest.json` lists
-the files, with the size and SHA-256 of each and of its blocks, and facts that a resumed run is checked against.
+A checkpoint is a directory `step-N`, where N is the number of examples trained on. It has a file `NAME.pt` for each
+part of a run (`dpo.checkpoint.parts`), among them `policy.pt`, `optimizer.pt` and `scheduler.pt` as in the reference
+code, and files in other formats, such as PEFT's. Each `.pt` has only data, no pickled objects: `{"step_idx": N,
+"state": state_dict, "metrics": means or None}`. `manifest.json` lists the files, with the size and SHA-256 of each and
+of its blocks, and facts with which a resumed run is compared.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ from dpo.system.plain_files import check_link, check_readable, read_json, remove
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d+)")
-EXPORTED = "hf"  # a directory in the run's last checkpoint with an export of it, not in the manifest
-# raised if data has an unexpected form
-WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)
-ALWAYS_KEPT = 2  # newest checkpoints, which pruning never removes: the newest may be corrupt
+EXPORTED = "hf"  # directory in the run's last checkpoint, with an export of it; the manifest does not list it
+WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # raised by data of an unexpected form
+ALWAYS_KEPT = 2  # number of newest checkpoints that pruning never removes: the last one may be corrupt
 
 
 class DamagedCheckpoint(InputError):
@@ -49,48 +49,54 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint, complete or not at all.
 
-    Writes `NAME.pt` for each (name, state), or a file NAME if the state is bytes, and the manifest, into a temporary
-    directory that is renamed at the end. Each file is synced before the manifest is written, and each state freed
-    before the next is requested; `progress` is called after every block of a file. Raises RunError if writing fails;
-    then no partial checkpoint remains, and an earlier one at the same step is kept.
+    Writes `NAME.pt` for each (name, state), or a file NAME if the state is bytes, and then the manifest, into a
+    temporary directory that is renamed at the end. Each file is synced before the manifest is written, and each state
+    is freed before the next is requested. `progress` is called after every block of a file. Raises RunError if writing
+    fails; then no partial checkpoint remains, and an earlier checkpoint at the same step is kept.
     """
-    temporary, former = (directory.with_name(f".{directory.name}.{kind}") for kind in ("tmp", "former"))
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    former = directory.with_name(f".{directory.name}.former")
     try:
         with _explaining(directory):
             remove(temporary)  # left behind by a killed run
             temporary.mkdir(parents=True)
         files, blocks = {}, {}
         for name, state in states:  # outside `_explaining`, as an error while gathering a state is not the disk's
-            part = name if isinstance(state, bytes) else f"{name}.pt"
-            with _explaining(directory), HashedFile(temporary / part, progress) as file:
+            file_name = name if isinstance(state, bytes) else f"{name}.pt"
+            with _explaining(directory), HashedFile(temporary / file_name, progress) as file:
                 if isinstance(state, bytes):
                     file.write(state)
                 else:
                     torch.save({"step_idx": step_idx, "state": state, "metrics": metrics}, file)
-                files[part], blocks[part] = file.sync()
+                files[file_name], blocks[file_name] = file.sync()
             del state
         with _explaining(directory):
-            with HashedFile(temporary / MANIFEST) as file:
-                manifest = {"examples": step_idx, "files": files, "blocks": blocks, **facts}
-                file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
-                file.sync()
+            _write_manifest(temporary, {"examples": step_idx, "files": files, "blocks": blocks, **facts})
             sync_directory(temporary)
-            if os.path.lexists(directory):  # saved again at this step: a rename cannot replace a full directory
+            if os.path.lexists(directory):  # saved again at this step: a rename cannot replace a non-empty directory
                 remove(former)
                 directory.rename(former)
             temporary.rename(directory)
             sync_directory(directory.parent)
         shutil.rmtree(former, ignore_errors=True)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # after a failure: frees the space
+        shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure
+
+
+def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest with its own checksum, and sync it."""
+    with HashedFile(directory / MANIFEST) as file:
+        file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
+        file.sync()
 
 
 @contextmanager
 def _explaining(directory: Path) -> Iterator[None]:
+    """Raise RunError for an error of writing inside."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch's writer raises its own error where the disk's would say more
+        # torch.save raises a RuntimeError of its own where the system's error says more
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = str(cause).strip().split("\n")[0]
         raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are intact") from error
@@ -113,9 +119,9 @@ def sync_directory(directory: Path) -> None:
 
 def point(link: Path, target: Path) -> None:
     """Make a link (LATEST, BEST) to a sibling directory, atomically."""
-    check_link(link)  # it is a directory if the run was copied with links followed
-    with replacing(link) as beside:
-        beside.symlink_to(target.name, target_is_directory=True)
+    check_link(link)  # raises for a directory, which it is if the run was copied with links followed
+    with replacing(link) as temporary:
+        temporary.symlink_to(target.name, target_is_directory=True)
     sync_directory(link.parent)
 
 
@@ -126,25 +132,26 @@ def parse_step(directory: Path) -> int:
 
 def find_checkpoints(run_dir: Path) -> list[Path]:
     """The `step-N` directories of a run, newest first."""
-    found = [path for path in run_dir.glob("step-*") if STEP.fullmatch(path.name)]
-    return sorted(found, key=parse_step, reverse=True)
+    checkpoints = [path for path in run_dir.glob("step-*") if STEP.fullmatch(path.name)]
+    return sorted(checkpoints, key=parse_step, reverse=True)
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints, BEST and LATEST."""
-    named = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
-    for directory in find_checkpoints(run_dir)[max(keep, ALWAYS_KEPT) :]:
-        if os.path.realpath(directory) not in named:
-            doomed = directory.with_name(f".{directory.name}.pruned")
-            remove(doomed)
-            directory.rename(doomed)  # so that no partial checkpoint ever has a checkpoint's name
-            shutil.rmtree(doomed, ignore_errors=True)  # what could not be removed is removed by `tidy`
+    """Remove all checkpoints but the `keep` newest, BEST and LATEST."""
+    linked = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
+    older_checkpoints = find_checkpoints(run_dir)[max(keep, ALWAYS_KEPT) :]
+    for directory in older_checkpoints:
+        if os.path.realpath(directory) not in linked:
+            pruned = directory.with_name(f".{directory.name}.pruned")
+            remove(pruned)
+            directory.rename(pruned)  # so that no partial checkpoint ever has a checkpoint's name
+            shutil.rmtree(pruned, ignore_errors=True)  # `tidy` removes the files that this could not
 
 
 def tidy(run_dir: Path) -> None:
-    """Clean up after a run that was killed while writing.
+    """Clean up after a run that was killed while saving.
 
-    Restores a checkpoint that the run was replacing.
+    Restores a checkpoint that the run was about to replace.
     """
     for former in run_dir.glob(".step-*.former"):
         directory = run_dir / former.name.removeprefix(".").removesuffix(".former")
@@ -160,8 +167,8 @@ def check_complete(
 ) -> dict[str, Any]:
     """Verify every byte of a checkpoint; return its manifest.
 
-    `progress` is called after every block. `only` names the files to verify, None: all. Raises DamagedCheckpoint if the
-    checkpoint is not intact.
+    `progress` is called after every block. `only` has the names of the files to verify; None: all. Raises
+    DamagedCheckpoint if the checkpoint is not intact.
     """
     blocks = []
     try:
@@ -173,8 +180,8 @@ def check_complete(
             if (size := path.stat().st_size) != n_bytes:
                 raise DamagedCheckpoint(f"{path}: checksum mismatch ({size} bytes, not {n_bytes})")
             blocks += split_into_blocks(path, n_bytes, manifest["blocks"][name])
-        if wrong := find_wrong(blocks, progress):
-            raise DamagedCheckpoint(f"{wrong.path}: checksum mismatch")
+        if wrong_block := find_wrong(blocks, progress):
+            raise DamagedCheckpoint(f"{wrong_block.path}: checksum mismatch")
     except DamagedCheckpoint:
         raise
     except (OSError, *WRONG_FORM) as error:
@@ -183,6 +190,7 @@ def check_complete(
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
+    """Read a manifest and check its checksum and the names in it."""
     path = directory / MANIFEST
     try:
         manifest = read_json(path)
@@ -190,13 +198,14 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{directory} has no manifest") from error
     if not isinstance(manifest, dict) or manifest.get("sha256") != hash_manifest(manifest):
         raise DamagedCheckpoint(f"{path}: checksum mismatch")
-    if strange := sorted(name for name in manifest["files"] if Path(name).name != name):
-        raise DamagedCheckpoint(f"{path} lists files elsewhere: {', '.join(strange)}")
+    outside = sorted(name for name in manifest["files"] if Path(name).name != name)
+    if outside:
+        raise DamagedCheckpoint(f"{path} lists files outside its directory: {', '.join(outside)}")
     return manifest
 
 
 def read_state(path: Path) -> Any:
-    """The `state` in a checkpoint's file, read by `read_file`."""
+    """Read the `state` in a checkpoint's file, as `read_file` does."""
     return read_file(path)["state"]
 
 
@@ -209,12 +218,12 @@ def read_file(path: Path) -> Mapping[str, Any]:
     """
     try:
         check_readable(path)
-        is_mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are no zip archives, and cannot be mapped
+        is_mapped = zipfile.is_zipfile(path)  # a file of torch before 1.6 is no zip archive, and cannot be mapped
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except (MemoryError, DamagedCheckpoint):
         raise
-    except pickle.UnpicklingError as error:  # torch's message advises to run the code in the file
-        raise DamagedCheckpoint(f"{path} is damaged or holds more than data; nothing was loaded") from error
+    except pickle.UnpicklingError as error:  # torch's message would advise to run the code in the file
+        raise DamagedCheckpoint(f"{path} is damaged, or has code besides data; nothing was loaded") from error
     except Exception as error:  # reading damaged or forged bytes can raise anything
         raise DamagedCheckpoint(f"{path} cannot be read: {one_sentence(error) or type(error).__name__}") from error
     if not isinstance(content, Mapping) or "state" not in content:

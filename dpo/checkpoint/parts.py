@@ -16,7 +16,7 @@ from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.state import full_state, load_optimizer
 
-COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "saved_at")
+COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "saved_at")  # attributes of `RunState`
 
 
 class Stateful(Protocol):
@@ -31,7 +31,7 @@ class Part:
     Every process must call `gather` and `restore`; rank 0 has the file.
     """
 
-    n_bytes = 0  # taken by a copy of the state; 0: little
+    n_bytes = 0  # size of a copy of the state; 0 if it is small
 
     def __init__(self, name: str, source: Any) -> None:
         self.name, self.source = name, source
@@ -39,12 +39,12 @@ class Part:
     def gather(self, *, copy: bool) -> Any:
         """The whole state, on rank 0.
 
-        With `copy` it does not change while training continues.
+        With `copy` it is a copy, which does not change while training continues.
         """
         return full_state(self.source.state_dict(), copy=copy)
 
     def convert(self, state: Any) -> Mapping[str, bytes]:
-        """Further files made from a gathered state: their content by name."""
+        """Further files made from a gathered state: content by file name."""
         return {}
 
     def restore(self, file: Path) -> None:
@@ -53,7 +53,10 @@ class Part:
 
 
 class ModelPart(Part):
-    """A model's weights, which are read before the model is distributed (`dpo.models.loading`)."""
+    """A model's weights.
+
+    `restore` does nothing: the weights were read before the model was distributed (`dpo.models.loading`).
+    """
 
     @property
     def n_bytes(self) -> int:
@@ -64,7 +67,7 @@ class ModelPart(Part):
 
 
 class OptimizerPart(Part):
-    """An optimizer's state, whole: each process takes its shards."""
+    """An optimizer's state, saved whole; each process restores its shards."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         super().__init__("optimizer", optimizer)
@@ -84,9 +87,10 @@ class OptimizerPart(Part):
             state = read_state(file)
             if misfit := find_misfit(self.source, state):
                 raise DamagedCheckpoint(f"{file} does not fit {type(self.source).__name__}: {misfit}")
-            groups = zip(self.source.state_dict()["param_groups"], state["param_groups"], strict=True)
-            # a newer torch may have options that the file lacks
-            state = {**state, "param_groups": [own | dict(saved) for own, saved in groups]}
+            own_groups = self.source.state_dict()["param_groups"]
+            # options that the file lacks, as an older torch has written it, keep their values
+            groups = [own | dict(saved) for own, saved in zip(own_groups, state["param_groups"], strict=True)]
+            state = {**state, "param_groups": groups}
         load_optimizer(self.source, state, self.mesh)
 
 
@@ -101,10 +105,10 @@ class RandomPart(Part):
         self.mesh = mesh
 
     def gather(self, *, copy: bool) -> dict[str, Any]:
-        kind, keys, *rest = np.random.get_state()
-        state = {  # in types allowed in a checkpoint
+        generator, keys, position, *gauss = np.random.get_state()
+        state = {  # of types that a checkpoint may have: no arrays
             "python": random.getstate(),
-            "numpy": [kind, keys.tolist(), *rest],
+            "numpy": [generator, keys.tolist(), position, *gauss],
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all(),
         }
@@ -116,10 +120,10 @@ class RandomPart(Part):
             return
         state = states[self.mesh.rank]
         random.setstate(state["python"])
-        kind, keys, place, *rest = state["numpy"]
-        if not 0 <= place <= len(keys):  # numpy would accept it
-            raise ValueError(f"{place} is not an index into {len(keys)} keys")
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, *rest))
+        generator, keys, position, *gauss = state["numpy"]
+        if not 0 <= position <= len(keys):  # from a forged file; numpy would accept it
+            raise ValueError(f"{position} is not a position in {len(keys)} keys")
+        np.random.set_state((generator, np.array(keys, dtype=np.uint32), position, *gauss))
         torch.set_rng_state(state["torch"])
         for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # there may be fewer now
             torch.cuda.set_rng_state(gpu_state, device)
@@ -131,24 +135,28 @@ class ReferenceState(Protocol):
 
 
 class RunState:
-    """The counters of a run, and states without own files.
+    """The counters of a run, and states without their own file.
 
-    They are the part `trainer`. Such states are those of the callbacks, with the lengths of their log files, of the
-    saver (what BEST is), of the loss (a running average), of the scorer, and the cached reference log-probabilities.
+    They are saved as the part `trainer`. The states are those of the callbacks (with the lengths of their log files),
+    of the saver (what BEST is), of the loss (a running average), of the scorer, and the cached reference
+    log-probabilities.
 
-    A checkpoint holds digests in place of weights that are not saved: the reference's, or, without a reference, that of
-    the base under an adapter. The latter is `frozen`; rank 0 has it.
+    Frozen weights are not saved; a checkpoint has their digest, with which a resumed run compares its own. They are the
+    reference's weights, or, without a reference, the base under an adapter. `base_digest` is that of the base, on rank
+    0; None without an adapter.
     """
 
-    def __init__(self, reference: ReferenceState | None, frozen: str | None, *, rank: int, **states: Stateful) -> None:
+    def __init__(
+        self, reference: ReferenceState | None, base_digest: str | None, *, rank: int, **states: Stateful
+    ) -> None:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
         self.evaluated_at: int | None = None  # example_counter at the last evaluation
-        self.saved_at: int | None = None  # at the last checkpoint, unless an evaluation came after it
+        self.saved_at: int | None = None  # example_counter at the last checkpoint; None if it lacks an evaluation
         self._rank, self._states = rank, dict(states)
-        self._frozen, self._frozen_name = frozen, "base"
+        self._frozen_digest, self._frozen_name = base_digest, "base"
         if reference:
-            self._frozen, self._frozen_name = reference.digest, "reference"
+            self._frozen_digest, self._frozen_name = reference.digest, "reference"
             self._states["reference_logps"] = reference.logps
 
     def count(self, n_examples: int) -> tuple[int, int]:
@@ -160,57 +168,62 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name) for name in COUNTERS},
-            "reference": self._frozen,
+            "reference": self._frozen_digest,
             **{name: state.state_dict() for name, state in self._states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`. Raises InputError if the reference has changed."""
-        if self._rank == 0 and state["reference"] != self._frozen:
-            name = self._frozen_name
-            raise InputError(f"the {name} model has changed since the checkpoint: model.name_or_path or model.archive")
-        for name in COUNTERS:
-            setattr(self, name, state[name])
-        for name, part in self._states.items():
-            part.load_state_dict(state[name])
+        """Restore a `state_dict()`. Raises InputError if the frozen weights have changed."""
+        if self._rank == 0 and state["reference"] != self._frozen_digest:
+            raise InputError(
+                f"the {self._frozen_name} model has changed since the checkpoint: restore the files that "
+                f"model.name_or_path or model.archive names, or start a new run"
+            )
+        for counter in COUNTERS:
+            setattr(self, counter, state[counter])
+        for name, stateful in self._states.items():
+            stateful.load_state_dict(state[name])
 
 
 def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """The reason why a state does not fit this optimizer, if any."""
-    # the state dict numbers the parameters of the whole model, even if the optimizer has several slices of each
-    own_numbers, numbers = (
-        [list(group["params"]) for group in state_dict["param_groups"]]
-        for state_dict in (optimizer.state_dict(), state)
-    )
-    if own_numbers != numbers:
-        return f"it has {sum(map(len, numbers))} parameters, not {sum(map(len, own_numbers))}"
+    """The reason why a state does not fit this optimizer, or None."""
+    own_ids, saved_ids = _list_parameter_ids(optimizer.state_dict()), _list_parameter_ids(state)
+    if own_ids != saved_ids:
+        return f"it has {sum(map(len, saved_ids))} parameters, not {sum(map(len, own_ids))}"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    is_whole = len(parameters) == sum(map(len, own_numbers))  # shapes of slices cannot be compared
-    for number, values in state["state"].items():
-        shape = parameters[number].shape if is_whole else None
+    # the package `tensor_parallel` gives an optimizer several slices of a parameter, whose shapes say nothing
+    has_slices = len(parameters) != sum(map(len, own_ids))
+    for parameter_id, values in state["state"].items():
+        shape = None if has_slices else parameters[parameter_id].shape
         keys = _list_state_keys(type(optimizer), 2 if shape is None else len(shape))
         if set(values) != keys:
-            return f"parameter {number}: its keys are {', '.join(values)}, not {', '.join(sorted(keys))}"
+            return f"parameter {parameter_id}: its keys are {', '.join(values)}, not {', '.join(sorted(keys))}"
         for key, value in values.items():
-            if shape is not None and isinstance(value, torch.Tensor) and not _spreads_to(value.shape, shape):
-                return f"parameter {number}: {key} has shape {tuple(value.shape)}, not {tuple(shape)}"
+            if shape is not None and isinstance(value, torch.Tensor) and not _broadcasts_to(value.shape, shape):
+                return f"parameter {parameter_id}: {key} has shape {tuple(value.shape)}, not {tuple(shape)}"
     return None
 
 
+def _list_parameter_ids(state_dict: Mapping[str, Any]) -> list[list[int]]:
+    """The ids by which an optimizer's state dict names parameters, by group."""
+    return [list(group["params"]) for group in state_dict["param_groups"]]
+
+
 @cache
-def _list_state_keys(kind: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
-    """The keys of an optimizer's state per parameter, found by an update."""
+def _list_state_keys(optimizer_class: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
+    """The keys of an optimizer's state of a parameter, by trial."""
     parameter = torch.nn.Parameter(torch.zeros((2,) * ndim))
     parameter.grad = torch.zeros_like(parameter)
-    probe = kind([parameter], lr=1.0)
-    probe.step()
-    return set(probe.state[parameter])
+    optimizer = optimizer_class([parameter], lr=1.0)
+    optimizer.step()
+    return set(optimizer.state[parameter])
 
 
-def _spreads_to(shape: torch.Size, whole: torch.Size) -> bool:
+def _broadcasts_to(shape: torch.Size, parameter_shape: torch.Size) -> bool:
     """Return whether a shape broadcasts to a parameter's.
 
-    Adafactor's row and column statistics do.
+    Adafactor's row and column statistics have smaller shapes than the parameter.
     """
-    sizes = zip(reversed(shape), reversed(whole), strict=False)  # from the last dim, as broadcasting aligns them
-    return len(shape) <= len(whole) and all(size in (1, whole_size) for size, whole_size in sizes)
+    # from the last dimension, as broadcasting aligns shapes
+    sizes = zip(reversed(shape), reversed(parameter_shape), strict=False)
+    return len(shape) <= len(parameter_shape) and all(size in (1, full_size) for size, full_size in sizes)

@@ -33,11 +33,11 @@ from dpo.system.redaction import redact
 from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir
 from dpo.system.waiting import report_progress
 
-FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # about the run, in a manifest
+FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # facts about the run in a manifest
 VERSION = "transformers_version"
-# keys of a model's config that do not affect what is computed: its origin, and settings that keys of ours decide
-NOT_COMPUTED = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
-DROPOUT = ("dropout", "pdrop", "layerdrop")  # endings of keys; dropout is always off
+# keys of a model's config that do not affect its outputs in a run: where it comes from, and what our own config decides
+WITHOUT_EFFECT = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
+DROPOUT_ENDINGS = ("dropout", "pdrop", "layerdrop")  # of keys without effect too, as dropout is always off
 
 
 class ResumePoint(NamedTuple):
@@ -52,17 +52,17 @@ class Run(NamedTuple):
 
     directory: Path
     lock: IO
-    found: ResumePoint | None = None
+    resume_point: ResumePoint | None = None
 
     @property
     def checkpoint(self) -> Path | None:
-        return None if self.found is None else self.found.path
+        return None if self.resume_point is None else self.resume_point.path
 
     def is_finished(self, updates: int) -> bool:
         """Return whether all updates and the final evaluation are done."""
-        if self.found is None:
+        if self.resume_point is None:
             return False
-        return self.found.manifest["updates"] >= updates and self.found.manifest["evaluated"]
+        return self.resume_point.manifest["updates"] >= updates and self.resume_point.manifest["evaluated"]
 
 
 def look_at_run(plan: Plan) -> ResumePoint | None:
@@ -70,18 +70,18 @@ def look_at_run(plan: Plan) -> ResumePoint | None:
 
     Raises the same InputErrors, and writes nothing.
     """
-    path = _real(plan.run.local_run_dir)
-    if (path / LOCK).exists():
-        lock_run_dir(path).close()
+    run_dir = _resolve(plan.run.local_run_dir)
+    if (run_dir / LOCK).exists():
+        lock_run_dir(run_dir).close()  # raises if another run has the lock
     if plan.run.resume is None:
-        check_free(path)
+        check_free(run_dir)
         return None
-    source, elsewhere = _find_source(plan, path)
-    if elsewhere is None:
-        return _find_own(source, plan)
-    if not _is_begun(path, elsewhere):
-        check_free(path)
-    return elsewhere
+    source = _find_source(plan, run_dir)
+    if source.is_own_run:
+        return _find_own_resume_point(source.path, plan)
+    if not _began_with(run_dir, source.resume_point):
+        check_free(run_dir)
+    return source.resume_point
 
 
 def open_run(plan: Plan, logs: Sequence[str]) -> Run:
@@ -92,135 +92,150 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
     not that of its run.
     """
     if plan.run.resume is None:
-        return _claim(plan, logs, continued=False)
-    path = _real(plan.run.local_run_dir)
-    source, elsewhere = _find_source(plan, path)
-    if elsewhere is not None:
-        found = elsewhere
-        run = _claim(plan, logs, continued=_is_begun(path, found))
-        _begin_with(found, run.directory, logs)
-    else:
-        run = _claim(plan, logs, continued=True)
+        return _open_directory(plan, logs, continued=False)
+    run_dir = _resolve(plan.run.local_run_dir)
+    source = _find_source(plan, run_dir)
+    if source.is_own_run:
+        run = _open_directory(plan, logs, continued=True)
         tidy(run.directory)
-        found = _find_own(source, plan)
-        if found is None:
-            _set_logs_aside(run.directory, logs)
+        resume_point = _find_own_resume_point(source.path, plan)
+        if resume_point is None:
+            _move_logs_aside(run.directory, logs)
             return run
-        _set_damaged_aside(run.directory, newer_than=found.path)
-    print(f"continuing from {found.path}")
-    found = found._replace(path=run.directory.resolve() / found.path.name)
-    # again, as a run may be killed before it sets its links
-    point(run.directory / "LATEST", found.path)
-    best = run.directory / f"step-{found.manifest['best_at']}"
+        _move_damaged_aside(run.directory, newer_than=resume_point.path)
+    else:
+        resume_point = source.resume_point
+        run = _open_directory(plan, logs, continued=_began_with(run_dir, resume_point))
+        _copy_checkpoint(resume_point, run.directory, logs)
+    print(f"continuing from {resume_point.path}")
+    resume_point = resume_point._replace(path=run.directory.resolve() / resume_point.path.name)
+    # set the links again, as a run may be killed between saving and setting them
+    point(run.directory / "LATEST", resume_point.path)
+    best = run.directory / f"step-{resume_point.manifest['best_at']}"
     if best.exists():
         point(run.directory / "BEST", best)
-    return run._replace(found=found)
+    return run._replace(resume_point=resume_point)
 
 
-def _set_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
+def _move_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
     for log in (run_dir / name for name in logs if (run_dir / name).exists()):
-        aside = move_aside(log).name
-        print(f"{run_dir} holds no checkpoint, so the run starts over; {log.name} becomes {aside}")
+        new_name = move_aside(log).name
+        print(f"{run_dir} holds no checkpoint, so the run starts over; {log.name} is renamed to {new_name}")
 
 
-def _set_damaged_aside(run_dir: Path, *, newer_than: Path) -> None:
-    """Rename checkpoints after the complete one: pruning and resuming must ignore them."""
+def _move_damaged_aside(run_dir: Path, *, newer_than: Path) -> None:
+    """Rename checkpoints newer than the complete one, so that nothing uses them."""
     for checkpoint in find_checkpoints(run_dir):
         if parse_step(checkpoint) > parse_step(newer_than):
             move_aside(checkpoint, f"damaged-{checkpoint.name}")
 
 
-def _claim(plan: Plan, logs: Sequence[str], *, continued: bool) -> Run:
+def _open_directory(plan: Plan, logs: Sequence[str], *, continued: bool) -> Run:
     run_dir = create_run_dir(plan.run.local_run_dir, logs=logs, continued=continued)
     return Run(run_dir, lock_run_dir(run_dir))
 
 
-def _find_source(plan: Plan, run_dir: Path) -> tuple[Path, ResumePoint | None]:
-    """The run or checkpoint to continue, and its resume point if elsewhere.
+class ResumeSource(NamedTuple):
+    """The run or checkpoint that `resume` names."""
 
-    The resume point is None if the run in `run_dir` continues.
-    """
+    path: Path  # a run's directory, or one checkpoint
+    is_own_run: bool  # it is in `local_run_dir`; else its checkpoint is copied there
+    resume_point: ResumePoint | None = None  # of another run; the own run's is found once its directory is open
+
+
+def _find_source(plan: Plan, run_dir: Path) -> ResumeSource:
+    """The source that a plan with `resume` names."""
     resume = plan.run.resume
-    source = run_dir if resume in (None, "auto") else _real(os.path.expanduser(resume))
-    if source == run_dir or (_is_named(source) and source.parent == run_dir):
-        return source, None
-    found = _find_whole(source, plan)
-    if _is_begun(run_dir, found) and find_checkpoints(run_dir):  # the same command ran before, and saved here
-        return run_dir, None
-    return source, found
+    assert resume is not None
+    path = run_dir if resume == "auto" else _resolve(os.path.expanduser(resume))
+    if path == run_dir or (_is_checkpoint(path) and path.parent == run_dir):
+        return ResumeSource(path, is_own_run=True)
+    resume_point = _find_resume_point(path, plan)
+    if _began_with(run_dir, resume_point) and find_checkpoints(run_dir):  # the same command ran before, and saved here
+        return ResumeSource(run_dir, is_own_run=True)
+    return ResumeSource(path, is_own_run=False, resume_point=resume_point)
 
 
-def _real(path: str) -> Path:
+def _resolve(path: str) -> Path:
     return Path(os.path.realpath(path))  # Path.resolve raises for a link that leads to itself
 
 
-def _is_named(source: Path) -> bool:
-    """Return whether a path names a single checkpoint, not a run's directory."""
-    return STEP.fullmatch(source.name) is not None
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a path names one checkpoint, not a run's directory."""
+    return STEP.fullmatch(path.name) is not None
 
 
-def _find_whole(source: Path, plan: Plan) -> ResumePoint | None:
-    """A run's newest complete checkpoint, or the named one.
+def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
+    """A run's newest complete checkpoint, or the checkpoint at `path`.
 
-    None if `auto` finds no checkpoint at all. Raises InputError if checkpoints exist but none is complete, and if the
-    config is not that of the run.
+    None if `resume=auto` finds no checkpoint at all. Raises InputError if checkpoints exist but none is complete, and
+    if the config is not that of the run.
     """
-    candidates = [source] if _is_named(source) else find_checkpoints(source)
+    candidates = [path] if _is_checkpoint(path) else find_checkpoints(path)
     reasons = ""
-    for path in candidates:
+    for checkpoint in candidates:
         try:
-            manifest = check_complete(path, report_progress)
-            if missing := FACTS - manifest.keys():
-                raise DamagedCheckpoint(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}")
-            for name in manifest["files"]:
-                if name.endswith(".pt"):  # a part: refuse a form that cannot be read. This reads no tensors
-                    read_state(path / name)
-                    report_progress()
+            manifest = _verify(checkpoint)
         except DamagedCheckpoint as error:
             print(f"warning: checkpoint skipped: {error}")
-            reasons += f"; {error}"  # cut off below, as there may be many checkpoints
+            reasons += f"; {error}"
         else:
-            check_fits(manifest, record_config(plan), where=path)
-            return ResumePoint(path, manifest)
+            check_fits(manifest, record_config(plan), where=checkpoint)
+            return ResumePoint(checkpoint, manifest)
     if plan.run.resume == "auto" and not candidates:
         return None
+    short_reasons = reasons[:1000]  # there may be many checkpoints
     raise InputError(
-        f"resume={plan.run.resume} finds no complete checkpoint{reasons[:1000]}; give a run's directory or one of its "
+        f"resume={plan.run.resume} finds no complete checkpoint{short_reasons}; give a run's directory or one of its "
         f"step-N, or start a new run from weights with model.archive"
     )
 
 
-def _find_own(source: Path, plan: Plan) -> ResumePoint | None:
+def _verify(checkpoint: Path) -> dict[str, Any]:
+    """Verify that a checkpoint can be resumed; return its manifest."""
+    manifest = check_complete(checkpoint, report_progress)
+    if missing := FACTS - manifest.keys():
+        raise DamagedCheckpoint(f"{checkpoint / MANIFEST} lacks {', '.join(sorted(missing))}")
+    for name in manifest["files"]:
+        if name.endswith(".pt"):
+            read_state(checkpoint / name)  # raises for a file of another form; reads no tensors, which are mapped
+            report_progress()
+    return manifest
+
+
+def _find_own_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
     """Find the resume point in the run's own directory.
 
-    Only the newest complete checkpoint may continue there: an older one would overwrite it.
+    Only the newest checkpoint may continue there: continuing an older one would overwrite it.
     """
-    found = _find_whole(source, plan)
-    newest = find_checkpoints(found.path.parent)[0] if found and _is_named(source) else None
-    if newest and newest != found.path:
+    resume_point = _find_resume_point(path, plan)
+    if resume_point is None or not _is_checkpoint(path):
+        return resume_point
+    newest, *_ = find_checkpoints(resume_point.path.parent)
+    if newest != resume_point.path:
         raise InputError(
             f"resume={plan.run.resume} would overwrite a later checkpoint of its run ({newest.name}); give another "
             f"local_run_dir, to which checkpoint and logs are copied"
         )
-    return found
+    return resume_point
 
 
-def _is_begun(run_dir: Path, found: ResumePoint) -> bool:
+def _began_with(run_dir: Path, resume_point: ResumePoint) -> bool:
     """Return whether the directory's run began with this checkpoint."""
     origin = run_dir / ORIGIN
     check_writable(origin)
-    return origin.exists() and origin.read_bytes() == found.manifest["sha256"].encode()
+    return origin.exists() and origin.read_bytes() == resume_point.manifest["sha256"].encode()
 
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
-    """Raises InputError for changed keys that a resumed run must keep."""
+    """Raise InputError for changed keys that a resumed run must keep."""
     defaults = {key: value for key, value in dotted(load_defaults()) if key in KEYS and key in config}
-    # a version of the code that lacked a key behaved as the key's default does
+    # where the checkpoint lacks a key, older code wrote it, which behaved as the key's default does
     saved = defaults | manifest["config"]
     changed: dict[Resume, list[str]] = defaultdict(list)
     for key in saved:
         if saved[key] != config.get(key):
-            rule = KEYS[key].resume if key in KEYS else Resume.KEEP  # KEEP also for a key that this version lacks
+            rule = KEYS[key].resume if key in KEYS else Resume.KEEP  # this version of the code may lack a saved key
             changed[rule].append(f"{key}={config.get(key)} (was {saved[key]})")
     if changed[Resume.KEEP]:
         raise InputError(
@@ -231,43 +246,46 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
         print(f"continuing with {', '.join(changed[Resume.CHANGE])}")
 
 
-def check_inputs(found: ResumePoint | None, data: TrainingData, model_config: Any) -> None:
-    """Raises InputError if data, tokenizer or model have changed."""
-    if found is None:
+def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_config: Any) -> None:
+    """Raise InputError if data, tokenizer or model have changed."""
+    if resume_point is None:
         return
-    saved, current = found.manifest, record_inputs(data, model_config)
-    saved_model, model = saved["model"], current["model"]
-    keys = saved_model.keys() & model.keys() - {VERSION}  # versions of transformers differ in their keys
-    if saved_model.get(VERSION) == model[VERSION]:
-        keys = saved_model.keys() | model.keys()
-    changed = [
-        f"{key}={model.get(key)} (was {saved_model.get(key)})" for key in keys if model.get(key) != saved_model.get(key)
-    ]
-    since = f"has changed since {found.path}"
+    saved, current = resume_point.manifest, record_inputs(data, model_config)
+    since = f"has changed since {resume_point.path}"
     if saved["data"] != current["data"]:
         problem = f"the training data {since}, so it is unknown which examples remain"
     elif saved["tokens"] != current["tokens"]:
         problem = f"the tokenizer {since}: it encodes the same texts differently"
-    elif changed:
-        problem = f"the model's config.json {since}: {', '.join(sorted(changed))}"
+    elif changed := _list_changes(saved["model"], current["model"]):
+        problem = f"the model's config.json {since}: {', '.join(changed)}"
     else:
         return
-    raise InputError(f"{problem}; restore it, or start a new run with model.archive={found.path}")
+    raise InputError(f"{problem}; restore it, or start a new run with model.archive={resume_point.path}")
+
+
+def _list_changes(saved_model: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
+    """The changed entries of a model's config, with both values."""
+    if saved_model.get(VERSION) == model[VERSION]:
+        keys = saved_model.keys() | model.keys()
+    else:  # versions of transformers differ in their keys
+        keys = (saved_model.keys() & model.keys()) - {VERSION}
+    changed = [key for key in keys if model.get(key) != saved_model.get(key)]
+    return sorted(f"{key}={model.get(key)} (was {saved_model.get(key)})" for key in changed)
 
 
 def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
     """The facts that `check_inputs` compares, for a manifest."""
-    return {"data": data.digest, "tokens": data.report.train.token_digest, "model": model_facts(model_config)}
+    return {"data": data.digest, "tokens": data.report.train.token_digest, "model": find_model_facts(model_config)}
 
 
-def model_facts(model_config: Any) -> dict[str, Any]:
-    """The entries of a model's config that affect what is computed."""
+def find_model_facts(model_config: Any) -> dict[str, Any]:
+    """The entries of a model's config that affect its outputs."""
 
-    def is_computed(name: str) -> bool:
-        return not (name.startswith("_") or name in NOT_COMPUTED or name.endswith(DROPOUT))
+    def has_effect(name: str) -> bool:
+        return not (name.startswith("_") or name in WITHOUT_EFFECT or name.endswith(DROPOUT_ENDINGS))
 
     facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
-    return {key: value for key, value in facts if all(map(is_computed, key.split(".")))}
+    return {key: value for key, value in facts if all(has_effect(name) for name in key.split("."))}
 
 
 def record_config(plan: Plan) -> dict[str, Any]:
@@ -275,25 +293,26 @@ def record_config(plan: Plan) -> dict[str, Any]:
     return redact({key: value for key, value in plan.values.items() if key != "dataset_sources"})
 
 
-def _begin_with(found: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
-    """Copy another run's checkpoint, whole or not at all, and its logs."""
-    (run_dir / ORIGIN).write_text(found.manifest["sha256"])
-    for log in (found.path.parent / name for name in logs):
+def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[str]) -> None:
+    """Copy another run's checkpoint, completely or not at all, and its logs."""
+    checkpoint = resume_point.path
+    (run_dir / ORIGIN).write_text(resume_point.manifest["sha256"])
+    for log in (checkpoint.parent / name for name in logs):
         if log.exists():
             check_readable(log)
-            _copy(log, run_dir / log.name)
-    with replacing(run_dir / found.path.name) as copy:
+            _copy_file(log, run_dir / log.name)
+    with replacing(run_dir / checkpoint.name) as copy:
         copy.mkdir()
-        for name in (*found.manifest["files"], MANIFEST):
+        for name in (*resume_point.manifest["files"], MANIFEST):
             try:
-                os.link(found.path / name, copy / name)  # the file never changes
+                os.link(checkpoint / name, copy / name)  # a link suffices, as the file never changes
             except OSError:  # on another file system
-                _copy(found.path / name, copy / name)
+                _copy_file(checkpoint / name, copy / name)
         sync_directory(copy)
     sync_directory(run_dir)
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy_file(source: Path, target: Path) -> None:
     """Copy a file and sync the copy to the disk."""
     with source.open("rb") as file, HashedFile(target, report_progress) as copy:
         shutil.copyfileobj(file, copy, BLOCK)

@@ -18,16 +18,16 @@ from dpo.system.waiting import meet_rank_0, report_progress
 
 
 class Checkpoints:
-    """Saves of a run's state, gathered on rank 0.
+    """The saver of a run's checkpoints.
 
-    They are written in the background if a copy of the state fits in memory.
+    A state is gathered on rank 0, which writes it in the background if a copy of it fits in memory.
     """
 
     def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None]) -> None:
         self.run_dir, self.mesh, self.keep, self.log = run_dir, mesh, keep, log
-        self.best_at: int | None = None  # number of examples
-        self.best = -math.inf  # quality of BEST
-        self.latest = math.nan  # quality of LATEST, if it was evaluated
+        self.best_at: int | None = None  # number of examples at BEST
+        self.best = -math.inf  # quality of BEST; higher is better
+        self.latest = math.nan  # quality of LATEST; NaN if it was not evaluated
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._n_meetings = 0
@@ -44,20 +44,15 @@ class Checkpoints:
     ) -> None:
         """Save the parts; every process must call it.
 
-        The directory is `step-N`, which becomes LATEST, and BEST if its quality is the highest; or `elsewhere`, without
-        such links.
+        The directory is `step-N`, to which LATEST then points, and BEST too if its quality is the highest; or
+        `elsewhere`, to which no link points.
         """
         self.wait()  # for the previous save, so that at most one copy of the state is in memory
-        links = []
-        if elsewhere is None:
-            links, self.latest = ["LATEST"], math.nan if quality is None else quality
-            if quality is not None and quality > self.best:  # a NaN is never higher
-                self.best, self.best_at = quality, step_idx
-                links.append("BEST")
+        links = [] if elsewhere else self._choose_links(step_idx, quality)
         n_bytes = sum(part.n_bytes for part in parts)
-        # a copy must leave as much memory again, as training goes on meanwhile
-        background = self.mesh.rank == 0 and 2 * n_bytes < host_memory().available
-        states = self._gather(parts, copy=background)
+        # beside the copy, as much memory again must remain for training, which goes on meanwhile
+        in_background = self.mesh.rank == 0 and 2 * n_bytes < host_memory().available
+        states = self._gather(parts, copy=in_background)
         if self.mesh.rank != 0:
             for _ in states:  # take part in the collectives
                 pass
@@ -65,24 +60,36 @@ class Checkpoints:
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
         content = {"step_idx": step_idx, "metrics": metrics, "facts": {**facts(), "best_at": self.best_at}}
         write = partial(self._write, directory, links=links, **content)
-        if background:
+        if in_background:
             self._writing = self._thread.submit(write, list(states))
             if elsewhere:  # the caller may read the files at once
                 self.wait()
         else:
-            write(states)
+            write(states)  # gathers a part while it writes, so that one part is in memory at a time
+
+    def _choose_links(self, step_idx: int, quality: float | None) -> list[str]:
+        """The links that will point to a new checkpoint; record its quality."""
+        self.latest = math.nan if quality is None else quality
+        if not self.latest > self.best:  # true for NaN
+            return ["LATEST"]
+        self.best, self.best_at = self.latest, step_idx
+        return ["LATEST", "BEST"]
 
     def _gather(self, parts: Sequence[Part], *, copy: bool) -> Iterator[tuple[str, Any]]:
+        """Yield the name and state of each part, then its further files.
+
+        The states are whole on rank 0 alone; the other processes only take part in gathering.
+        """
         for part in parts:
-            self._meet()  # rank 0 may still be writing the previous part
+            self._wait_for_rank_0()  # it may still be writing the previous part
             state = part.gather(copy=copy)
             yield part.name, state
             if self.mesh.rank == 0:
                 yield from part.convert(state).items()
 
-    def _meet(self) -> None:
-        """Wait for rank 0, which may be writing a file."""
-        self._n_meetings += 1
+    def _wait_for_rank_0(self) -> None:
+        """Wait until rank 0 has written its file and calls this too."""
+        self._n_meetings += 1  # each meeting of the ranks needs a name of its own
         meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
 
     def _write(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
@@ -102,17 +109,17 @@ class Checkpoints:
             file = checkpoint / f"{part.name}.pt"
             try:
                 part.restore(file)
-            except InputError:
+            except InputError:  # a ValueError, and so of WRONG_FORM, but with a message for the user
                 raise
             except WRONG_FORM as error:
-                what = f"{type(error).__name__} {error}"
-                raise DamagedCheckpoint(f"{file} does not hold the state of a run: {what}") from error
+                reason = f"{type(error).__name__} {error}"
+                raise DamagedCheckpoint(f"{file} does not hold the state of a run: {reason}") from error
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_at": self.best_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`, unless BEST is in another directory."""
+        """Restore a `state_dict()`, unless its BEST is in another run's directory."""
         if (self.run_dir / f"step-{state['best_at']}").exists():
             self.best, self.best_at = state["best"], state["best_at"]
 
@@ -122,13 +129,13 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until this process is not writing; raise the write's error."""
+        """Wait for a background write to end; raise its error, if any."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def finish(self) -> None:
-        """Wait on every process until none is writing."""
+        """Wait on every process until rank 0 has written everything."""
         self.wait()
-        self._meet()
+        self._wait_for_rank_0()
         self.mesh.any(False)  # a barrier

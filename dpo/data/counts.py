@@ -96,7 +96,7 @@ class Preflight:
     test: SplitReport
     updates: int
     dropped_examples: int  # in the partial batches at the ends of all epochs
-    epoch: int  # number of examples in an epoch; in an online run every prompt is one
+    examples_per_epoch: int  # in an online run every prompt is one example; the file has this as `epoch`
 
     def longest(self, max_length: int) -> int:
         """Number of tokens of the longest prompt with one response.
@@ -131,7 +131,9 @@ class Preflight:
         return "\n".join([*lines, updates])
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        facts = asdict(self)
+        facts["epoch"] = facts.pop("examples_per_epoch")
+        path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> tuple[int, int]:

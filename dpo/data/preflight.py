@@ -58,16 +58,21 @@ class TrainingData:
         In an `online` run each prompt counts as one training example.
         """
         reports = {split: SplitReport(**facts["reports"][split]) for split in SPLITS}
-        epoch = reports["train"].prompts if online else reports["train"].examples
+        examples_per_epoch = reports["train"].prompts if online else reports["train"].examples
         updates, dropped_examples = count_updates(
-            epoch, batch_size=plan.batch_size, n_epochs=plan.n_epochs, n_examples=plan.n_examples
+            examples_per_epoch, batch_size=plan.batch_size, n_epochs=plan.n_epochs, n_examples=plan.n_examples
         )
         return cls(
             tokenizer=tokenizer,
             encode=TextEncoder(tokenizer, largest=facts["largest"]),
             train=PromptTable(table / "train.arrow"),
             test=PromptTable(table / "test.arrow"),
-            report=Preflight(**reports, updates=updates, dropped_examples=dropped_examples, epoch=epoch),
+            report=Preflight(
+                **reports,
+                updates=updates,
+                dropped_examples=dropped_examples,
+                examples_per_epoch=examples_per_epoch,
+            ),
             digest=facts["digests"]["train"],
             test_digest=facts["digests"]["test"],
         )

@@ -121,10 +121,11 @@ def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losse
     return Losses(losses, {"chosen": (beta * u_w).detach(), "rejected": (beta * u_l).detach()})
 
 
-def _preference_loss(scores: Scores, *options: Any, **named: Any) -> Losses:
+def _preference_loss(scores: Scores, beta: float, **options: Any) -> Losses:
+    """`preference_loss` on scores; its rewards are those of `with_rewards`."""
     logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
-    losses, chosen, rejected = preference_loss(*logps, *options, **named)
-    return Losses(losses, {"chosen": chosen, "rejected": rejected})
+    losses, _, _ = preference_loss(*logps, beta, **options)
+    return with_rewards(losses, *scores.log_ratios(), beta)
 
 
 def _mean_log_ratios(scores: Scores) -> tuple[Tensor, Tensor]:
@@ -144,7 +145,7 @@ def sft(scores: Scores, **_: Any) -> Losses:  # a ported config may have beta
 
 
 def dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: bool) -> Losses:
-    return _preference_loss(scores, beta, label_smoothing, reference_free=reference_free)
+    return _preference_loss(scores, beta, label_smoothing=label_smoothing, reference_free=reference_free)
 
 
 def dpo_norm(scores: Scores, *, beta: float) -> Losses:

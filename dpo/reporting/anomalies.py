@@ -23,7 +23,7 @@ class NonFinite(RunError):
 
 
 class NonFiniteGuard(Callback):
-    """Guard against NaN: every rank skips or aborts.
+    """Guard against NaN and infinity: every rank skips or aborts.
 
     Rank 0 saves the examples of the update.
     """
@@ -41,40 +41,46 @@ class NonFiniteGuard(Callback):
 
         Raises NonFinite if not, unless `nan_policy` is skip and at most MAX_SKIPPED updates were skipped.
         """
-        norm, losses = update.metrics["grad_norm"], update.table["loss/train"]
-        if math.isfinite(norm) and losses.isfinite().all():
+        grad_norm, losses = update.metrics["grad_norm"], update.table["loss/train"]
+        if math.isfinite(grad_norm) and losses.isfinite().all():
             return True
         folder = self.context.run_dir / f"nonfinite-{update.number}"
         if self.context.rank == 0:
             self._write(folder, update)
         self.skipped += 1
-        numbers = f"loss {losses.mean():.4g} and gradient norm {norm:.4g}"
-        what = f"update {update.number} has {numbers}; its examples are in {folder}"
+        problem = (
+            f"update {update.number} has loss {losses.mean():.4g} and gradient norm {grad_norm:.4g}; its examples are "
+            f"in {folder}"
+        )
         if self.context.plan.training.nan_policy == "raise":
-            raise NonFinite(f"{what}; update not applied; nan_policy=skip would continue")
+            raise NonFinite(f"{problem}; the update was not applied; nan_policy=skip would skip it and continue")
         if self.skipped > MAX_SKIPPED:
-            raise NonFinite(f"{what}; {MAX_SKIPPED} updates were skipped before")
-        self.context.log(f"warning: {what}; it was skipped")
+            raise NonFinite(f"{problem}; {MAX_SKIPPED} updates were skipped before")
+        self.context.log(f"warning: {problem}; the update was skipped")
         return False
 
     def _write(self, folder: Path, update: Update) -> None:
-        """Write the examples as a dataset for `dataset_sources`."""
+        """Write the examples as a dataset for `dataset_sources`.
+
+        A line has the texts of an example and its row of `Update.table`.
+        """
         columns = {name: column.tolist() for name, column in update.table.items()}
         lines = []
-        for row, example in enumerate(update.examples):
+        for i, example in enumerate(update.examples):
             assert example.id is not None  # it came from the data
-            prompt_number, index = example.id
+            prompt_number, index_in_prompt = example.id
             prompt = self.context.data.train[prompt_number]
-            if row in update.drawn:
-                best, worst = update.drawn[row].pair
+            if i in update.drawn:
+                best, worst = update.drawn[i].pair
                 texts: dict[str, Any] = {"chosen": best.text, "rejected": worst.text}
                 texts |= {"score_chosen": best.score, "score_rejected": worst.score}
+            elif self.context.plan.loss.trains_on == "targets":
+                texts = {"completion": prompt.texts(index_in_prompt)["chosen"]}
             else:
-                texts = prompt.texts(index)
-            if len(texts) == 1:  # an SFT target
-                texts = {"completion": texts["chosen"]}
+                texts = prompt.texts(index_in_prompt)
             line = {"prompt": prompt.text, **texts, "prompt_number": prompt_number}
-            lines.append(json.dumps(line | {name: column[row] for name, column in columns.items()}) + "\n")
+            line |= {name: column[i] for name, column in columns.items()}
+            lines.append(json.dumps(line) + "\n")
         folder.mkdir(exist_ok=True)
         for split in ("train", "test"):  # a dataset needs both
             (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -92,54 +98,63 @@ class CourseWarner(Callback):
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         loss = context.plan.loss
-        # weights of wpo move with the policy, and the loss with them: it is not compared with its start
-        self._may_collapse = loss.trains_on == "pairs" and not loss.needs_squares
-        self._at_start = updates_at_start(loss.reference)
-        self._course = Course(context.plan.data.batch_size)
+        # `loss.wpo` (needs_squares) weights losses by the policy, so they cannot be compared with those at the start
+        self._checks_collapse = loss.trains_on == "pairs" and not loss.needs_squares
+        self._updates_at_start = updates_at_start(loss.reference)
+        self._detector = Course(context.plan.data.batch_size)
         self._warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        if not self._may_collapse:
+        if not self._checks_collapse:
             return
-        now = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
+        means = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
+        is_online = self.context.plan.online is not None
         if evaluation.n_updates == 0:
-            self._course.start = now if all(map(math.isfinite, now)) else None
-        # an online run follows its scorer, which held-out labels may contradict
-        elif self.context.plan.online is None and self._course.is_collapsed(now):
-            self._warn_about_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", now)
+            self._detector.start = means if all(map(math.isfinite, means)) else None
+        # an online run follows its scorer, which may contradict the labels of the evaluation's pairs
+        elif not is_online and self._detector.is_collapsed(means):
+            self._warn_about_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", means)
 
     def on_update(self, update: Update) -> None:
         for name in ("loss/train", "grad_norm"):
             value = update.metrics[name]
-            if ratio := self._course.find_spike(name, value):
-                spike = f"{name} {value:.4g} is {ratio:.0f} times its median before"
+            ratio = self._detector.find_spike(name, value)
+            if ratio is not None:
+                spike = f"{name} {value:.4g} is {ratio:.0f} times the median of the updates before"
                 self.context.log(f"warning: update {update.number}: {spike}")
-        if not self._may_collapse:
+        if not self._checks_collapse:
             return
         loss, margin = update.metrics["loss/train"], update.metrics["rewards_train/margins"]
-        if collapsed := self._course.find_collapse(loss, margin):
-            means, n = collapsed
-            self._warn_about_collapse(f"update {update.number}", f"over the last {n} updates ", "train", means)
-        if update.number == self._at_start:
-            self._course.take_start(self._at_start)
+        collapse = self._detector.find_collapse(loss, margin)
+        if collapse is not None:
+            means, n_updates = collapse
+            window = f"over the last {n_updates} updates "
+            self._warn_about_collapse(f"update {update.number}", window, "train", means)
+        if update.number == self._updates_at_start:
+            self._detector.take_start(self._updates_at_start)
 
-    def _warn_about_collapse(self, when: str, over: str, split: str, now: Means) -> None:
-        start = self._course.start
+    def _warn_about_collapse(self, when: str, window: str, split: str, means: Means) -> None:
+        """Log a warning, once in a run.
+
+        `window` says over what the `means` were taken.
+        """
+        start = self._detector.start
         if self._warned or start is None:
             return
         self._warned = True
-        start_margin = round(start.margin, 3) + 0.0  # without rounding errors; -0.0 + 0.0 is 0.0
+        # a margin that is 0 up to rounding is shown as 0; adding 0.0 turns -0.0 into 0.0
+        start_margin = round(start.margin, 3) + 0.0
         self.context.log(
-            f"warning: {when}: the run has collapsed: {over}loss/{split} is {now.loss:.4g} (at the start "
-            f"{start.loss:.4g}) and rewards_{split}/margins {now.margin:.3g} (at the start "
+            f"warning: {when}: the run has collapsed: {window}loss/{split} is {means.loss:.4g} (at the start "
+            f"{start.loss:.4g}) and rewards_{split}/margins is {means.margin:.3g} (at the start "
             f"{start_margin:.3g}). {WHAT_TO_TRY}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        start = self._course.start
-        return {"warned": self._warned, "first": self._course.first, "start": start and list(start)}
+        start = self._detector.start
+        return {"warned": self._warned, "first": self._detector.first, "start": start and list(start)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            self._warned, self._course.first = state["warned"], dict(state["first"])
-            self._course.start = Means(*state["start"]) if state["start"] else None
+            self._warned, self._detector.first = state["warned"], dict(state["first"])
+            self._detector.start = Means(*state["start"]) if state["start"] else None

@@ -7,79 +7,108 @@ import sys
 import unicodedata
 from collections.abc import Sequence
 
-GAP = "  "
-NARROWEST = 20
+GAP = "  "  # between columns
+MIN_WIDTH = 20  # of a column
 
 
 def measure_width(text: str) -> int:
-    """Number of columns that a text takes on a terminal."""
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+    """Number of character cells that a text takes on a terminal."""
+    return sum(map(_measure_character, text))
+
+
+def _measure_character(character: str) -> int:
+    if unicodedata.combining(character):  # drawn over the character before
+        return 0
+    is_wide = unicodedata.east_asian_width(character) in ("W", "F")
+    return 2 if is_wide else 1
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which would steer the terminal: models may write anything."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else " " if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
+    """Replace control characters, with which a model's text could steer the terminal."""
+    return "".join(map(_make_printable, text))
+
+
+def _make_printable(character: str) -> str:
+    if character.isprintable() or character == "\n":
+        return character
+    return " " if character == "\t" else "\N{REPLACEMENT CHARACTER}"
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break a text into lines of at most `width`.
+    """Break a text into lines of at most `width` cells.
 
-    As a text grows, all its lines but the last stay the same.
+    Words longer than a line are broken too. As a text grows, all its lines but the last stay the same.
     """
     lines = []
     for paragraph in printable(text).split("\n"):
         line = ""
         for word in paragraph.split(" "):
-            longer = f"{line} {word}" if line else word
-            if line and measure_width(longer) > width:
+            extended_line = f"{line} {word}" if line else word
+            if line and measure_width(extended_line) > width:
                 lines.append(line)
-                longer = word
-            while measure_width(longer) > width:
-                n = next(n for n in range(len(longer), 0, -1) if n == 1 or measure_width(longer[:n]) <= width)
-                lines.append(longer[:n])
-                longer = longer[n:]
-            line = longer
+                extended_line = word
+            while measure_width(extended_line) > width:
+                n_fitting = _count_fitting(extended_line, width)
+                lines.append(extended_line[:n_fitting])
+                extended_line = extended_line[n_fitting:]
+            line = extended_line
         lines.append(line)
     return lines
+
+
+def _count_fitting(text: str, width: int) -> int:
+    """Number of characters that fit into `width`, at least 1."""
+    n_characters = len(text)
+    while n_characters > 1 and measure_width(text[:n_characters]) > width:
+        n_characters -= 1
+    return n_characters
 
 
 class Columns:
     """Columns of growing texts, redrawn on a terminal."""
 
     def __init__(self, titles: Sequence[str]) -> None:
-        columns, self.rows = shutil.get_terminal_size()
-        self.width = max(NARROWEST, (columns - 1 - len(GAP) * (len(titles) - 1)) // len(titles))
+        n_cells, self.n_screen_rows = shutil.get_terminal_size()
+        # a free cell at the edge, so that the terminal itself breaks no line
+        n_text_cells = n_cells - 1 - len(GAP) * (len(titles) - 1)
+        self.width = max(MIN_WIDTH, n_text_cells // len(titles))
         self.texts = dict.fromkeys(titles, "")
-        self.n_fixed = self.n_drawn = 0  # lines that will not change; lines below them that are on the screen
-        self._print(f"\x1b[1m{self._row(list(titles))}\x1b[0m\n")
+        self.n_final = 0  # rows that will not change any more
+        self.n_drawn = 0  # rows below these that are on the screen, and may change
+        self._print(f"\x1b[1m{self._join(list(titles))}\x1b[0m\n")  # bold
 
     def show(self, title: str, text: str) -> None:
         """Set a column's text, which must extend the previous one."""
         self.texts[title] = text
-        wrapped = [wrap(text, self.width) for text in self.texts.values()]
-        fixed = min(len(lines) - 1 for lines in wrapped)
-        self._draw(wrapped, fixed)
+        columns = self._wrap_all()
+        self._draw(columns, n_final=min(len(lines) - 1 for lines in columns))  # a column's last line may change
 
     def close(self, footers: Sequence[str]) -> None:
-        """Draw the remaining lines and the footers."""
-        wrapped = [wrap(text, self.width) for text in self.texts.values()]
-        self._draw(wrapped, max(map(len, wrapped)))
-        self._print(f"\x1b[2m{self._row(footers)}\x1b[0m\n\n")
+        """Draw all rows for the last time, and the footers."""
+        columns = self._wrap_all()
+        self._draw(columns, n_final=max(map(len, columns)))
+        self._print(f"\x1b[2m{self._join(footers)}\x1b[0m\n\n")  # faint
 
-    def _draw(self, wrapped: list[list[str]], n_fixed: int) -> None:
-        """Draw finished lines for the last time, then others.
+    def _wrap_all(self) -> list[list[str]]:
+        """The lines of each column."""
+        return [wrap(text, self.width) for text in self.texts.values()]
 
-        These are as many as the screen holds: a terminal cannot go back above its upper edge.
+    def _draw(self, columns: list[list[str]], n_final: int) -> None:
+        """Draw the first `n_final` rows for good, and others below.
+
+        There are at most as many others as the screen has room for, as a terminal cannot go back above its upper edge
+        to replace them.
         """
-        end = min(max(map(len, wrapped)), max(n_fixed + self.rows - 2, n_fixed))
-        rows = [self._row([lines[i] if i < len(lines) else "" for lines in wrapped]) for i in range(self.n_fixed, end)]
-        back = f"\x1b[{self.n_drawn}A\r\x1b[J" if self.n_drawn else ""
-        self._print(back + "".join(f"{row}\n" for row in rows))
-        self.n_fixed, self.n_drawn = n_fixed, end - n_fixed
+        n_rows = max(map(len, columns))
+        room = max(0, self.n_screen_rows - 2)
+        end = min(n_rows, n_final + room)
+        rows = [self._join([lines[i] if i < len(lines) else "" for lines in columns]) for i in range(self.n_final, end)]
+        erase = f"\x1b[{self.n_drawn}A\r\x1b[J" if self.n_drawn else ""  # goes up, and clears all below
+        self._print(erase + "".join(f"{row}\n" for row in rows))
+        self.n_final, self.n_drawn = n_final, end - n_final
 
-    def _row(self, cells: Sequence[str]) -> str:
+    def _join(self, cells: Sequence[str]) -> str:
+        """One row of the screen."""
         return GAP.join(cell + " " * (self.width - measure_width(cell)) for cell in cells).rstrip()
 
     @staticmethod

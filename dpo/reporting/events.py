@@ -20,13 +20,13 @@ from dpo.settings.plan import Plan
 
 
 class Update(NamedTuple):
-    """A global batch, trained on, or skipped at a callback's veto."""
+    """An update on a global batch of B examples, applied or refused."""
 
-    number: int  # from 1; skipped updates count
-    n_examples: int  # so far, those of skipped updates included
+    number: int  # from 1; refused updates count
+    n_examples: int  # in this and all updates before, refused ones included
     examples: Sequence[Example]
-    table: Mapping[str, torch.Tensor]  # per example, (B,): metrics and the reference's log-probabilities
-    metrics: Mapping[str, float]  # means over the examples and grad_norm; in `on_update` also lr and speed
+    table: Mapping[str, torch.Tensor]  # metrics of each example and the reference's log-probabilities, (B,) each
+    metrics: Mapping[str, float]  # means over the examples, and grad_norm; in `on_update` also lr, speed and others
     drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by index in `examples`
 
 
@@ -46,7 +46,7 @@ class Evaluation(NamedTuple):
     metrics: Mapping[str, float]
     samples: Sequence[Sample]
     examples: Sequence[Example] = ()
-    table: Mapping[str, torch.Tensor] = MappingProxyType({})  # per example, (B,), as in `Update`
+    table: Mapping[str, torch.Tensor] = MappingProxyType({})  # as in `Update`
 
 
 class RunContext(NamedTuple):
@@ -57,13 +57,13 @@ class RunContext(NamedTuple):
     rank: int
     data: TrainingData
     log: Callable[[str], None]  # prints a message, on rank 0
-    parameters: ParameterCount | None = None  # of the policy
+    parameters: ParameterCount | None = None  # the policy's numbers of parameters
 
 
 class Callback:
-    """A watcher of a run, which may veto updates.
+    """A receiver of a run's events, which may refuse updates.
 
-    It is created before a checkpoint is loaded; `on_start` follows, and opens files.
+    It is made before a checkpoint is loaded. `on_start` comes after that, and opens files.
     """
 
     files: tuple[str, ...] = ()  # files in the run directory that it appends to
@@ -88,7 +88,7 @@ class Callback:
         return True
 
     def on_update(self, update: Update) -> None:
-        """Handle an update that was applied, or skipped by a veto."""
+        """Handle an update that was applied or refused."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Handle an evaluation."""
@@ -104,21 +104,27 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`, empty if the checkpoint has none."""
+        """Continue from a `state_dict()`; {} if the checkpoint has none.
+
+        "was_off" is true in it if the run has trained without this callback since.
+        """
 
 
 class Callbacks:
-    """Callbacks of a process by name, which get events in this order."""
+    """The callbacks of a process by name; events go in this order."""
 
     def __init__(self, callbacks: Mapping[str, Callback]) -> None:
         self.callbacks = dict(callbacks)
-        self._idle: dict[str, dict[str, Any]] = {}  # states of callbacks that are switched off, for a later run
+        # states of callbacks that are now switched off, kept for when they are switched on again
+        self._idle_states: dict[str, dict[str, Any]] = {}
 
     @classmethod
     def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> Callbacks:
-        """Make the given callbacks, then the wanted ones of the table."""
-        wanted = {name: callback for name, callback in table.items() if callback.is_wanted(context)}
-        return cls({**given, **{name: callback(context) for name, callback in wanted.items()}})
+        """Combine the given callbacks with those of the table that are wanted."""
+        made = {
+            name: callback_class(context) for name, callback_class in table.items() if callback_class.is_wanted(context)
+        }
+        return cls({**given, **made})
 
     def emit(self, event: str, *details: Any) -> None:
         """Call `on_EVENT(*details)` of each callback."""
@@ -127,34 +133,41 @@ class Callbacks:
 
     def allow(self, update: Update) -> bool:
         """Return whether all callbacks allow an update."""
-        answers = [callback.allows(update) for callback in self.callbacks.values()]  # ask all, as each may log or count
-        return all(answers)
+        # every callback is asked, even after one has refused, as each may log or count
+        are_allowed = [callback.allows(update) for callback in self.callbacks.values()]
+        return all(are_allowed)
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """Non-empty states, also those kept for callbacks that are off."""
-        states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
-        for name, state in states.items():
+        """States that are not empty, with those of callbacks that are off."""
+        states: dict[str, Mapping[str, Any]] = dict(self._idle_states)
+        for name, callback in self.callbacks.items():
+            state = callback.state_dict()
             _check_plain(state, f"{name}.state_dict()")
-        return {**self._idle, **{name: state for name, state in states.items() if state}}
+            if state:
+                states[name] = state
+        return states
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        self._idle = {name: {**state, "was_off": True} for name, state in states.items() if name not in self.callbacks}
+        self._idle_states = {
+            name: {**state, "was_off": True} for name, state in states.items() if name not in self.callbacks
+        }
         for name, callback in self.callbacks.items():
             callback.load_state_dict(states.get(name, {}))
 
 
-def _check_plain(value: Any, place: str) -> None:
+def _check_plain(value: Any, path: str) -> None:
     """Raise TypeError for a value that a checkpoint would not restore.
 
-    Checkpoints are read as data, not as arbitrary Python objects.
+    Checkpoints are read as data, not as arbitrary Python objects. `path` says where the value is, for the message.
     """
     if isinstance(value, dict):
         for key, item in value.items():
-            _check_plain(item, f"{place}[{key!r}]")
+            _check_plain(item, f"{path}[{key!r}]")
     elif type(value) in (list, tuple):
         for item in value:
-            _check_plain(item, place)
+            _check_plain(item, path)
     elif not isinstance(value, torch.Tensor) and type(value) not in (bool, int, float, str, type(None)):
         raise TypeError(
-            f"{place} is a {type(value).__name__}: a checkpoint holds tensors, numbers, texts, lists, dicts"
+            f"{path} has a {type(value).__name__}: a checkpoint holds tensors, numbers, texts, lists and dicts; return "
+            f"only these"
         )

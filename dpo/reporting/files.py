@@ -1,4 +1,4 @@
-"""Files that a run appends to, and a resumed run truncates.
+"""Log files: a run appends to them, a resumed run truncates them.
 
 docs/metrics.md describes their lines.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,52 +23,63 @@ from dpo.system.run_directory import add_to_record, create_run_dir, now
 class Appender(Callback):
     """A callback that appends to `files` in the run directory.
 
-    At the start each file is cut to its last whole record within the size in the checkpoint; later records are removed,
-    as they will be written again. Files unknown to the checkpoint, and damaged ones, are moved aside with a warning.
+    At the start of a resumed run each file is truncated to the size that it had at the checkpoint, as the run writes
+    the later records again. If a file is damaged before that size, only the complete records before the damage are kept
+    in it, and the damaged file is renamed. A file that the checkpoint does not know is renamed too. Warnings say so.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         self.run_dir = context.run_dir
-        self._sizes: Mapping[str, int] = {}  # of the files, at the checkpoint
-        self._was_off = False
+        self._sizes: Mapping[str, int] = {}  # bytes at the checkpoint, by file
+        self._was_off = False  # the run has trained without this callback
 
     def find_end(self, path: Path, size: int) -> int:
-        """End of the last whole record within `size` bytes.
+        """Position after the last complete record within `size` bytes.
 
-        Here, where nothing is known about records, all bytes count as whole.
+        Subclasses know the form of a record; here all bytes count as complete.
         """
         return size
 
     def on_start(self) -> None:
         create_run_dir(str(self.run_dir), logs=(*self.files, *self.derived), continued=True)
-        for name in self.files:  # not those that the checkpoint names: a forged one may name any file
-            self._keep_known(self.run_dir / name, self._sizes.get(name))
+        for name in self.files:  # not the names in the checkpoint, which may be forged and name any file
+            self._truncate(self.run_dir / name, self._sizes.get(name))
         if self._was_off:
-            self.context.log(f"warning: {', '.join(self.files)}: nothing of what was trained while this was off")
+            self.context.log(
+                f"warning: {', '.join(self.files)} lacks the updates during which it was switched off in the config"
+            )
 
-    def _keep_known(self, path: Path, size: int | None) -> None:
-        """Cut a file to its `size` in the checkpoint, if any."""
-        on_disk = path.stat().st_size if path.exists() else 0
+    def _truncate(self, path: Path, size: int | None) -> None:
+        """Truncate a file to its size at the checkpoint, or less.
+
+        A damaged file is truncated to its complete records. `size` is None if the checkpoint does not know the file,
+        which is then renamed.
+        """
+        size_now = path.stat().st_size if path.exists() else 0
         if size is None:
-            if on_disk:
+            if size_now:
                 aside = self._move_aside(path)
-                self.context.log(f"warning: no checkpoint knows {path}: it becomes {aside.name}")
+                self.context.log(f"warning: no checkpoint knows {path}: it is renamed to {aside.name}")
             return
-        present = min(size, on_disk)  # bytes that the checkpoint counts and that are there
-        end = self.find_end(path, present)
-        if end < present:
+        n_bytes_left = min(size, size_now)  # of those logged before the checkpoint
+        end = self.find_end(path, n_bytes_left)
+        if end < n_bytes_left:
             aside = self._move_aside(path)
-            with aside.open("rb") as damaged:
-                path.write_bytes(damaged.read(end))
+            with aside.open("rb") as damaged_file:
+                path.write_bytes(damaged_file.read(end))
             self.context.log(
                 f"warning: {path} is damaged after {end:,} of the {size:,} bytes that were logged before the "
-                f"checkpoint: these stay, and the file as it was becomes {aside.name}"
+                f"checkpoint: only the first {end:,} bytes are kept in it, and the damaged file is renamed to "
+                f"{aside.name}"
             )
         elif end < size:
-            self.context.log(f"warning: {path} is missing what was logged before the checkpoint")
-            self._move_derived_aside()
-        elif end < on_disk:
+            self.context.log(
+                f"warning: {path} lacks the last {size - end:,} of the {size:,} bytes that were logged before the "
+                f"checkpoint"
+            )
+            self._move_derived_aside()  # made from the complete file
+        elif end < size_now:
             os.truncate(path, end)
 
     def _move_aside(self, path: Path) -> Path:
@@ -99,14 +110,19 @@ class LogWriter(Appender):
     """An appender of lines, flushed immediately."""
 
     def find_end(self, path: Path, size: int) -> int:
-        """End of the last whole line; in `.jsonl`, of JSON objects."""
+        """Position after the last complete line within `size` bytes.
+
+        In `.jsonl` only lines with a JSON object are complete.
+        """
         end = 0
         if not size:  # the file may be missing
             return end
         with path.open("rb") as file:
             for line in file:
-                is_whole = line.endswith(b"\n") and end + len(line) <= size
-                if not is_whole or (path.suffix == ".jsonl" and not _is_object(line)):
+                is_complete = line.endswith(b"\n") and end + len(line) <= size
+                if path.suffix == ".jsonl":
+                    is_complete = is_complete and _is_json_object(line)
+                if not is_complete:
                     break
                 end += len(line)
         return end
@@ -116,14 +132,14 @@ class LogWriter(Appender):
         with path.open("ab+") as file:
             size = file.tell()
             file.seek(max(0, size - 1))
-            if size and file.read() != b"\n":  # a full disk or another program cut the last line
+            if size and file.read() != b"\n":  # the last line is incomplete, for example after a full disk
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
                 print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
             file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
 
 
-def _is_object(line: bytes) -> bool:
+def _is_json_object(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
@@ -131,9 +147,9 @@ def _is_object(line: bytes) -> bool:
 
 
 class FileLogger(LogWriter):
-    """Logger of metrics, samples, and the last drawn answers.
+    """Logger of metrics, samples, and answers drawn online.
 
-    It also records in `env.json` the parameter counts and when the run ended. NaN and infinite values are null.
+    It also records the parameter counts and the end of the run in `env.json`. NaN and infinite values become null.
     """
 
     files = ("metrics.jsonl", "samples.jsonl", "samples.txt")
@@ -149,8 +165,8 @@ class FileLogger(LogWriter):
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
-        shown = [*update.drawn.values()][: self.context.plan.evaluation.n_eval_model_samples]
-        self._drawn = [_make_record(update.n_examples, drawn) for drawn in shown]
+        drawn_by_prompt = list(update.drawn.values())[: self.context.plan.evaluation.n_eval_model_samples]
+        self._drawn = [_make_record(update.n_examples, drawn) for drawn in drawn_by_prompt]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         examples = evaluation.n_examples
@@ -159,22 +175,27 @@ class FileLogger(LogWriter):
         if not records:
             return
         self.append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
-        lines, bar, after = [], "=" * 30, f"after {count(examples, 'example')}"
+        self.append("samples.txt", self._make_samples_text(evaluation))
+
+    def _make_samples_text(self, evaluation: Evaluation) -> Iterator[str]:
+        """Yield the lines of samples and drawn answers for `samples.txt`."""
+        bar, when = "=" * 30, f"after {count(evaluation.n_examples, 'example')}"
         for sample in evaluation.samples:
-            lines += [f"{bar} {after} {bar}", sample.prompt.strip(), "--- policy ---", sample.policy.strip()]
-            lines += ["--- reference ---", sample.reference.strip()] if sample.reference is not None else []
-            lines.append("")
+            yield from (f"{bar} {when} {bar}", sample.prompt.strip(), "--- policy ---", sample.policy.strip())
+            if sample.reference is not None:
+                yield from ("--- reference ---", sample.reference.strip())
+            yield ""
         for record in self._drawn:
-            lines += [f"{bar} {after}, drawn by the last update {bar}", record["prompt"].strip()]
+            yield from (f"{bar} {when}, drawn by the last update {bar}", record["prompt"].strip())
             for name, answer in rank_answers(record):
                 facts = f"score {answer['score']:.6g}, {count(answer['tokens'], 'token')}"
-                lines.append(f"--- {name}: {facts}{'' if answer['ended'] else ', cut off'} ---")
-                lines.append(answer["text"].strip())
-            lines.append("")
-        self.append("samples.txt", lines)
+                if not answer["ended"]:
+                    facts += ", cut off"
+                yield from (f"--- {name}: {facts} ---", answer["text"].strip())
+            yield ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Sizes, and drawn answers that the next evaluation will write."""
+        """File sizes, and the drawn answers that the next evaluation will write."""
         return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -191,7 +212,15 @@ class FileLogger(LogWriter):
 
 
 def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
-    """A prompt, its answers in order, and the pair's indices."""
-    answers = [{"text": a.text, "score": a.score, "tokens": len(a.tokens), "ended": a.ended} for a in drawn.answers]
-    pair = {"best": drawn.best, "worst": drawn.worst}
-    return {"examples": n_examples, "prompt": drawn.prompt, "completions": answers, **pair}
+    """A record of `samples.jsonl`: a prompt and its answers."""
+    answers = [
+        {"text": answer.text, "score": answer.score, "tokens": len(answer.tokens), "ended": answer.ended}
+        for answer in drawn.answers
+    ]
+    return {
+        "examples": n_examples,
+        "prompt": drawn.prompt,
+        "completions": answers,
+        "best": drawn.best,  # index in `completions`
+        "worst": drawn.worst,
+    }

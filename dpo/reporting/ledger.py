@@ -1,6 +1,7 @@
-"""`ledger.parquet`: values of each example at each visit.
+"""The ledger: values of each example at each visit, in `ledger.parquet`.
 
-Columns and files are in `dpo/analysis/ledger_file.py`, which only runs with a ledger import.
+`dpo/analysis/ledger_file.py` has the columns and reads and writes the files. It is imported inside functions, so that a
+run without a ledger does not import pyarrow's Parquet code.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from dpo.system.run_directory import PARQUET, STREAM
 if TYPE_CHECKING:
     import torch
 
-GROWTH = 2  # factor by which rows grow before an evaluation writes ledger.parquet again
+GROWTH = 2  # factor by which the rows must grow before an evaluation writes ledger.parquet again
 
 
 class Ledger(Appender):
     """Callback that records the examples of each update and evaluation.
 
-    It records skipped updates too. An append is one write of some kilobytes. All rows are read and written as Parquet
-    at the start, at an evaluation if they have doubled, and at the end. All these writes together cost at most three
-    times as much as the last one.
+    Skipped updates are recorded too. An update appends some kilobytes to a stream. The whole stream is written as
+    Parquet at the start, at the end, and at an evaluation if its rows have doubled since; all these writes together
+    cost at most three times as much as the last one.
     """
 
     files, derived = (STREAM,), (PARQUET,)
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self.rows = self.written = 0
+        self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
         self.online = context.plan.online is not None
 
     @classmethod
@@ -55,12 +56,19 @@ class Ledger(Appender):
         self._write()
 
     def on_update(self, update: Update) -> None:
-        before = update.number - 1
-        self._append("train", update.number, before, update.examples, update.table, update.drawn)
+        self._append(
+            "train",
+            update.number,
+            update.examples,
+            update.table,
+            n_updates_before=update.number - 1,
+            drawn=update.drawn,
+        )
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._append("eval", evaluation.n_updates, evaluation.n_updates, evaluation.examples, evaluation.table)
-        if self.rows >= GROWTH * self.written:
+        n_updates = evaluation.n_updates
+        self._append("eval", n_updates, evaluation.examples, evaluation.table, n_updates_before=n_updates)
+        if self.rows >= GROWTH * self.parquet_rows:
             self._write()
 
     def on_end(self) -> None:
@@ -69,59 +77,60 @@ class Ledger(Appender):
     def _write(self) -> None:
         from dpo.analysis.ledger_file import write_parquet
 
-        self.rows = self.written = write_parquet(self.stream, self.parquet)
+        self.rows = self.parquet_rows = write_parquet(self.stream, self.parquet)
 
     def _append(
         self,
         split: str,
-        number: int,
-        n_updates_before: int,
+        update: int,
         examples: Sequence[Example],
         table: Mapping[str, torch.Tensor],
+        *,
+        n_updates_before: int,
         drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
         """Append the examples of an update or evaluation.
 
-        `number` is the row's `update` (docs/metrics.md).
+        `update` is the value of that column (docs/metrics.md).
         """
         from dpo.analysis.ledger_file import DRAWN, append
 
-        n = len(examples)
-        updates_per_epoch = self.context.data.report.epoch // self.context.plan.data.batch_size
-        n_tokens = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
+        n_rows = len(examples)
+        updates_per_epoch = self.context.data.report.examples_per_epoch // self.context.plan.data.batch_size
+        tokens_by_role = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
 
         def pick(metric: str, role: str) -> list[float | None] | None:
-            """Values of a metric; an example without this role has None."""
+            """Values of a metric; None for examples without this role."""
             if metric not in table:
                 return None
             values = table[metric].tolist()
-            return [v if role in example.roles else None for v, example in zip(values, examples, strict=True)]
+            return [value if role in example.roles else None for value, example in zip(values, examples, strict=True)]
 
         columns: dict[str, Any] = {
             "example": [example.digest for example in examples],
             "dataset": [example.dataset for example in examples],
-            "update": [number] * n,
-            "epoch": [n_updates_before // updates_per_epoch] * n,
-            "split": [split] * n,
+            "update": [update] * n_rows,
+            "epoch": [n_updates_before // updates_per_epoch] * n_rows,
+            "split": [split] * n_rows,
             "policy_chosen": pick(f"logps_{split}/chosen", "chosen"),
             "policy_rejected": pick(f"logps_{split}/rejected", "rejected"),
             "reference_chosen": pick("reference/chosen", "chosen"),
             "reference_rejected": pick("reference/rejected", "rejected"),
-            "chosen_tokens": [by_role.get("chosen") for by_role in n_tokens],
-            "rejected_tokens": [by_role.get("rejected") for by_role in n_tokens],
+            "chosen_tokens": [n_tokens.get("chosen") for n_tokens in tokens_by_role],
+            "rejected_tokens": [n_tokens.get("rejected") for n_tokens in tokens_by_role],
             "truncated": [example.truncated for example in examples],
             "loss": table[f"loss/{split}"],
             "margin": table.get(f"rewards_{split}/margins"),
         }
         if self.online:
-            rows = [_as_row(drawn[i]) if i in drawn else {} for i in range(n)]
-            columns |= {name: [row.get(name) for row in rows] for name in DRAWN.names}
+            drawn_rows = [_make_drawn_row(drawn[i]) if i in drawn else {} for i in range(n_rows)]
+            columns |= {name: [row.get(name) for row in drawn_rows] for name in DRAWN.names}
         append(self.stream, columns)
-        self.rows += n
+        self.rows += n_rows
 
 
-def _as_row(drawn: Drawn) -> dict[str, Any]:
-    """Texts and scores of a prompt's answers, which are stored nowhere else."""
+def _make_drawn_row(drawn: Drawn) -> dict[str, Any]:
+    """The columns of a drawn pair: texts and scores of its answers."""
     best, worst = drawn.pair
     others = [answer for i, answer in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
     return {

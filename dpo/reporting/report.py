@@ -1,4 +1,4 @@
-"""Report of a run (`report=true`), written by a process beside it."""
+"""Report of a run (`report=true`), written by a separate process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from dpo.reporting.events import Callback, Evaluation, RunContext
 from dpo.system.run_directory import REPORT
 
 ROOT = Path(__file__).resolve().parents[2]
-LAST_SECS = 120  # the longest that the end of a run waits for its last report
+LAST_SECS = 120  # longest time to wait for a report
 
 
 class ReportWriter(Callback):
-    """Runner of `python -m dpo.analysis` in the background.
+    """Callback that runs `python -m dpo.analysis` in the background.
 
-    Training neither waits for it nor fails with it.
-
-    One process at a time: if one is still running at an evaluation, the next report includes that evaluation. A failure
-    is told at the end, where the last report would fail as well.
+    Training does not wait for that process, nor fail if it does. There is one process at a time: if it is still running
+    at an evaluation, no other is started, and the next report includes that evaluation. Only a failure of the last
+    report is logged.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -40,12 +39,15 @@ class ReportWriter(Callback):
 
     def on_end(self) -> None:
         """Write the last report, and log its path."""
-        self._finish(0)  # a report that an evaluation began lacks the end: it is killed
+        self._finish(0)  # kills a report that was started at an evaluation, as it lacks the end of the run
         self._begin("--ended")
         self._finish(LAST_SECS)
         run_dir = self.context.run_dir
         if self._failure:
-            self.context.log(f"warning: no report: {self._failure}; python -m scripts.report {run_dir} writes one")
+            self.context.log(
+                f"warning: the report was not written: {self._failure}; to write it, run python -m scripts.report "
+                f"{run_dir}"
+            )
         else:
             self.context.log(f"report: {run_dir / REPORT}")
 
@@ -61,7 +63,7 @@ class ReportWriter(Callback):
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # so that Ctrl-C reaches only the run, which then ends it in order
+                start_new_session=True,  # so that Ctrl-C reaches only the run, which then ends this process
             )
         except OSError as error:
             self._failure = str(error)
@@ -82,4 +84,5 @@ class ReportWriter(Callback):
             return
         if process.returncode:
             lines = [line for line in errors.decode("utf-8", "replace").split("\n") if line.strip()]
+            # the last line of a traceback is its message
             self._failure = lines[-1][:300] if lines else f"exit status {process.returncode}"

@@ -9,13 +9,14 @@ from dpo.errors import InputError
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
 from dpo.system.plain_files import move_aside
 
-FLUSH_SECS = 10  # the most that a killed run loses
+FLUSH_SECS = 10  # a killed run loses the events of at most this time
 
 
 class TensorBoardLogger(Callback):
-    """Event files of every update and evaluation.
+    """Writer of TensorBoard's event files, of every update and evaluation.
 
-    They are in the run's `tensorboard`, under W&B's names; steps are examples.
+    The files are in the directory `tensorboard` of the run. Metrics have the same names as in W&B, and steps are
+    examples.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -32,11 +33,11 @@ class TensorBoardLogger(Callback):
         folder = self.context.run_dir / "tensorboard"
         try:
             if self._n_examples is None and folder.is_dir():
-                self.context.log(f"warning: no checkpoint knows {folder}: it becomes {move_aside(folder).name}")
+                self.context.log(f"warning: no checkpoint knows {folder}: it is renamed to {move_aside(folder).name}")
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{folder} cannot be written: {error}; choose another local_run_dir") from error
-        # TensorBoard hides the events from this step on: an earlier process logged them after the checkpoint
+        # TensorBoard hides earlier events from this step on, which were logged after the checkpoint
         purge_step = None if self._n_examples is None else self._n_examples + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECS)
 
@@ -46,9 +47,10 @@ class TensorBoardLogger(Callback):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         examples = evaluation.n_examples
         self._log(evaluation.metrics, examples=examples)
-        for who in ("policy", "reference"):
-            if text := _as_markdown(evaluation.samples, who):
-                self._writer.add_text(f"{who}_samples", text, examples)
+        for model in ("policy", "reference"):
+            text = _as_markdown(evaluation.samples, model)
+            if text:
+                self._writer.add_text(f"{model}_samples", text, examples)
         self._writer.flush()
 
     def _log(self, metrics: Mapping[str, float], *, examples: int) -> None:
@@ -58,7 +60,8 @@ class TensorBoardLogger(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         self._writer.flush()
-        return {"examples": -1 if self._n_examples is None else self._n_examples}  # -1: all events are later
+        # -1 before the first event: a resumed run hides all events, from step 0 on
+        return {"examples": -1 if self._n_examples is None else self._n_examples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._n_examples = state.get("examples")
@@ -67,17 +70,19 @@ class TensorBoardLogger(Callback):
         self._writer.close()
 
 
-def _as_markdown(samples: Iterable[Sample], who: str) -> str:
-    """Prompts and continuations as literal blocks.
+def _as_markdown(samples: Iterable[Sample], model: str) -> str:
+    """Prompts and continuations by "policy" or "reference", as literal blocks.
 
-    No text of a model can end such a block.
+    The blocks are indented, so that no text in one can end it.
     """
-    parts = []
+    texts = []
     for sample in samples:
-        if (continuation := getattr(sample, who)) is not None:
-            parts += ["**prompt**", _literal(sample.prompt), f"**{who}**", _literal(continuation), "---"]
-    return "\n\n".join(parts[:-1])
+        continuation = getattr(sample, model)
+        if continuation is not None:
+            parts = ("**prompt**", _indent(sample.prompt), f"**{model}**", _indent(continuation))
+            texts.append("\n\n".join(parts))
+    return "\n\n---\n\n".join(texts)
 
 
-def _literal(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.strip().splitlines())

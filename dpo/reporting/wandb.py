@@ -22,18 +22,19 @@ FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 
 class WandbLogger(Callback):
-    """Logger to W&B under the reference's names.
+    """Logger to W&B, with the metric names of the reference implementation.
 
-    Training metrics are sent at most every `minimum_log_interval_secs`. The summary has the last evaluation as
-    `last/NAME`, the best one after the first update as `best/NAME`. A run never waits or fails because of W&B: unsent
-    data stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
+    Training metrics are sent at most every `minimum_log_interval_secs`. W&B's summary has the last evaluation as
+    `last/NAME`, and the best evaluation after the first update as `best/NAME`. A run never fails because of W&B, and
+    waits for it only at the end: unsent data stays on the disk (`wandb sync`), and `metrics.jsonl` has everything.
     """
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self._run_id: str | None = None  # of the run to continue
-        self._last_train = self._best = float("-inf")
-        self._lost = self._aborted = False
+        self._run_id: str | None = None  # of the W&B run to continue
+        self._last_train_time = float("-inf")  # when training metrics were last sent
+        self._best_quality = float("-inf")  # of the evaluations after the first update
+        self._is_disabled = self._is_aborted = False
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -62,96 +63,108 @@ class WandbLogger(Callback):
             lambda why: InputError(f"W&B cannot start: {why}; fix this, or set wandb.enabled=false"),
         ):
             self.run = self._start(wandb, settings)
-        # not W&B's own step: a run that resumes from an earlier checkpoint logs the same counts again
+        # not W&B's own step, which only grows: a run that resumes from an earlier checkpoint logs the same counts again
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
         self._upload("preflight.json")
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
-        """Start a W&B run, offline if that fails or without key."""
+        """Start a W&B run; offline if that fails or without key."""
         init = partial(
             wandb.init,
             **settings,
             settings=wandb.Settings(finish_timeout=FINISH_SECS, x_disable_meta=True),  # metadata has the command line
         )
-        offline = None  # the reason why it logs offline
-        try:  # with a mode set, a key configured or a terminal to ask on, wandb itself knows what to do
-            if not (os.environ.get("WANDB_MODE") or (sys.stdin and sys.stdin.isatty()) or wandb.login(prompt=False)):
-                offline = "no API key and no terminal to ask for one"
-            run = init(mode="offline" if offline else None)
+        offline_reason = None
+        try:
+            has_mode, has_terminal = bool(os.environ.get("WANDB_MODE")), bool(sys.stdin and sys.stdin.isatty())
+            # otherwise wandb itself obeys the mode, or asks for a key on the terminal
+            if not (has_mode or has_terminal or wandb.login(prompt=False)):
+                offline_reason = "no API key and no terminal to ask for one"
+            run = init(mode="offline" if offline_reason else None)
         except wandb.Error as error:
-            offline = one_sentence(error)
+            offline_reason = one_sentence(error)
             run = init(mode="offline")
-        if offline:
-            print(f"W&B: {offline}, so logging offline; upload with: wandb sync {Path(run.dir).parent}")
+        if offline_reason:
+            print(f"W&B: {offline_reason}, so logging offline; upload with: wandb sync {Path(run.dir).parent}")
         return run
 
     def on_update(self, update: Update) -> None:
         now = time.monotonic()
-        if now - self._last_train >= self.context.plan.logging.minimum_log_interval_secs:
-            self._last_train = now
+        if now - self._last_train_time >= self.context.plan.logging.minimum_log_interval_secs:
+            self._last_train_time = now
             self._send(update.metrics, examples=update.n_examples, updates=update.number)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         examples = evaluation.n_examples
         self._send(evaluation.metrics, examples=examples, updates=evaluation.n_updates)
         tables = {}
-        for who in ("policy", "reference"):
-            rows = [[examples, s.prompt, getattr(s, who)] for s in evaluation.samples if getattr(s, who) is not None]
+        for model in ("policy", "reference"):
+            rows = [
+                [examples, sample.prompt, getattr(sample, model)]
+                for sample in evaluation.samples
+                if getattr(sample, model) is not None
+            ]
             if rows:
-                tables[f"{who}_samples"] = self._table(columns=["step", "prompt", "sample"], data=rows)
+                tables[f"{model}_samples"] = self._table(columns=["step", "prompt", "sample"], data=rows)
         if tables:
-            self._unless_lost(self.run.log, {**tables, "counters/examples": examples})
+            self._unless_disabled(self.run.log, {**tables, "counters/examples": examples})
         self._summarize("last", evaluation)
-        name, sign = self.context.plan.loss.best
-        quality = sign * evaluation.metrics.get(name, math.nan)
-        if evaluation.n_updates > 0 and quality > self._best:  # false for NaN
-            self._best = quality
+        metric, sign = self.context.plan.loss.best
+        quality = sign * evaluation.metrics.get(metric, math.nan)
+        if evaluation.n_updates > 0 and quality > self._best_quality:  # false for NaN
+            self._best_quality = quality
             self._summarize("best", evaluation)
 
-    def _summarize(self, which: str, evaluation: Evaluation) -> None:
+    def _summarize(self, prefix: str, evaluation: Evaluation) -> None:
         facts = {"examples": evaluation.n_examples, "updates": evaluation.n_updates, **evaluation.metrics}
-        self._unless_lost(self.run.summary.update, {f"{which}/{name}": value for name, value in facts.items()})
+        summary = {f"{prefix}/{name}": value for name, value in facts.items()}
+        self._unless_disabled(self.run.summary.update, summary)
 
     def _send(self, metrics: Mapping[str, float], *, examples: int, updates: int) -> None:
-        self._unless_lost(self.run.log, {**metrics, "counters/examples": examples, "counters/updates": updates})
+        self._unless_disabled(self.run.log, {**metrics, "counters/examples": examples, "counters/updates": updates})
 
-    def _unless_lost(self, send: Callable, *arguments: Any) -> None:
-        if self._lost:
+    def _unless_disabled(self, call: Callable, *arguments: Any) -> None:
+        """Call a function of W&B; after its first error, no more."""
+        if self._is_disabled:
             return
         try:
-            send(*arguments)
+            call(*arguments)
         except self._errors as error:
-            self._lost = True
+            self._is_disabled = True
             what = f"{type(error).__name__}: {error}"
             print(f"warning: W&B logging disabled after an error ({what}); metrics.jsonl is still written", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve()), "best": self._best}
+        return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve()), "best": self._best_quality}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("run_dir") == str(self.context.run_dir.resolve()):  # else this run continues another one
+        # a run that continues another run's checkpoint gets a W&B run of its own
+        if state.get("run_dir") == str(self.context.run_dir.resolve()):
             self._run_id = state["wandb_id"]
-            self._best = state.get("best", self._best)
+            self._best_quality = state.get("best", self._best_quality)
 
     def on_abort(self, reason: str) -> None:
-        self._aborted = True
-        self._unless_lost(self.run.alert, "run aborted", redact(reason), "ERROR")
+        self._is_aborted = True
+        self._unless_disabled(self.run.alert, "run aborted", redact(reason), "ERROR")
 
     def on_end(self) -> None:
         self._upload(str(REPORT))
-        self._unless_lost(self.run.finish, int(self._aborted))
+        exit_code = int(self._is_aborted)  # 1 marks the W&B run as failed
+        self._unless_disabled(self.run.finish, exit_code)
 
     def _upload(self, name: str) -> None:
-        """Upload a file of the run, if it exists and is wanted."""
+        """Upload a file of the run directory, if it exists and `wandb.artifacts`."""
         file = self.context.run_dir / name
 
-        def copy_and_save() -> None:  # a file outside its own directory W&B would link, with a warning
+        def copy_and_save() -> None:
+            # a copy in W&B's own directory: W&B would warn about a file elsewhere, and link to it
             copy = Path(self.run.dir) / name
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
-            self.run.save(escape(str(copy)), base_path=escape(self.run.dir), policy="now")  # these are glob patterns
+            # escaped, as W&B takes both paths for glob patterns
+            self.run.save(escape(str(copy)), base_path=escape(self.run.dir), policy="now")
 
         if self.context.plan.wandb.artifacts and file.is_file():
-            self._unless_lost(copy_and_save)
+            self._unless_disabled(copy_and_save)

@@ -273,9 +273,10 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
 
     A sentence has the value and the fix. `plan` is the config's plan, if it has been made already.
     """
-    sentences = [problem.sentence for problem in find_problems(flatten(config), plan or resolve(config))]
+    values = flatten(config)
+    sentences = [problem.sentence for problem in find_problems(values, plan or resolve(config))]
     unresolved: Any = OmegaConf.to_container(config)
-    if config.get("resume") == "auto" and "get_local_run_dir" in str(unresolved["local_run_dir"]):
+    if values.get("resume") == "auto" and "get_local_run_dir" in str(unresolved["local_run_dir"]):
         sentences.append(
             "resume=auto looks for checkpoints in local_run_dir, which is a new directory for each run by default: "
             "give local_run_dir=DIR"

@@ -27,17 +27,17 @@ Result = TypeVar("Result")
 class Batch(NamedTuple):
     """B examples of an update or evaluation, and this process's microbatches.
 
-    Examples, weights and numbers are the same on every process.
+    Everything but the microbatches is the same on every process.
     """
 
     examples: list[Example]
     weights: Sequence[float]  # per example, in the means of loss and metrics; 0 for a tie
     microbatches: list[Microbatch]
-    numbers: Sequence[int]  # of the examples, by which the reference caches them; empty: they are not cached
-    # these three are for online pairs
-    drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by place in the batch
+    cache_rows: Sequence[int]  # per example, its row in the reference's cache; empty: the examples are not cached
+    # the next three are for online pairs
+    drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by index in `examples`
     metrics: Mapping[str, float] = MappingProxyType({})
-    seconds: Mapping[str, float] = MappingProxyType({})  # spent on sampling and on scoring
+    seconds: Mapping[str, float] = MappingProxyType({})  # by task: "sampling" and "scoring"
 
 
 def prefetch(
@@ -46,7 +46,8 @@ def prefetch(
     """Yield `prepare(item)` for each item in order, prepared ahead.
 
     Up to `ahead` results are prepared early, in `workers` threads; with 0 workers each is prepared when it is due.
-    Tokenizers and tensor operations release Python's lock. An error in `prepare` is raised where its result is due.
+    Threads suffice, as tokenizers and tensor operations release Python's lock. An error in `prepare` is raised where
+    its result is due.
     """
     if not workers:
         yield from map(prepare, items)
@@ -60,7 +61,7 @@ def prefetch(
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-        finally:  # also when the consumer stops early: the pool would otherwise finish what is queued
+        finally:  # if the consumer stops early, the pool would otherwise prepare all that is queued
             for future in waiting:
                 future.cancel()
 
@@ -68,7 +69,7 @@ def prefetch(
 class Batches:
     """The batches of a run, prepared for one process.
 
-    The process is number `rank` of the `size` processes that see different examples.
+    `rank` is the process's index among the `size` processes that see different examples.
     """
 
     def __init__(
@@ -77,29 +78,33 @@ class Batches:
         self.plan, self.data, self.layout, self.seed = plan, data, layout, seed
         self.rank, self.size = rank, size
         self.loss = plan.loss
-        self.states: dict[str, Any] = {}  # saved in checkpoints
-        # examples are numbered through both splits, train first; here is the number of each prompt's first example
-        counts = np.concatenate([data.train.counts, data.test.counts])
-        first_numbers = np.cumsum(counts) - counts
-        self._first_train_numbers, self._first_test_numbers = np.split(first_numbers, [len(data.train.counts)])
+        self.states: dict[str, Any] = {}  # objects whose states are saved in checkpoints, by name
+        # the reference's cache has a row per example of train, then of test; these are each prompt's first rows
+        n_examples = np.concatenate([data.train.counts, data.test.counts])  # per prompt
+        first_rows = np.cumsum(n_examples) - n_examples
+        self._first_train_rows, self._first_test_rows = np.split(first_rows, [len(data.train.counts)])
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
-        """Iterate over training batches in the reference's order.
+        """Iterate over training batches in the reference code's order.
 
-        Ends by the reference's stop rule. The first `skip` batches are not prepared: a resumed run has trained on them.
+        Ends where the reference code does. The first `skip` batches are left out: a resumed run has trained on them.
         """
         n_microbatches = self.plan.data.gradient_accumulation_steps
-        prepare = partial(self._prepare, self.data.train, self._first_train_numbers, n_microbatches=n_microbatches)
+        prepare = partial(self._prepare, self.data.train, self._first_train_rows, n_microbatches=n_microbatches)
         return self._iterate_train(prepare, self.data.train.counts.tolist(), skip=skip)
 
     def make_batch(self, item: Any, *, update: int) -> Batch:
-        """Make the batch of an update from an item of `train`.
+        """Make the batch of an update from an item that `train` yields.
 
-        Here the item is the batch.
+        Here the item already is the batch; `OnlineBatches` draws pairs at this point.
         """
         return item
 
     def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
+        """Yield `prepare(example_ids)` for each training batch after the first `skip`.
+
+        `counts` has the number of examples per prompt.
+        """
         plan = self.plan
         batches = iterate_examples(
             counts,
@@ -116,13 +121,14 @@ class Batches:
 
         Each example comes once, and the last batch may be partial.
         """
-        return self._iterate_test(partial(self._prepare, self.data.test, self._first_test_numbers, n_microbatches=1))
+        return self._iterate_test(partial(self._prepare, self.data.test, self._first_test_rows, n_microbatches=1))
 
     def test_sizes(self) -> list[int]:
         """The number of examples in each evaluation batch, without preparing them."""
         return [*self._iterate_test(len)]
 
     def _iterate_test(self, prepare: Callable[..., Result]) -> Iterator[Result]:
+        """Yield `prepare(example_ids)` for each evaluation batch."""
         plan = self.plan
         batches = iterate_once(
             self.data.test.counts.tolist(),
@@ -132,13 +138,15 @@ class Batches:
         )
         return prefetch(batches, prepare, workers=plan.data.num_workers)
 
-    def read_prompts(self, places: Sequence[tuple[int, int]]) -> list[Prompt]:
-        return [self.data.train[number] for number, _ in places]
+    def read_prompts(self, example_ids: Sequence[tuple[int, int]]) -> list[Prompt]:
+        return [self.data.train[prompt_index] for prompt_index, _ in example_ids]
 
     def encode(self, texts: Sequence[TextExample]) -> list[Example]:
         """Tokenize and truncate examples."""
-        lengths = {"max_length": self.plan.data.max_length, "max_prompt_length": self.plan.data.max_prompt_length}
-        return encode_examples(texts, self.data.encode, **lengths)
+        plan = self.plan.data
+        return encode_examples(
+            texts, self.data.encode, max_length=plan.max_length, max_prompt_length=plan.max_prompt_length
+        )
 
     def split(self, examples: list[Example], n_microbatches: int) -> list[Microbatch]:
         """Split a global batch into microbatches; return this process's."""
@@ -150,11 +158,11 @@ class Batches:
     def _prepare(
         self,
         prompts: Sequence[Prompt],
-        first_numbers: np.ndarray,
-        places: Sequence[tuple[int, int]],
+        first_rows: np.ndarray,
+        example_ids: Sequence[tuple[int, int]],
         *,
         n_microbatches: int,
     ) -> Batch:
-        examples = self.encode(read_examples(prompts, places))
-        numbers = [int(first_numbers[prompt]) + index for prompt, index in places]
-        return Batch(examples, [1.0] * len(examples), self.split(examples, n_microbatches), numbers)
+        examples = self.encode(read_examples(prompts, example_ids))
+        cache_rows = [int(first_rows[prompt_index]) + index for prompt_index, index in example_ids]
+        return Batch(examples, [1.0] * len(examples), self.split(examples, n_microbatches), cache_rows)

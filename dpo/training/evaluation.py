@@ -21,11 +21,11 @@ from dpo.training.stop import StopRequest
 
 def notes_on_interval(plan: Plan) -> list[str]:
     """A warning if evaluations cannot come exactly every `eval_every`."""
-    interval, wanted = plan.eval_interval, plan.evaluation.eval_every
-    if interval == wanted:
+    interval, eval_every = plan.eval_interval, plan.evaluation.eval_every
+    if interval == eval_every:
         return []
     return [
-        f"warning: eval_every={wanted} is not a multiple of batch_size={plan.data.batch_size}; evaluating every "
+        f"warning: eval_every={eval_every} is not a multiple of batch_size={plan.data.batch_size}; evaluating every "
         f"{interval} examples"
     ]
 
@@ -54,13 +54,14 @@ class Evaluator:
         """Evaluate the policy on all evaluation batches."""
         objective = self.objective
         objective.policy.eval()
-        metrics = objective.evaluate(self._one_by_one())
+        metrics = objective.evaluate(self._iterate_batches())
         release_gathered(objective.policy)
         if objective.reference is not None:
             release_gathered(objective.reference.model)
         return metrics
 
-    def _one_by_one(self) -> Iterator[Batch]:
+    def _iterate_batches(self) -> Iterator[Batch]:
+        """Yield the batches, with a progress bar; check for stop signals."""
         n_examples = sum(len(batch.examples) for batch in self.batches)
         for batch in self.progress.over(self.batches, total=len(self.batches), what="evaluate", examples=n_examples):
             self.stop.raise_if_any()
@@ -74,14 +75,20 @@ class Evaluator:
         """
         n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
         batches = [batch.examples for batch in self.batches[:n_batches]]
-        prompts = [collate_prompts(examples, self.data.tokenizer) for examples in batches]
-        show = partial(self.progress.over, total=len(prompts), what="sample", examples=sum(map(len, batches)))
+        collated = [collate_prompts(examples, self.data.tokenizer) for examples in batches]
+        n_prompts = sum(len(examples) for examples in batches)
         continue_prompts = partial(self.continuations, n_examples=n_examples)
         self.objective.policy.eval()
-        texts = [sample_batches(model, continue_prompts, show(prompts), self.mesh) for model in self.sampled_models()]
-        policy, reference = texts if len(texts) > 1 else (texts[0], [None] * len(texts[0]))
-        fed = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.encode)]
-        return list(map(Sample, fed, policy, reference))
+        texts = []  # of the policy, then of the reference if there is one
+        for model in self.sampled_models():
+            prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
+            texts.append(sample_batches(model, continue_prompts, prompts, self.mesh))
+        if len(texts) == 1:
+            texts.append([None] * n_prompts)
+        prompt_texts = [
+            text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.encode)
+        ]
+        return [Sample(*row) for row in zip(prompt_texts, *texts, strict=True)]
 
     def sampled_models(self) -> Iterator[Any]:
         """Yield the policy, then the reference if there is one.
@@ -97,13 +104,20 @@ class Evaluator:
     def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[str]:
         """Sample continuations of this process's collated prompts."""
         plan = self.plan
-        room = plan.data.max_length - prompts["prompt_input_ids"].shape[1]
-        most = min(room, plan.evaluation.n_eval_tokens or room)
+        n_prompt_tokens = prompts["prompt_input_ids"].shape[1]
+        n_left = plan.data.max_length - n_prompt_tokens
+        max_new_tokens = min(n_left, plan.evaluation.n_eval_tokens or n_left)
 
         def before_token(index: int) -> None:
             self.stop.raise_if_any()
-            self.progress.part(index, most, "token")
+            self.progress.part(index, max_new_tokens, "token")
 
         with before_each_forward(model, before_token):
-            seed, in_step = [self.seed, n_examples, self.mesh.data_rank], self.mesh.world_size > 1
-            return sample(model, prompts, self.data.tokenizer, max_new_tokens=most, seed=seed, in_step=in_step)
+            return sample(
+                model,
+                prompts,
+                self.data.tokenizer,
+                max_new_tokens=max_new_tokens,
+                seed=[self.seed, n_examples, self.mesh.data_rank],
+                in_step=self.mesh.world_size > 1,  # processes may share the model's shards
+            )

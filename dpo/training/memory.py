@@ -1,8 +1,8 @@
 """Prediction of a run's memory, and of the settings that reduce it.
 
-Models without weights run a forward and a backward pass on the largest microbatch, a step of sampling, and the scoring
-of answers, on fake tensors; a tracker records the memory in use. Memory that is held throughout is computed from the
-policy's parameters.
+Fake tensors, which have shapes but no data, run a forward and a backward pass on the largest microbatch, a step of
+sampling, and the scoring of answers, while a tracker records the memory in use. Memory that is held throughout training
+(weights, gradients, optimizer) is computed from the policy's parameters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dpo.training.optimization import OPTIMIZERS
 
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
 
-PURPOSES = (
+PURPOSES = (  # in the order in which they are printed
     "policy",
     "gradients",
     "optimizer",
@@ -56,21 +56,22 @@ PURPOSES = (
     "kept",  # freed but kept by the allocator, on a CPU
     "process",  # Python, libraries and data, in host memory
 )
-TEMPORARY = ("gradients", "optimizer", "activations", "logits", "kv_cache")  # allocated while training
-# share of TEMPORARY lost to fragmentation in a single process on a CPU, which keeps freed memory; measured on SmolLM2
-KEPT = 0.2
-SPARE = 0.15  # share of a GPU's memory for what is not predicted: the CUDA context, NCCL's buffers, fragmentation
+# purposes whose memory is allocated while training, and so fragments the heap of a process on a CPU
+ALLOCATED_IN_TRAINING = ("gradients", "optimizer", "activations", "logits", "kv_cache")
+# memory lost to fragmentation, as a share of the memory above; measured on SmolLM2 in one process on a CPU
+KEPT_SHARE = 0.2
+SPARE_SHARE = 0.15  # of a GPU's memory, for what is not predicted: the CUDA context, NCCL's buffers, fragmentation
 SAVERS = {"reshard_after_forward": False, "reduce_once": True}  # keys `fsdp_` that take memory and save communication
-WORTH_A_NOTE = 1e8  # bytes per update; a key that saves less is not recommended
-ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
-WORTH_A_TRY = 0.03  # least share of the memory, without that of Python and libraries, that a suggestion must save
-LOOKED_AT = 50  # global batches that are searched for the largest microbatch: laying out a whole run takes long
+MIN_SAVED_BYTES = 1e8  # per update, for such a key to be recommended
+UPDATES_ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
+MIN_SAVED_SHARE = 0.03  # of the memory other than that of Python and libraries, for a setting to be suggested
+N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
 
 
 def predict(plan: Plan, data: TrainingData) -> Bytes:
     """Predict the peak memory of a process.
 
-    Too high under tensor parallelism, where it counts the activations of whole layers.
+    The prediction is too high under tensor parallelism, as it counts the activations of whole layers.
     """
     return max(predict_phases(plan, data).values(), key=Bytes.total)
 
@@ -95,51 +96,35 @@ class Passes(NamedTuple):
 
 def run_passes(plan: Plan, data: TrainingData) -> Passes:
     """Run the passes of each phase, on fake tensors."""
-    reward = find_reward_structure(plan) if plan.online and plan.online.scorer == "reward_model" else None
-    scorer = _count_bytes((*reward.model.parameters(), *reward.model.buffers())) if reward else 0
+    uses_reward_model = plan.online is not None and plan.online.scorer == "reward_model"
+    reward = find_reward_structure(plan) if uses_reward_model else None
+    scorer_bytes = _count_bytes((*reward.model.parameters(), *reward.model.buffers())) if reward else 0
     policy = find_policy_structure(plan, plan.model.policy_dtype)
-    gathered = DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None
+    gathered_dtype = DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None
     fake, device = FakeTensorMode(), "cuda" if torch.cuda.is_available() else "cpu"
     with fake:
-        policy = on_device(policy, device, gathered)
+        policy = on_device(policy, device, gathered_dtype)
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
     train_microbatches, eval_batches = _find_batches(plan, data, layout)
-    n_backwards = min(plan.data.gradient_accumulation_steps, 2)  # the second runs while the first's gradients are held
+    # the second backward pass runs while gradients are held; further ones need no more memory
+    n_backwards = min(plan.data.gradient_accumulation_steps, 2)
     update_peak = _find_microbatch_peak(plan, policy, fake, layout, train_microbatches, n_backwards=n_backwards)
     eval_microbatches = (microbatch for batch in eval_batches for microbatch in batch.microbatches)
     eval_peak = _find_microbatch_peak(plan, policy, fake, layout, eval_microbatches, n_backwards=0)
-
     sampling_peaks, scoring_peak = {}, None
     if plan.evaluation.sample_during_eval:
-        # at least 2 tokens, as `_while_sampling` feeds the last two one by one
-        n_prompt = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
-        n_new = plan.data.max_length - n_prompt
-        rows = -(-max(len(batch.examples) for batch in eval_batches) // plan.dims.data_size)
-        sampling = Sampling(min(n_new, plan.evaluation.n_eval_tokens or n_new))
-        sampling_peaks["samples"] = _while_sampling(
-            plan, policy, fake, sampling, rows=rows, n_prompt=n_prompt, autocast=None
-        )
+        sampling_peaks["samples"] = _find_samples_peak(plan, policy, fake, eval_batches)
     if plan.online:
-        online, rounds, prompts = plan.online, Rounds.of(plan), some_prompts(data)
-        sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p)
-        n_prompt = max(len(encode_prompt(prompt, data, plan).prompt) for prompt in prompts)
-        autocast = plan.model.autocast
-        sampling_peaks["sampling"] = _while_sampling(
-            plan, policy, fake, sampling, rows=rounds.rows, n_prompt=n_prompt, autocast=autocast
-        )
-        if reward:  # a reward model reads whole prompts, which the policy's limits do not truncate
-            longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
-            length = min(longest, reward.limit or longest)
-            scoring_peak = _find_scoring_peak(reward.model, fake, device, rows=rounds.scored, length=length)
+        sampling_peaks["sampling"], scoring_peak = _find_online_peaks(plan, data, policy, reward, fake)
     return Passes(
-        policy=find_policy_structure(plan, plan.model.policy_dtype),  # anew, as the other has another dtype
+        policy=find_policy_structure(plan, plan.model.policy_dtype),  # anew, in its own dtype
         update=update_peak,
         evaluation=eval_peak,
         sampling=sampling_peaks,
         scoring=scoring_peak,
-        scorer=scorer,
+        scorer=scorer_bytes,
         process=0 if plan.gpus else resident_memory(),  # measured here, with all libraries imported
     )
 
@@ -159,13 +144,50 @@ def add_up(plan: Plan, passes: Passes) -> dict[str, Bytes]:
     if passes.scoring is not None:
         phases["scoring"] = between_updates + passes.scoring
     if not plan.gpus and plan.dims.world_size == 1:
-        for need in phases.values():
-            need["kept"] = int(KEPT * sum(need[purpose] for purpose in TEMPORARY))
+        for memory in phases.values():
+            memory["kept"] = int(KEPT_SHARE * sum(memory[purpose] for purpose in ALLOCATED_IN_TRAINING))
     return phases
 
 
-def _without(need: Bytes, *purposes: str) -> Bytes:
-    return Counter({purpose: size for purpose, size in need.items() if purpose not in purposes})
+def _find_samples_peak(plan: Plan, policy: Any, fake: FakeTensorMode, eval_batches: Sequence[Batch]) -> Bytes:
+    """Peak of the passes of an evaluation that draws samples."""
+    # at least 2 tokens, as `_find_sampling_peak` feeds the last two one by one
+    n_prompt_tokens = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
+    n_left = plan.data.max_length - n_prompt_tokens
+    sampling = Sampling(min(n_left, plan.evaluation.n_eval_tokens or n_left))
+    n_rows = math.ceil(max(len(batch.examples) for batch in eval_batches) / plan.dims.data_size)
+    return _find_sampling_peak(
+        plan, policy, fake, sampling, n_rows=n_rows, n_prompt_tokens=n_prompt_tokens, autocast=None
+    )
+
+
+def _find_online_peaks(
+    plan: Plan, data: TrainingData, policy: Any, reward: Any, fake: FakeTensorMode
+) -> tuple[Bytes, Bytes | None]:
+    """Peaks of the passes that sample answers, and of those that score them.
+
+    The second is None without a reward model.
+    """
+    online, sizes, prompts = plan.online, OnlineSizes.of(plan), some_prompts(data)
+    sampling_peak = _find_sampling_peak(
+        plan,
+        policy,
+        fake,
+        Sampling(online.max_new_tokens, online.temperature, online.top_p),
+        n_rows=sizes.rows_per_batch,
+        n_prompt_tokens=max(len(encode_prompt(prompt, data, plan).prompt) for prompt in prompts),
+        autocast=plan.model.autocast,
+    )
+    if reward is None:
+        return sampling_peak, None
+    # a reward model reads whole prompts, which the policy's limits do not truncate
+    longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
+    n_tokens, device = min(longest, reward.limit or longest), policy.device.type
+    return sampling_peak, _find_scoring_peak(reward.model, fake, device, n_rows=sizes.scored_rows, n_tokens=n_tokens)
+
+
+def _without(memory: Bytes, *purposes: str) -> Bytes:
+    return Counter({purpose: n_bytes for purpose, n_bytes in memory.items() if purpose not in purposes})
 
 
 def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -178,47 +200,52 @@ def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _count_held(plan: Plan, policy: Any) -> Bytes:
     """Memory held throughout training, by purpose.
 
-    All of it but the process's own, activations, and the freed memory that the allocator keeps.
+    Includes what FSDP gathers and reduces, and an optimizer's temporaries, which come in every update.
     """
-    dims, fsdp, buffers = plan.dims, plan.fsdp, _count_bytes(policy.buffers())  # buffers are not sharded
-    shards, is_whole = dims.shard_size * dims.tensor_size, fsdp.frozen_weights == "whole"
+    dims, fsdp, buffer_bytes = plan.dims, plan.fsdp, _count_bytes(policy.buffers())  # buffers are not sharded
+    n_shards, is_whole = dims.shard_size * dims.tensor_size, fsdp.frozen_weights == "whole"
 
     def count_frozen(n_bytes: int, n_elements: int, dtype: str) -> int:
-        return n_elements * DTYPES[dtype].itemsize // dims.tensor_size if is_whole else n_bytes // shards
+        return n_elements * DTYPES[dtype].itemsize // dims.tensor_size if is_whole else n_bytes // n_shards
 
-    weights, trained = [*policy.parameters()], trained_parameters(policy)
-    adapter, second = (list(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
-    base_bytes, n_base = (count(weights) - count(trained) - count(second) for count in (_count_bytes, _count))
-    gradients = _count_bytes(trained) // shards
-    states, temporaries = _measure_optimizer(plan.training.optimizer)
+    weights, trained = list(policy.parameters()), trained_parameters(policy)
+    policy_adapter, reference_adapter = (list(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
+    base_bytes = _count_bytes(weights) - _count_bytes(trained) - _count_bytes(reference_adapter)
+    n_base = _count_elements(weights) - _count_elements(trained) - _count_elements(reference_adapter)
+    trained_bytes = _count_bytes(trained) // n_shards
+    state_ratio, temporary_ratio = _measure_optimizer(plan.training.optimizer)
     held = Counter(
-        policy=gradients + count_frozen(base_bytes, n_base, plan.compute_dtype) + buffers,
-        gradients=gradients,
-        optimizer=int(gradients * states),
+        policy=trained_bytes + count_frozen(base_bytes, n_base, plan.compute_dtype) + buffer_bytes,
+        gradients=trained_bytes,
+        optimizer=int(trained_bytes * state_ratio),
     )
     if plan.reference == "model":
-        own = adapter if find_adapter(plan.model.archive) else []
-        n_plain = _count(weights) - _count(adapter)
-        n_bytes = n_plain * DTYPES[plan.reference_dtype].itemsize + _count_bytes(own)
-        held["reference"] = count_frozen(n_bytes, n_plain + _count(own), plan.reference_dtype) + buffers
+        # a reference loaded from an adapter has one of the policy's size
+        adapter = policy_adapter if find_adapter(plan.model.archive) else []
+        n_plain = _count_elements(weights) - _count_elements(policy_adapter)
+        n_bytes = n_plain * DTYPES[plan.reference_dtype].itemsize + _count_bytes(adapter)
+        n_elements = n_plain + _count_elements(adapter)
+        held["reference"] = count_frozen(n_bytes, n_elements, plan.reference_dtype) + buffer_bytes
     elif plan.reference == "adapter":
-        held["reference"] = count_frozen(_count_bytes(second), _count(second), plan.compute_dtype)
+        sizes = _count_bytes(reference_adapter), _count_elements(reference_adapter)
+        held["reference"] = count_frozen(*sizes, plan.compute_dtype)
     if dims.shard_size > 1:
         root, *blocks = _list_units(plan, policy)
-        sizes, reduce_size = [*map(_count, blocks)], DTYPES[fsdp.reduce_dtype].itemsize
+        block_sizes = list(map(_count_elements, blocks))
         # the running block and the next, which is prefetched; or all, which stay until their backward pass
-        in_blocks = 2 * max(sizes) if fsdp.reshard_after_forward else sum(sizes)
-        gathered = (_count(root) + in_blocks) * DTYPES[plan.compute_dtype].itemsize
+        n_in_blocks = 2 * max(block_sizes) if fsdp.reshard_after_forward else sum(block_sizes)
+        gathered = (_count_elements(root) + n_in_blocks) * DTYPES[plan.compute_dtype].itemsize
         if plan.reference == "model" and not is_whole:  # the reference's root unit stays until the update ends
-            gathered += _count(root) * DTYPES[plan.reference_dtype].itemsize
+            gathered += _count_elements(root) * DTYPES[plan.reference_dtype].itemsize
         held["gathered"] = gathered // dims.tensor_size
-        largest = max(_count(p for p in unit if p.requires_grad) for unit in (root, *blocks))
-        held["reduced"] = largest * reduce_size // dims.tensor_size
+        reduce_itemsize = DTYPES[fsdp.reduce_dtype].itemsize
+        n_reduced = max(_count_elements(p for p in unit if p.requires_grad) for unit in (root, *blocks))
+        held["reduced"] = n_reduced * reduce_itemsize // dims.tensor_size
         if fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1:  # whole ones, until they are reduced
-            held["gradients"] += _count(trained) * reduce_size // dims.tensor_size
+            held["gradients"] += _count_elements(trained) * reduce_itemsize // dims.tensor_size
     # an optimizer of shards updates one parameter at a time, without large temporaries
-    if plan.gpus and dims.world_size == 1 and plan.training.optimizer not in ONE_BY_ONE:
-        held["update"] = int(gradients * temporaries)
+    if plan.gpus and dims.world_size == 1 and plan.training.optimizer not in UPDATES_ONE_BY_ONE:
+        held["update"] = int(trained_bytes * temporary_ratio)
     return held
 
 
@@ -240,23 +267,23 @@ def _gather_all(plan: Plan, policy: Any, held: Bytes) -> Bytes:
     All weights are gathered, if they fit (`sharding.gathered_weights`).
     """
     gathered = _count_gathered(plan, policy)
-    return held | Counter(gathered=gathered) if gathered <= (_device_memory(plan) - held.total()) / 2 else held
+    return held | Counter(gathered=gathered) if gathered <= (_find_device_memory(plan) - held.total()) / 2 else held
 
 
 def _count_gathered(plan: Plan, policy: Any) -> int:
     """Bytes of the policy's weights when all are gathered."""
-    n_elements = sum(map(_count, _list_units(plan, policy))) if plan.dims.shard_size > 1 else 0
+    n_elements = sum(map(_count_elements, _list_units(plan, policy))) if plan.dims.shard_size > 1 else 0
     return n_elements * DTYPES[plan.compute_dtype].itemsize // plan.dims.tensor_size
 
 
-def _count(parameters: Iterable[torch.Tensor]) -> int:
+def _count_elements(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
 def _measure_optimizer(name: str) -> tuple[float, float]:
-    """Bytes of state and of temporaries per byte of parameter.
+    """Bytes of an optimizer's state and temporaries, per byte of parameter.
 
-    Measured by updating a small parameter.
+    Measured in an update of a small parameter.
     """
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
@@ -273,42 +300,45 @@ def _measure_optimizer(name: str) -> tuple[float, float]:
 
 def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[Microbatch], list[Batch]]:
     """Microbatches of the first training batches, and the evaluation batches."""
-    limit = min(plan.data.n_examples or 10**9, LOOKED_AT * plan.data.batch_size)
-    shortened, make_batches = plan.change("n_examples", limit), LongestAnswers if plan.online else Batches
-    trained, evaluations = [], []
+    n_examples = N_SEARCHED_BATCHES * plan.data.batch_size
+    if plan.data.n_examples is not None:
+        n_examples = min(n_examples, plan.data.n_examples)
+    shortened_plan = plan.change("n_examples", n_examples)
+    batches_class = LongestAnswers if plan.online else Batches
+    train_microbatches, eval_batches = [], []
     for rank in range(min(plan.dims.data_size, 4)):  # microbatches of further ranks are about as large
-        batches = make_batches(shortened, data, layout, seed=plan.run.seed, rank=rank, size=plan.dims.data_size)
-        trained += [microbatch for batch in batches.train() for microbatch in batch.microbatches]
-        evaluations += batches.test()
-    return trained, evaluations
+        batches = batches_class(shortened_plan, data, layout, seed=plan.run.seed, rank=rank, size=plan.dims.data_size)
+        train_microbatches += [microbatch for batch in batches.train() for microbatch in batch.microbatches]
+        eval_batches += batches.test()
+    return train_microbatches, eval_batches
 
 
 class LongestAnswers(Batches):
     """Batches of an online run with the longest possible sequences.
 
-    All answers have `max_new_tokens`. Where `n_offline` prompts of a batch get a pair from the data instead, these are
-    assumed to be the prompts whose longest pair exceeds two such answers by the most tokens.
+    All answers have `max_new_tokens`. The `n_offline` prompts that get a pair from the data are assumed to be those
+    whose longest pair has the most tokens more than two such answers.
     """
 
     def train(self, *, skip: int = 0) -> Iterator[Batch]:
         return self._iterate_train(self._make_longest_batch, [1] * len(self.data.train), skip=skip)
 
-    def _make_longest_batch(self, places: Sequence[tuple[int, int]]) -> Batch:
-        plan, prompts = self.plan, self.read_prompts(places)
+    def _make_longest_batch(self, example_ids: Sequence[tuple[int, int]]) -> Batch:
+        plan, prompts = self.plan, self.read_prompts(example_ids)
         # one answer of tokens 0, one of tokens 1: the shared-prefix layout would pack two equal answers only once
         answers = tuple((token,) * plan.online.max_new_tokens for token in (0, 1))
         examples = [encode_prompt(prompt, self.data, plan)._replace(responses=answers) for prompt in prompts]
         if plan.n_offline:
-            longest_pairs = [
-                max(self.encode(list_examples(prompt)), key=lambda pair: pair.n_tokens) for prompt in prompts
+            pairs_by_prompt = [self.encode(list_examples(prompt)) for prompt in prompts]
+            longest_pairs = [max(pairs, key=lambda pair: pair.n_tokens) for pairs in pairs_by_prompt]
+            n_more_tokens = [
+                pair.n_tokens - example.n_tokens for pair, example in zip(longest_pairs, examples, strict=True)
             ]
-            extra_tokens = [p.n_tokens - e.n_tokens for p, e in zip(longest_pairs, examples, strict=True)]
-            by_extra_tokens = sorted(range(len(prompts)), key=extra_tokens.__getitem__, reverse=True)
-            for index in by_extra_tokens[: plan.n_offline]:
+            indices = sorted(range(len(prompts)), key=lambda index: n_more_tokens[index], reverse=True)
+            for index in indices[: plan.n_offline]:
                 examples[index] = longest_pairs[index]
         microbatches = self.split(examples, plan.data.gradient_accumulation_steps)
-        # no numbers: nothing is scored here, so the reference's cache is not used
-        return Batch(examples, [1.0] * len(examples), microbatches, numbers=())
+        return Batch(examples, [1.0] * len(examples), microbatches, cache_rows=())
 
 
 def _find_microbatch_peak(
@@ -339,91 +369,96 @@ def _find_microbatch_peak(
     return _without(tracker.peak, "gradients")
 
 
-class Rounds(NamedTuple):
-    """Sizes of the batches in which answers are sampled and scored."""
+class OnlineSizes(NamedTuple):
+    """Sizes of an update's sampling and scoring."""
 
-    answers: int  # per update, on all processes
-    batches: int  # sampled by a process per update, each with one forward pass per token
-    rows: int  # answers in a batch
-    scored: int  # texts that a reward model reads at a time
+    answers: int  # on all processes
+    batches: int  # sampled by a process, each with one forward pass per token
+    rows_per_batch: int  # answers that a process samples at a time
+    scored_rows: int  # texts that a reward model reads at a time
 
     @classmethod
-    def of(cls, plan: Plan) -> Rounds:
+    def of(cls, plan: Plan) -> OnlineSizes:
         n_samples, n_prompts = plan.online.n_samples, plan.data.batch_size - plan.n_offline
-        own_prompts = math.ceil(n_prompts / plan.dims.data_size)
-        at_once = max(1, plan.data.eval_batch_size // plan.dims.data_size)
-        own_answers = math.ceil(n_prompts * n_samples / plan.dims.world_size)
+        prompts_per_process = math.ceil(n_prompts / plan.dims.data_size)
+        prompts_at_a_time = max(1, plan.data.eval_batch_size // plan.dims.data_size)
+        scored_per_process = math.ceil(n_prompts * n_samples / plan.dims.world_size)
         return cls(
             answers=n_prompts * n_samples,
-            batches=math.ceil(own_prompts / at_once),
-            rows=min(own_prompts, at_once) * n_samples,
-            scored=min(at_once, own_answers),
+            batches=math.ceil(prompts_per_process / prompts_at_a_time),
+            rows_per_batch=min(prompts_per_process, prompts_at_a_time) * n_samples,
+            scored_rows=min(prompts_at_a_time, scored_per_process),
         )
 
 
-def _while_sampling(
+def _find_sampling_peak(
     plan: Plan,
     policy: Any,
     fake: FakeTensorMode,
     sampling: Sampling,
     *,
-    rows: int,
-    n_prompt: int,
+    n_rows: int,
+    n_prompt_tokens: int,
     autocast: str | None,
 ) -> Bytes:
-    """Peak of a process's passes that sample `rows` answers at once.
+    """Peak of the passes that sample `n_rows` answers at once.
 
-    The prompts have `n_prompt` tokens. The peak comes while the prompts are read, or at the last token.
+    Each prompt has `n_prompt_tokens`. The peak comes while the prompts are read, or at the last token, when the KV
+    cache is largest.
     """
-    device, n_new, peaks = policy.device, sampling.max_new_tokens, []
+    device, n_new_tokens = policy.device, sampling.max_new_tokens
     with (
         fake,
         torch.no_grad(),
         generating_with_sdpa(policy.eval()),
         torch.autocast(device.type, dtype=DTYPES.get(autocast), enabled=autocast is not None),
     ):
-        choose = choosing(sampling, range(rows), n_prompt=n_prompt)
+        choose = choosing(sampling, range(n_rows), n_prompt=n_prompt_tokens)
 
-        def forward(n_tokens: int, n_before: int, cache: Any) -> Any:
-            """Run the policy on `n_tokens`, draw a token, and return the cache.
+        def forward(n_tokens: int, n_cached: int, cache: Any) -> Any:
+            """Run the policy on `n_tokens`; return the new cache.
 
-            The cache has `n_before` tokens. Only the memory that this takes matters: ids are zeros, and the token is
-            dropped.
+            `cache` has keys and values of `n_cached` tokens. A token is drawn too. Only the memory in
+            use matters, so token ids are zeros, and the drawn token is not used.
             """
-            ids = torch.zeros(rows, n_tokens, dtype=torch.long, device=device)
+            token_ids = torch.zeros(n_rows, n_tokens, dtype=torch.long, device=device)
             only_last_logits = {"logits_to_keep": 1} if policy._supports_logits_to_keep() else {}
-            out = policy(input_ids=ids, past_key_values=cache, use_cache=True, **only_last_logits)
-            ids_so_far = torch.zeros(rows, n_before + n_tokens, dtype=torch.long, device=device)
+            out = policy(input_ids=token_ids, past_key_values=cache, use_cache=True, **only_last_logits)
+            ids_so_far = torch.zeros(n_rows, n_cached + n_tokens, dtype=torch.long, device=device)
             choose(ids_so_far, out.logits[:, -1].to(copy=True, dtype=torch.float32)).argmax(-1)
             return out.past_key_values
 
-        for n_before in (0, n_new - 1):
-            cache = None if n_before == 0 else forward(n_prompt + n_before - 2, 0, None)
+        with MemoryTracker.of(policy) as tracker:
+            cache = forward(n_prompt_tokens, 0, None)
+        peaks = [_separate_cache(tracker.peak, cache)]
+        if n_new_tokens > 1:
+            n_cached = n_prompt_tokens + n_new_tokens - 3  # before the last two forwards, of one token each
+            cache = forward(n_cached, 0, None)
             with MemoryTracker.of(policy) as tracker:
-                if n_before == 0:
-                    cache = forward(n_prompt, 0, None)
-                else:  # two tokens: the first replaces the cache by one that is tracked, the second is the last of all
-                    for n_remaining in (2, 1):
-                        cache = forward(1, n_prompt + n_before - n_remaining, cache)
-            layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "keys")]
-            # the tracker cannot tell the cache from other activations
-            kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-            peaks.append(tracker.peak + Counter(kv_cache=kv) - Counter(activations=kv))
-            del cache, layers
+                cache = forward(1, n_cached, cache)  # replaces the cache by one that is tracked
+                cache = forward(1, n_cached + 1, cache)
+            peaks.append(_separate_cache(tracker.peak, cache))
     peak = max(peaks, key=Bytes.total)
     peak["kv_cache"] //= plan.dims.tensor_size
     return peak
 
 
-def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, rows: int, length: int) -> Bytes:
-    """Peak of a reward model's forward pass on `rows` texts.
+def _separate_cache(peak: Bytes, cache: Any) -> Bytes:
+    """Separate the KV cache from the activations, among which it was counted."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "keys")]
+    n_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    return peak + Counter(kv_cache=n_bytes) - Counter(activations=n_bytes)
 
-    The texts have `length` tokens, and the model has no weights.
+
+def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, n_rows: int, n_tokens: int) -> Bytes:
+    """Peak of a reward model's forward pass on `n_rows` texts.
+
+    Each text has `n_tokens`. The model is on the meta device.
     """
     model.config.get_text_config().pad_token_id = 0  # classifiers refuse several rows without one
     with fake, torch.no_grad():
         model = on_device(model, device, None)
-        ids = torch.ones(rows, length, dtype=torch.long, device=device)
+        ids = torch.ones(n_rows, n_tokens, dtype=torch.long, device=device)
         with MemoryTracker((*model.parameters(), *model.buffers())) as tracker:
             model(input_ids=ids)
     return tracker.peak
@@ -460,12 +495,12 @@ def decide_communication(plan: Plan, data: TrainingData) -> Communication:
     plan = _decide(plan, passes)
     frozen = plan.fsdp.frozen_weights or "sharded"
     notes = [_explain_decision(plan, passes)] if is_open and is_shared else []
-    most, fitting = (1 - SPARE) * _device_memory(plan), []
+    most, fitting = (1 - SPARE_SHARE) * _find_device_memory(plan), []
     for name, value in savers.items():
         other = _set(plan, **{name: value})
         more = _find_peak(other, passes) - _find_peak(plan, passes)
         less = count_communication(plan).total() - count_communication(other).total()
-        if _find_peak(other, passes) <= most and less >= WORTH_A_NOTE:
+        if _find_peak(other, passes) <= most and less >= MIN_SAVED_BYTES:
             setting = f"fsdp_{name}={str(value).lower()}"
             fitting.append(f"{setting} ({less / 1e9:.3g} GB per update, for {more / 1e9:.3g} GB of memory)")
             plan = other  # the next must fit beside it
@@ -483,7 +518,7 @@ def _decide(plan: Plan, passes: Passes) -> Plan:
     if _gathers_to_sample(sharded, passes) and not _gathers_to_sample(whole, passes):
         return sharded
     # a process that shares its weights with no other needs no more for whole ones, which are not copied
-    most = max((1 - SPARE) * _device_memory(plan), _find_peak(sharded, passes))
+    most = max((1 - SPARE_SHARE) * _find_device_memory(plan), _find_peak(sharded, passes))
     return whole if _find_peak(whole, passes) <= most else sharded
 
 
@@ -495,13 +530,14 @@ def _gathers_to_sample(plan: Plan, passes: Passes) -> bool:
 
 def _explain_decision(plan: Plan, passes: Passes) -> str:
     frozen = plan.fsdp.frozen_weights or "sharded"
-    other = FROZEN_WEIGHTS[frozen == FROZEN_WEIGHTS[0]]
-    needs = [_find_peak(_set(plan, frozen_weights=value), passes) for value in (frozen, other)]
-    sent = [count_communication(_set(plan, frozen_weights=value)).total() for value in (frozen, other)]
+    other = "sharded" if frozen == "whole" else "whole"
+    plans = [_set(plan, frozen_weights=value) for value in (frozen, other)]
+    needed, needed_other = (f"{_find_peak(each, passes) / 1e9:.3g}" for each in plans)
+    sent, sent_other = (f"{count_communication(each).total() / 1e9:.3g} GB" for each in plans)
     return (
-        f"frozen weights are {frozen} on every GPU: {needs[0] / 1e9:.3g} of {_device_memory(plan) / 1e9:.3g} GB, as "
-        f"predicted, and {sent[0] / 1e9:.3g} GB communicated per update; fsdp_frozen_weights={other} would take "
-        f"{needs[1] / 1e9:.3g} GB, and communicate {sent[1] / 1e9:.3g} GB"
+        f"frozen weights are {frozen} on every GPU: the run takes {needed} of {_find_device_memory(plan) / 1e9:.3g} GB "
+        f"as predicted, and sends {sent} per update; fsdp_frozen_weights={other} would take {needed_other} GB and send "
+        f"{sent_other}"
     )
 
 
@@ -521,7 +557,7 @@ def count_communication(plan: Plan) -> Bytes:
     """
     dims, fsdp, steps = plan.dims, plan.fsdp, plan.data.gradient_accumulation_steps
     policy = find_policy_structure(plan, plan.model.policy_dtype)
-    root, *blocks = map(_count, _list_units(plan, policy))
+    root, *blocks = map(_count_elements, _list_units(plan, policy))
     in_blocks, per_update = sum(blocks), Counter()
     n_passes = 2  # forward and backward
     if plan.reference in ("base", "adapter"):
@@ -530,7 +566,7 @@ def count_communication(plan: Plan) -> Bytes:
     per_update["gathered"] = (root + in_blocks * n_gathers) * DTYPES[plan.compute_dtype].itemsize
     if plan.reference == "model" and fsdp.frozen_weights != "whole":
         per_update["gathered"] += (root + in_blocks * steps) * DTYPES[plan.reference_dtype].itemsize
-    trained, reduce_size = _count(trained_parameters(policy)), DTYPES[fsdp.reduce_dtype].itemsize
+    trained, reduce_size = _count_elements(trained_parameters(policy)), DTYPES[fsdp.reduce_dtype].itemsize
     per_update["reduced"] = trained * reduce_size * (1 if fsdp.reduce_once else steps)
     ring = {name: n_bytes * (dims.shard_size - 1) // dims.shard_size for name, n_bytes in per_update.items()}
     copies = dims.replicate_size  # their shards' gradients are added up once per update
@@ -540,7 +576,15 @@ def count_communication(plan: Plan) -> Bytes:
 
 # --- reports -------------------------------------------------------------------------------------------------------
 
-HELP = (  # settings that may save memory: the key, and the value to try (None: not applicable)
+
+def _find_small_reference(plan: Plan) -> str | None:
+    """The `lora.reference` that needs no second model; None without an adapter."""
+    if plan.lora is None:
+        return None
+    return "adapter" if find_adapter(plan.model.archive) else "base"
+
+
+SUGGESTIONS = (  # settings that may save memory: the key, and the value to try by the plan (None: not applicable)
     ("gradient_accumulation_steps", lambda plan: 2 * plan.data.gradient_accumulation_steps),
     ("activation_checkpointing", lambda plan: True),
     ("model.attn_implementation", lambda plan: "sdpa"),
@@ -558,85 +602,95 @@ HELP = (  # settings that may save memory: the key, and the value to try (None: 
     ("online.max_new_tokens", lambda plan: plan.online.max_new_tokens // 2 if plan.online else None),
     ("lora", lambda plan: "lora" if plan.lora is None else None),
     ("lora", lambda plan: None if plan.quantized else "qlora"),
-    # takes the place of a second model
-    ("lora.reference", lambda plan: plan.lora and ("adapter" if find_adapter(plan.model.archive) else "base")),
+    ("lora.reference", _find_small_reference),
 )
 
 
 def suggest(plan: Plan, data: TrainingData) -> list[str]:
     """The three settings that save most, with the memory then needed."""
-    need, helpful = predict(plan, data), []
-    for key, change in HELP:
-        value = change(plan)
+    memory, suggestions = predict(plan, data), []
+    min_saved = MIN_SAVED_SHARE * (memory.total() - memory["process"])
+    for key, choose_value in SUGGESTIONS:
+        value = choose_value(plan)
         if value is None or plan.values.get(key) == value:
             continue
-        other = plan.change(key, value)
-        if find_problems(other.values, other):
+        changed_plan = plan.change(key, value)
+        if find_problems(changed_plan.values, changed_plan):
             continue
         try:
-            total = predict(other, data).total()
+            total = predict(changed_plan, data).total()
         except InputError:  # as for lora=qlora, if bitsandbytes has no kernels for this machine
             continue
-        saved, reducible = need.total() - total, need.total() - need["process"]
-        if saved > WORTH_A_TRY * reducible:
-            written = str(value).lower() if isinstance(value, bool) else value  # as on the command line
-            helpful.append((total, f"{key}={written} (then {total / 1e9:.2f} GB in all)"))
-    return [text for _, text in sorted(helpful)[:3]]
+        if memory.total() - total > min_saved:
+            value_text = str(value).lower() if isinstance(value, bool) else value  # as on the command line
+            suggestions.append((total, f"{key}={value_text} (then {total / 1e9:.2f} GB in all)"))
+    suggestions.sort()  # by the memory then needed
+    return [text for _, text in suggestions[:3]]
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the memory needed and, if it won't fit, helpful settings."""
-    passes, available = run_passes(plan, data), _device_memory(plan)
-    decided = _decide(plan, passes)
-    phases = add_up(decided, passes)
-    need = max(phases.values(), key=Bytes.total)
+    passes, available = run_passes(plan, data), _find_device_memory(plan)
+    decided_plan = _decide(plan, passes)
+    phases = add_up(decided_plan, passes)
+    memory = max(phases.values(), key=Bytes.total)
     for purpose in PURPOSES:
-        if need[purpose]:
-            print(f"{purpose:>12} {need[purpose] / 1e9:8.2f} GB")
-    print(f"{'total':>12} {need.total() / 1e9:8.2f} GB per process; its device has {available / 1e9:.2f} GB")
+        if memory[purpose]:
+            print(f"{purpose:>12} {memory[purpose] / 1e9:8.2f} GB")
+    print(f"{'total':>12} {memory.total() / 1e9:8.2f} GB per process; its device has {available / 1e9:.2f} GB")
     if plan.online:
-        for phase, peak in phases.items():
-            shown = {"gathered": "gathered", "activations": "activations", "logits": "logits", "kv_cache": "KV cache"}
-            parts = [f"{text} {peak[purpose] / 1e9:.2f}" for purpose, text in shown.items() if peak[purpose]]
-            details = f", of which {', '.join(parts)}" if parts else ""
-            print(f"{phase:>12} {peak.total() / 1e9:8.2f} GB at its peak{details}")
-        rounds, n_new = Rounds.of(plan), plan.online.max_new_tokens
-        print(
-            f"an update samples up to {rounds.answers * n_new:,} tokens, of {rounds.answers:,} answers, in "
-            f"{rounds.batches * n_new:,} forwards of each process, of {rounds.rows:,} rows"
-        )
+        _print_online_phases(plan, phases)
     if plan.dims.shard_size > 1:
-        sent, frozen = count_communication(decided), decided.fsdp.frozen_weights or "sharded"
-        where = f" (frozen weights are {frozen})" if plan.has_frozen_weights else ""
-        print(
-            f"FSDP sends {sent.total() / 1e9:.2f} GB from each process in an update, of which gathered weights "
-            f"{sent['gathered'] / 1e9:.2f}, reduced gradients {sent['reduced'] / 1e9:.2f}{where}"
-        )
-    if need.total() > available:
+        _print_communication(decided_plan)
+    if memory.total() > available:
         print("won't fit; looking for settings that would help", flush=True)  # a prediction for each takes a while
         print(f"try {_join(suggest(plan, data))}")
 
 
+def _print_communication(plan: Plan) -> None:
+    sent, frozen = count_communication(plan), plan.fsdp.frozen_weights or "sharded"
+    details = f" (frozen weights are {frozen})" if plan.has_frozen_weights else ""
+    print(
+        f"FSDP sends {sent.total() / 1e9:.2f} GB from each process in an update, of which gathered weights "
+        f"{sent['gathered'] / 1e9:.2f}, reduced gradients {sent['reduced'] / 1e9:.2f}{details}"
+    )
+
+
+def _print_online_phases(plan: Plan, phases: dict[str, Bytes]) -> None:
+    labels = {"gathered": "gathered", "activations": "activations", "logits": "logits", "kv_cache": "KV cache"}
+    for phase, peak in phases.items():
+        parts = [f"{label} {peak[purpose] / 1e9:.2f}" for purpose, label in labels.items() if peak[purpose]]
+        details = f", of which {', '.join(parts)}" if parts else ""
+        print(f"{phase:>12} {peak.total() / 1e9:8.2f} GB at its peak{details}")
+    sizes, n_new_tokens = OnlineSizes.of(plan), plan.online.max_new_tokens
+    print(
+        f"an update samples {sizes.answers:,} answers, of up to {sizes.answers * n_new_tokens:,} tokens in all; each "
+        f"process makes up to {sizes.batches * n_new_tokens:,} forward passes of {sizes.rows_per_batch:,} rows"
+    )
+
+
 @contextmanager
 def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
-    """Raise RunError with advice where memory runs out inside.
+    """Raise RunError with advice if memory runs out inside.
 
     The message says how much memory a process needs, and which settings would reduce that.
     """
     try:
         yield
-    except RunError:  # already explains itself
+    except RunError:  # a RuntimeError too, but its message needs no explanation
         raise
-    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeErrors, on a GPU and on a CPU
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "t allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        # on a CPU torch raises a plain RuntimeError: "can't allocate memory", "couldn't allocate memory"
+        is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_out_of_memory and "t allocate memory" not in str(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # frees the tensors they hold
+        traceback.clear_frames(error.__traceback__)  # frees the tensors that local variables hold
         torch.cuda.empty_cache()
-        need, available = predict(plan, data).total(), _device_memory(plan)
-        original = " ".join(str(error).split())[:200]
+        needed, available = predict(plan, data).total(), _find_device_memory(plan)
+        original_message = " ".join(str(error).split())[:200]
         raise RunError(
-            f"out of memory: a process needs about {need / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
-            f"try {_join(suggest(plan, data))} ({original})"
+            f"out of memory: a process needs about {needed / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
+            f"try {_join(suggest(plan, data))} ({original_message})"
         ) from error
 
 
@@ -644,7 +698,7 @@ def _join(suggestions: list[str]) -> str:
     return ", ".join(suggestions) or "a smaller model, or more processes with trainer=FSDPTrainer"
 
 
-def _device_memory(plan: Plan) -> int:
+def _find_device_memory(plan: Plan) -> int:
     """Bytes available to one process.
 
     With GPUs, the memory of its GPU, or of all GPUs if it is the only process; without, its share of host memory.
@@ -652,6 +706,5 @@ def _device_memory(plan: Plan) -> int:
     if torch.cuda.is_available():
         gpus = range(1 if plan.trainer.multi_process else torch.cuda.device_count())
         return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
-    return (host_memory().available + resident_memory()) // int(
-        os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world_size)
-    )
+    n_processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world_size))  # the launchers set it
+    return (host_memory().available + resident_memory()) // n_processes_here

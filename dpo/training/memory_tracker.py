@@ -28,7 +28,7 @@ class MemoryTracker(TorchDispatchMode):
         self.vocabulary = vocabulary
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        # purposes by the storage's address; what was there before is "held", and not counted
+        # the purpose of each storage, by its address; `held` tensors existed before, and are not counted
         self._purposes = {tensor.untyped_storage()._cdata: "held" for tensor in held}
 
     @classmethod
@@ -43,24 +43,25 @@ class MemoryTracker(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
-                self._note(tensor)
+                self._track(tensor)
         return out
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _track(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._purposes:
+        address = storage._cdata
+        if address in self._purposes:
             return
-        # by shape, as an operation does not know what its result is for
-        self._purposes[key] = "logits" if tensor.ndim and tensor.shape[-1] == self.vocabulary else "activations"
-        size = storage.nbytes()
-        self.live[self._purposes[key]] += size
-        weakref.finalize(storage, self._forget, key, size)  # its address may be used again
+        # logits are known by their shape, as an operation does not tell what its result is for
+        is_logits = tensor.ndim > 0 and tensor.shape[-1] == self.vocabulary
+        self._purposes[address] = "logits" if is_logits else "activations"
+        n_bytes = storage.nbytes()
+        self.live[self._purposes[address]] += n_bytes
+        weakref.finalize(storage, self._forget, address, n_bytes)  # a later storage may have the same address
         if self.live.total() > self.peak.total():
             self.peak = self.live.copy()
 
-    def _forget(self, key: int, size: int) -> None:
-        self.live[self._purposes.pop(key)] -= size
+    def _forget(self, address: int, n_bytes: int) -> None:
+        self.live[self._purposes.pop(address)] -= n_bytes
 
     def _reclassify_gradient(self, parameter: torch.nn.Parameter) -> None:
         storage = parameter.grad.untyped_storage()
@@ -74,10 +75,10 @@ class MemoryTracker(TorchDispatchMode):
 def on_device(policy: Any, device: str, gathered: torch.dtype | None) -> Any:
     """Materialize a policy from the meta device on `device`.
 
-    In a FakeTensorMode its tensors take no memory; PEFT cannot add adapters to a model that was built in one.
-    Parameters get the dtype `gathered`; None keeps their own.
+    Parameters get the dtype `gathered`; None keeps their own. In a FakeTensorMode the new tensors take no memory. (A
+    model cannot be built in that mode instead, as PEFT could not add adapters to it.)
     """
-    made: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay tied
+    made: dict[torch.Tensor, torch.Tensor] = {}  # new tensors by the old ones, so that tied parameters stay tied
     for module in policy.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():

@@ -26,37 +26,43 @@ class Reduced(NamedTuple):
     scalars: dict[str, float]
 
     def means(self, examples: Sequence[Example] = (), weights: Sequence[float] = ()) -> dict[str, float]:
-        """Compute the means of the metrics.
+        """Compute the weighted mean of each metric.
 
-        Without `weights`, or if all are 0, every example counts alike. Given `examples`, a metric whose name ends in a
-        role is a mean over the examples with a response of that role; it is missing if there are none.
+        Without `weights`, or if all are 0 (every pair is a tie), every example counts alike. Given `examples`, a metric
+        whose name ends in a role, such as `logps_train/rejected`, is a mean over the examples with a response of that
+        role; it is missing if there are none.
         """
         n_examples = len(next(iter(self.examples.values())))
-        # a batch of ties has no weights, but metrics all the same
-        weight = torch.tensor(weights if any(weights) else [1.0] * n_examples)  # (B,)
-        by_role = {role: weight * torch.tensor([role in e.roles for e in examples]) for role in ROLES if examples}
+        all_weights = torch.tensor(weights if any(weights) else [1.0] * n_examples)  # (B,)
+        weights_by_role = {}
+        if examples:
+            for role in ROLES:
+                has_role = torch.tensor([role in example.roles for example in examples])
+                weights_by_role[role] = all_weights * has_role
         means = {}
         for name, values in self.examples.items():
             if name.startswith(REFERENCE):
                 continue
-            counted = by_role.get(name.rpartition("/")[2], weight)
-            if counted.any():
-                means[name] = ((values.double() * counted).sum() / counted.sum()).item()
+            last_part = name.rpartition("/")[2]
+            metric_weights = weights_by_role.get(last_part, all_weights)
+            if metric_weights.any():
+                means[name] = ((values.double() * metric_weights).sum() / metric_weights.sum()).item()
         return means
 
-    def find_kl(self, places: Sequence[int]) -> dict[str, float]:
-        """`online/kl`, KL(policy || reference) on the responses of these examples.
+    def find_kl(self, indices: Sequence[int]) -> dict[str, float]:
+        """`online/kl`, KL(policy || reference) on the responses of some examples.
 
-        `places` are indices in the batch. Empty without places or reference. See docs/metrics.md for the estimator.
+        `indices` are those of the examples in the batch. Returns {} without any, or without a reference.
+        docs/metrics.md describes the estimator.
         """
-        if not places or f"{REFERENCE}chosen" not in self.examples:
+        if not indices or f"{REFERENCE}chosen" not in self.examples:
             return {}
         log_ratios = [
             self.examples[f"logps_train/{role}"] - self.examples[f"{REFERENCE}{role}"]
             for role in ("chosen", "rejected")
         ]
-        table = torch.stack(log_ratios).double()  # (2, B)
-        return {"online/kl": table[:, places].mean().item()}
+        by_role = torch.stack(log_ratios).double()  # (2, B)
+        return {"online/kl": by_role[:, indices].mean().item()}
 
 
 def reduce_metrics(
@@ -69,20 +75,23 @@ def reduce_metrics(
 ) -> Reduced:
     """Combine the metrics of all microbatches and processes.
 
-    Takes one collective and one copy to the host, which waits for the device. `add` sums a tensor over the processes;
-    each holds zeros for the examples of others. Where several processes see the same examples, `counts` is true on one.
-    `scalars` are summed too.
+    Takes one collective and one copy to the host, which waits for the device. Each process fills the rows of its own
+    examples in a table of zeros, and `add` sums the tables and `scalars` over the processes. Where several processes
+    see the same examples, `counts` is true on one of them, so that they are counted once.
     """
-    names = list(metrics[0][1])
-    values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (examples here, names)
+    _, first_columns = metrics[0]
+    names = list(first_columns)
+    indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (this process's examples,)
+    values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (..., names)
     table = values.new_zeros(n_examples, len(names))
     if counts:
-        table.index_copy_(0, torch.cat([indices for indices, _ in metrics]), values)
-    sums = add(torch.cat([table.flatten(), *(value.detach().to(table).reshape(1) for value in scalars.values())]))
-    sums = sums.cpu()
-    columns = sums[: table.numel()].view(n_examples, len(names)).unbind(1)
+        table.index_copy_(0, indices, values)
+    # one tensor for table and scalars, so that one collective and one copy suffice
+    flat_scalars = [scalar.detach().to(table).reshape(1) for scalar in scalars.values()]
+    sums = add(torch.cat([table.flatten(), *flat_scalars])).cpu()
+    table_sums, scalar_sums = sums[: table.numel()].view_as(table), sums[table.numel() :]
     return Reduced(
-        dict(zip(names, columns, strict=True)), dict(zip(scalars, sums[table.numel() :].tolist(), strict=True))
+        dict(zip(names, table_sums.unbind(1), strict=True)), dict(zip(scalars, scalar_sums.tolist(), strict=True))
     )
 
 
@@ -93,5 +102,5 @@ def peak_memory_gb() -> float:
     """
     if torch.cuda.is_available():
         return sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -35,18 +35,25 @@ NamedTensors = dict[str, torch.Tensor]  # values of B examples by name, each (B,
 def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str], *, tails: bool) -> NamedTensors:
     """Sum a model's log-probabilities over each response's tokens.
 
-    Returns fields of `Scores` by name. With `tails` also sums over the tokens beyond the shorter response's length.
+    `tokens` are (sides, B, T), with one side for each response of an example. Returns fields of `Scores` by name, such
+    as `chosen`, and with `tails` also `chosen_tail`, summed over the tokens beyond the shorter response's length.
     """
     lengths = microbatch.lengths  # (sides, B)
-    # a process without examples of its own feeds another one, which is dropped here
-    logps, squares = (None if values is None else values[:, : lengths.shape[1]] for values in tokens)  # (sides, B, T)
-    sums = {"": logps.sum(-1)}
+    n_examples = lengths.shape[1]
+    # a process without examples feeds another process's example, which is dropped here
+    logps = tokens.logps[:, :n_examples]
+    sums = {"": logps.sum(-1)}  # (sides, B), by suffix of the field
     if tails:
-        beyond = torch.arange(logps.shape[-1], device=logps.device) >= lengths.amin(0)[:, None]  # (B, T)
-        sums["_tail"] = (logps * beyond).sum(-1)
-    if squares is not None:
-        sums["_squares"] = squares.sum(-1)
-    return {role + kind: row for kind, rows in sums.items() for role, row in microbatch.by_role(rows, roles).items()}
+        shorter_length = lengths.amin(0)[:, None]  # (B, 1)
+        is_in_tail = torch.arange(logps.shape[-1], device=logps.device) >= shorter_length  # (B, T)
+        sums["_tail"] = (logps * is_in_tail).sum(-1)
+    if tokens.squares is not None:
+        sums["_squares"] = tokens.squares[:, :n_examples].sum(-1)
+    columns = {}
+    for suffix, by_side in sums.items():
+        for role, values in microbatch.by_role(by_side, roles).items():
+            columns[role + suffix] = values
+    return columns
 
 
 def make_scores(policy: NamedTensors, lengths: NamedTensors, reference: NamedTensors) -> Scores:
@@ -54,27 +61,28 @@ def make_scores(policy: NamedTensors, lengths: NamedTensors, reference: NamedTen
 
     `lengths` are the numbers of scored tokens by role.
     """
-    named = {f"{role}_lengths": n for role, n in lengths.items()}
-    return Scores(**policy, **named, **{f"reference_{name}": values for name, values in reference.items()})
+    length_fields = {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
+    reference_fields = {f"reference_{name}": values for name, values in reference.items()}
+    return Scores(**policy, **length_fields, **reference_fields)
 
 
 class BatchContext(NamedTuple):
-    """Values computed once per global batch, for all its microbatches.
+    """Values that the microbatches of a global batch share.
 
-    B is the number of examples; tensors are on the device.
+    B is the number of examples of the global batch. Tensors are on the device.
     """
 
     weights: torch.Tensor  # (B,), from `Batch.weights`
-    total_weight: float  # their sum, or 1 if all are 0
-    reference: torch.Tensor | None = None  # from `cached_reference`
+    total_weight: float  # the sum of the weights, or 1 if all are 0
+    reference: torch.Tensor | None = None  # (B, columns of `Loss.reference_columns`), log-probabilities if known
     statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
-    numbers: Sequence[int] = ()  # of the examples, if their reference log-probabilities are still to be cached
+    rows_to_cache: Sequence[int] = ()  # `Batch.cache_rows`, if `reference` is yet to be computed and cached
 
 
 class RunningAverage:
     """The running average of `Loss.running_statistic` over updates.
 
-    It starts anew when the reference changes. A part of checkpoints.
+    It is saved in checkpoints. It restarts at 0 when the reference changes.
     """
 
     def __init__(self) -> None:
@@ -90,12 +98,12 @@ class RunningAverage:
 class Objective:
     """The loss of a policy, whose gradient an update follows.
 
-    `autocast` is the dtype in which float32 weights are multiplied; None keeps their own.
-
-    While `models_are_equal`, rewards differ only by rounding, so accuracies are 0. Every `follow_every` updates the
-    reference becomes a copy of the policy. As that makes the models equal repeatedly, no accuracies are then logged.
-
-    `seed` is for the dropout of the policy's adapter, which is on only in updates.
+    - `autocast`: the dtype in which float32 weights are multiplied; None: their own.
+    - `models_are_equal`: policy and reference have the same weights. Their rewards differ only by rounding, so
+      accuracies are 0.
+    - `follow_every`: the number of updates after which the reference becomes a copy of the policy. Then no accuracies
+      are logged while the models are equal.
+    - `seed`: of the dropout of the policy's adapter, which is on only in updates.
     """
 
     def __init__(
@@ -146,40 +154,50 @@ class Objective:
         InputError for a loss that needs values which the run's forward passes do not compute.
         """
         loss = loss or self.loss
-        if loss.needs_tails > self.loss.needs_tails or loss.needs_squares > self.loss.needs_squares:
-            raise InputError("loss.ld_alpha and loss.wpo can be used only if the run's own config has them")
-        cached, statistic = (context.reference, context.statistic) if context else (None, None)
-        scores, reference = self._find_scores(microbatch, cached, with_reference=loss.reference)
-        if statistic is not None:
-            statistic = statistic[microbatch.indices]
+        lacks_tails = loss.needs_tails and not self.loss.needs_tails
+        lacks_squares = loss.needs_squares and not self.loss.needs_squares
+        if lacks_tails or lacks_squares:
+            raise InputError(
+                "loss.ld_alpha and loss.wpo need values that only a run configured with them computes: set them in the "
+                "trainer's config"
+            )
+        cached_reference = context.reference if context else None
+        scores, reference = self._compute_scores(microbatch, cached_reference, with_reference=loss.reference)
+        statistic = None
+        if context is not None and context.statistic is not None:
+            statistic = context.statistic[microbatch.indices]
         output = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
         return output.losses, self._metrics(scores, reference, output, split=split)
 
     def _metrics(self, scores: Scores, reference: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
-        """Metrics per example, detached, with the reference's log-probabilities."""
+        """Metrics per example, detached, with `reference` added to them."""
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
         if output.rewards and self.loss.trains_on == "pairs":
             chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
-            if not (self.models_are_equal and self.follow_every):
+            if not self.models_are_equal:
+                metrics[f"rewards_{split}/accuracies"] = (chosen > rejected).to(chosen)
+            elif not self.follow_every:
                 # rewards of equal models differ only by rounding, which must not count as ranking
-                is_right = torch.zeros_like(chosen) if self.models_are_equal else (chosen > rejected).to(chosen)
-                metrics[f"rewards_{split}/accuracies"] = is_right
+                metrics[f"rewards_{split}/accuracies"] = torch.zeros_like(chosen)
             metrics[f"rewards_{split}/margins"] = chosen - rejected
-        for role in reversed([*output.rewards] or ["chosen"]):  # as the reference implementation, rejected first
+        roles = list(output.rewards) or ["chosen"]  # a loss without rewards is that of SFT
+        for role in reversed(roles):  # rejected first, as in the reference implementation's logs
             metrics[f"logps_{split}/{role}"] = getattr(scores, role).detach()
         metrics |= {f"{name}/{split}": values for name, values in output.metrics.items()}
         return metrics | reference | {f"loss/{split}": output.losses.detach()}
 
-    def _find_scores(
-        self, microbatch: Microbatch, cached: torch.Tensor | None, *, with_reference: bool
+    def _compute_scores(
+        self, microbatch: Microbatch, cached_reference: torch.Tensor | None, *, with_reference: bool
     ) -> tuple[Scores, NamedTensors]:
         """Score a microbatch with policy and reference.
 
-        Returns a loss's input, and the reference's log-probabilities under REFERENCE.
+        `cached_reference` has the reference's log-probabilities of the global batch, if known. Returns a loss's input,
+        and the reference's log-probabilities of the microbatch under REFERENCE.
         """
         reference: NamedTensors = {}
-        if with_reference and cached is not None:
-            reference = dict(zip(self.loss.reference_columns, cached[microbatch.indices].unbind(1), strict=True))
+        if with_reference and cached_reference is not None:
+            logps = cached_reference[microbatch.indices].unbind(1)
+            reference = dict(zip(self.loss.reference_columns, logps, strict=True))
         elif with_reference:  # before the policy's forward, whose activations stay in memory
             with torch.no_grad():
                 reference = self.reference_forward(microbatch)
@@ -192,65 +210,80 @@ class Objective:
     def prepare(self, batch: Batch, *, update: int) -> BatchContext:
         """Compute the values that the microbatches of a global batch share.
 
-        A batch statistic costs a forward pass of the policy on every microbatch, with the dropout of the update. It
-        covers the examples with a weight; it is None if the loss has none, or computes it itself from a single
-        microbatch.
+        A batch statistic costs a forward pass of policy and reference on every microbatch. Otherwise the microbatches
+        themselves compute what the reference's cache lacks.
         """
-        weights = torch.tensor(batch.weights)
-        device_weights, total_weight = self._to_device(weights), sum(batch.weights) or 1.0
+        weights, total_weight = self._to_device(torch.tensor(batch.weights)), sum(batch.weights) or 1.0
         # a loss that sees the whole batch at once computes its statistic itself
-        is_whole = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
-        if self.loss.batch_statistic is None or is_whole:
-            cached = self.cached_reference(batch)
-            to_cache = batch.numbers if cached is None and self.loss.reference else ()
-            return BatchContext(device_weights, total_weight, cached, numbers=to_cache)
-        all_scores, reference = self._find_all_scores([batch], update=update)
-        statistic, has_weight = None, weights > 0
-        if any(batch.weights):
-            # ties are left out of the statistic, as they are of the loss
-            scores = Scores(*(values[has_weight] if torch.is_tensor(values) else values for values in all_scores))
-            values = self.loss.find_batch_statistic(scores._replace(average=self.average.value))
-            statistic = values.new_zeros(len(has_weight), values.shape[1])
-            statistic[has_weight] = values
-            statistic = statistic.to(self.device, torch.float32)
-        # that pass has scored the reference too
-        columns = [reference[f"{REFERENCE}{name}"] for name in self.loss.reference_columns] if reference else []
-        cached = self._to_device(torch.stack(columns, dim=1)) if columns else None
-        return BatchContext(device_weights, total_weight, cached, statistic)
+        sees_whole_batch = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
+        if self.loss.batch_statistic is None or sees_whole_batch:
+            reference = self.cached_reference(batch)
+            rows_to_cache = batch.cache_rows if reference is None and self.loss.reference else ()
+            return BatchContext(weights, total_weight, reference, rows_to_cache=rows_to_cache)
+        scores, reference_columns = self._compute_all_scores([batch], update=update)
+        statistic = self._compute_statistic(scores, batch.weights)
+        reference = None
+        if reference_columns:
+            logps = [reference_columns[f"{REFERENCE}{name}"] for name in self.loss.reference_columns]
+            reference = self._to_device(torch.stack(logps, dim=1))
+        return BatchContext(weights, total_weight, reference, statistic)
+
+    def _compute_statistic(self, scores: Scores, weights: Sequence[float]) -> torch.Tensor | None:
+        """The loss's statistic of a global batch, (B, k).
+
+        It is on the device. Examples of weight 0 (ties) are left out, as they are of the loss, and have zeros. None if
+        all examples are ties.
+        """
+        if not any(weights):
+            return None
+        has_weight = torch.tensor(weights) > 0
+        # fields of `Scores` that are not tensors are None, or the running average
+        weighted = Scores(*(field[has_weight] if torch.is_tensor(field) else field for field in scores))
+        values = self.loss.find_batch_statistic(weighted._replace(average=self.average.value))
+        statistic = values.new_zeros(len(weights), values.shape[1])
+        statistic[has_weight] = values
+        return statistic.to(self.device, torch.float32)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Reduced:
         """Evaluate all examples of the batches, as one batch.
 
-        A running average has the value here that it would approach if every update were like this batch, so that the
-        loss depends only on weights and examples.
+        A running average is replaced by the statistic of this batch, so that the loss depends only on weights and
+        examples. With `loss.momentum=1`, which disables the average, it stays 0.
         """
-        scores, reference = self._find_all_scores(batches)
+        scores, reference = self._compute_all_scores(batches)
         output, options = self.loss(scores), self.loss.options
         if self.loss.running_statistic and options["momentum"] < 1:
+            # rewards do not depend on the average, so those of the first call serve to compute it
             chosen, rejected = (output.rewards[role].mean().item() for role in ("chosen", "rejected"))
             average = self.loss.running_statistic(chosen, rejected, options["beta"])
-            output = self.loss(scores._replace(average=average))  # with the same rewards
+            output = self.loss(scores._replace(average=average))
         return Reduced(self._metrics(scores, reference, output, split="eval"), {})
 
-    def _find_all_scores(self, batches: Iterable[Batch], *, update: int | None = None) -> tuple[Scores, NamedTensors]:
-        """Score every example of the batches on every process, in float64.
+    def _compute_all_scores(
+        self, batches: Iterable[Batch], *, update: int | None = None
+    ) -> tuple[Scores, NamedTensors]:
+        """Score all examples of the batches; every process gets all scores.
 
-        Also caches the reference's log-probabilities.
+        Returns `Scores` and, under REFERENCE, the reference's log-probabilities, which are also cached. All are
+        float64, on the host. With `update` the adapter's dropout is on, as in that update.
         """
-        table, numbers, n_examples, nothing_to_cache = [], [], 0, True
+        with_reference = self.loss.reference
+        microbatch_scores, cache_rows, n_examples, is_all_cached = [], [], 0, True
         for batch in batches:
             cached = self.cached_reference(batch)
-            for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches):
+            is_all_cached &= cached is not None
+            for microbatch in batch.microbatches:
+                microbatch = microbatch.to(self.device)
                 with self.dropout.on(microbatch.inputs, update=update):
-                    scores, reference = self._find_scores(microbatch, cached, with_reference=self.loss.reference)
-                columns = {name: values for name, values in scores._asdict().items() if torch.is_tensor(values)}
-                columns = {name: values.double() for name, values in (columns | reference).items()}
-                table.append((microbatch.indices + n_examples, columns))
+                    scores, reference = self._compute_scores(microbatch, cached, with_reference=with_reference)
+                fields = {name: values for name, values in scores._asdict().items() if torch.is_tensor(values)}
+                columns = {name: values.double() for name, values in (fields | reference).items()}
+                microbatch_scores.append((microbatch.indices + n_examples, columns))  # indices in all batches
             n_examples += len(batch.examples)
-            numbers += batch.numbers
-            nothing_to_cache &= cached is not None or not self.loss.reference
-        columns = self.reduce(table, n_examples, [] if nothing_to_cache else numbers).examples
+            cache_rows += batch.cache_rows
+        rows_to_cache = cache_rows if with_reference and not is_all_cached else []
+        columns = self.reduce(microbatch_scores, n_examples, rows_to_cache).examples
         reference = {name: values for name, values in columns.items() if name.startswith(REFERENCE)}
         return Scores(**{name: values for name, values in columns.items() if name not in reference}), reference
 
@@ -261,48 +294,53 @@ class Objective:
         """
         self.models_are_equal = False
         if self.loss.running_statistic:
-            rewards, options = (metrics["rewards_train/chosen"], metrics["rewards_train/rejected"]), self.loss.options
-            value, momentum = self.loss.running_statistic(*rewards, options["beta"]), options["momentum"]
+            beta, momentum = self.loss.options["beta"], self.loss.options["momentum"]
+            chosen, rejected = metrics["rewards_train/chosen"], metrics["rewards_train/rejected"]
+            value = self.loss.running_statistic(chosen, rejected, beta)
             self.average.value = momentum * self.average.value + (1 - momentum) * value
 
-    def sync_if_due(self, number: int) -> None:
-        """Copy the policy to the reference if due after update `number`.
+    def sync_if_due(self, update: int) -> None:
+        """Copy the policy to the reference if due after this update.
 
         Skipped updates count too.
         """
-        if self.follow_every and number % self.follow_every == 0:
+        if self.follow_every and update % self.follow_every == 0:
             self.reference.follow(self.policy)
             self.models_are_equal = True
             self.average.value = 0.0  # it averaged log-ratios to the former reference
 
     def cached_reference(self, batch: Batch) -> torch.Tensor | None:
-        """The reference's cached log-probabilities of a global batch, if complete.
+        """The reference's cached log-probabilities of a global batch.
 
-        They are (B, columns of `Loss.reference_columns`), on the device; None unless all examples are cached.
+        They are (B, columns of `Loss.reference_columns`), on the device. None unless all examples are cached.
         """
-        cached = self.reference.logps.find(batch.numbers) if self.loss.reference else None
+        if not self.loss.reference:
+            return None
+        cached = self.reference.logps.find(batch.cache_rows)
         return None if cached is None else self._to_device(cached)
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
         """Copy a host tensor to the device asynchronously."""
-        # from pinned memory neither host nor device waits
-        return values.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else values
+        if self.device.type != "cuda":
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)  # only copies from pinned memory do not block
 
     def reduce(
         self,
         metrics: MicrobatchMetrics,
         n_examples: int,
-        numbers: Sequence[int],
+        rows_to_cache: Sequence[int],
         scalars: Mapping[str, torch.Tensor] | None = None,
     ) -> Reduced:
         """Gather metrics of all examples and sum `scalars`, on every process.
 
-        With `numbers`, also caches the reference's log-probabilities of these examples.
+        Unless `rows_to_cache` is empty, the reference's log-probabilities of the examples go to these rows of its
+        cache.
         """
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
-        if numbers:
-            columns = [reduced.examples[f"{REFERENCE}{name}"] for name in self.loss.reference_columns]
-            self.reference.logps.add(numbers, torch.stack(columns, dim=1))
+        if rows_to_cache:
+            logps = [reduced.examples[f"{REFERENCE}{name}"] for name in self.loss.reference_columns]
+            self.reference.logps.add(rows_to_cache, torch.stack(logps, dim=1))
         return reduced
 
     @torch.no_grad()
@@ -311,18 +349,18 @@ class Objective:
 
         Returns log-probabilities, (B, columns of `Loss.reference_columns`).
         """
-        metrics = [
-            (microbatch.indices, self.reference_forward(microbatch))
-            for microbatch in (microbatch.to(self.device) for microbatch in batch.microbatches)
-        ]
-        reduced = reduce_metrics(metrics, len(batch.examples), self.mesh.add, counts=self.mesh.counts)
+        logps = []
+        for microbatch in batch.microbatches:
+            microbatch = microbatch.to(self.device)
+            logps.append((microbatch.indices, self.reference_forward(microbatch)))
+        reduced = reduce_metrics(logps, len(batch.examples), self.mesh.add, counts=self.mesh.counts)
         return torch.stack(list(reduced.examples.values()), dim=1)
 
     def cache_reference(self, batches: Iterable[Batch], path: Path) -> str:
-        """Cache all pairs of the batches, and write the file at `path`.
+        """Cache the reference's log-probabilities of all pairs; save them at `path`.
 
-        Pairs come from that file if it exists, else they are scored. Returns a message about it. Raises InputError if
-        the file disagrees with the reference's current values.
+        Pairs that an earlier run saved there are read, all others are scored. Returns a message with the number of
+        each. Raises InputError if the file disagrees with the reference's current values.
         """
         logps = self.reference.logps
         stored = read_logps(path, logps.shape) if self.mesh.rank == 0 and path.exists() else None
@@ -330,9 +368,12 @@ class Objective:
         n_scored = logps.fill(batches, self.find_reference_logps, stored, path=path, seed=seed)
         if self.mesh.rank == 0:
             logps.save(path)
-        n_stored = 0 if stored is None else int((~np.isnan(stored).any(axis=1)).sum())  # rows that are complete
-        known = f", {count(n_stored, 'example')} read from {path}" if n_stored else ""
-        return f"{count(n_scored, 'example')} scored by the reference{known}"
+        message = f"{count(n_scored, 'example')} scored by the reference"
+        if stored is None:
+            return message
+        is_complete = ~np.isnan(stored).any(axis=1)  # per example: all its columns are known
+        n_stored = int(is_complete.sum())
+        return f"{message}, {count(n_stored, 'example')} read from {path}" if n_stored else message
 
 
 def make_objective(
@@ -341,23 +382,23 @@ def make_objective(
     reference: Reference | None,
     mesh: Mesh,
     *,
-    longest: int,
+    longest_example: int,
     log: Callable[[str], None],
 ) -> Objective:
     """Make the objective, with a layout that both models support.
 
-    `log` gets the reason if that is not the layout asked for. `longest` is the largest number of tokens in a prompt
-    with one response.
+    `longest_example` is the largest number of tokens in a prompt with one response. If the layout is not the one that
+    the config asks for, `log` gets the reason.
     """
-    layout, note = _choose_common_layout(plan, policy, reference, mesh, longest=longest)
-    if note:
-        log(note)
-    are_equal = False
+    layout, fallback_reason = _choose_common_layout(plan, policy, reference, mesh, longest_example=longest_example)
+    if fallback_reason:
+        log(fallback_reason)
+    models_are_equal = False
     if reference is not None:
-        # listed before `in_use()`, which may replace the adapter of this same model by the reference's
+        # before `in_use()`: policy and reference may be one module, whose adapter it switches
         policy_weights = weights_in_use(policy)
         with reference.in_use():
-            are_equal = hold_the_same(policy_weights, weights_in_use(reference.model), mesh)
+            models_are_equal = hold_the_same(policy_weights, weights_in_use(reference.model), mesh)
     return Objective(
         policy,
         reference,
@@ -365,37 +406,41 @@ def make_objective(
         mesh,
         plan.loss,
         autocast=DTYPES.get(plan.model.autocast),
-        models_are_equal=are_equal,
+        models_are_equal=models_are_equal,
         follow_every=plan.follow_every,
         seed=plan.run.seed,
     )
 
 
 def _choose_common_layout(
-    plan: Plan, policy: Any, reference: Reference | None, mesh: Mesh, *, longest: int
+    plan: Plan, policy: Any, reference: Reference | None, mesh: Mesh, *, longest_example: int
 ) -> tuple[Layout, str | None]:
     """Choose a layout that both models support.
 
-    Returns the layout, and a message if it is not the one asked for.
+    Returns the layout, and a message with the reason if it is not `plan.data.layout`.
     """
-    layout, note = _choose_layout(plan, policy, plan.compute_dtype, mesh, longest=longest)
-    if note or reference is None or type(reference.model) is type(policy):  # models of one class support the same
-        return layout, note
-    return _choose_layout(plan, reference.model, plan.reference_dtype, mesh, longest=longest)
+    layout, fallback_reason = _choose_layout(plan, policy, plan.compute_dtype, mesh, longest_example=longest_example)
+    # models of one class support the same layouts
+    supports_same = reference is None or type(reference.model) is type(policy)
+    if fallback_reason or supports_same:
+        return layout, fallback_reason
+    return _choose_layout(plan, reference.model, plan.reference_dtype, mesh, longest_example=longest_example)
 
 
 def _choose_layout(
-    plan: Plan, model: Any, compute_dtype: str, mesh: Mesh, *, longest: int
+    plan: Plan, model: Any, compute_dtype: str, mesh: Mesh, *, longest_example: int
 ) -> tuple[Layout, str | None]:
+    """Choose the layout for one model, as `_choose_common_layout` does for both."""
     autocast, device = DTYPES.get(plan.model.autocast), next(model.parameters()).device
+    batch_size = max(plan.data.batch_size, plan.data.eval_batch_size)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         choice = choose_layout(
             plan.data.layout,
             model,
             max_length=plan.data.max_length,
             compute_dtype=autocast or DTYPES[compute_dtype],
-            longest=Longest.of(longest, max(plan.data.batch_size, plan.data.eval_batch_size), plan.data.max_length),
+            longest=Longest.of(longest_example, batch_size, plan.data.max_length),
             vetoed=mesh.any,
         )
-    release_gathered(model)  # `choose_layout` runs forward passes alone, after which FSDP's root stays gathered
+    release_gathered(model)  # FSDP's root stays gathered after a forward pass without a backward pass
     return choice

@@ -1,11 +1,13 @@
-"""Online pairs: best and worst of the policy's answers to a prompt.
+"""Online pairs: the best and the worst answer to a prompt.
 
-A scorer ranks the answers (online DPO, arXiv 2402.04792). Up to rounding, an answer depends only on the weights, the
-config's seed and its place in the run: not on other prompts or the number of processes. So no state of it is saved.
+The policy writes the answers, and a scorer ranks them (online DPO, arXiv 2402.04792). Up to rounding, an answer depends
+only on the weights, the config's seed, and the index of the answer in the run. It depends neither on other prompts nor
+on the number of processes, so checkpoints need no state of the sampling.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
@@ -30,10 +32,11 @@ from dpo.training.batches import Batch, Batches
 from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
-Answered = tuple[Prompt, list[Answer]]
+AnsweredPrompt = tuple[Prompt, list[Answer]]
 Item = TypeVar("Item")
-LOOKED_AT = 400  # training prompts that the scorer checks at the start
-OFFLINE, SCORING = 1, 2  # mixed into the seeds, so that these random numbers differ from one another
+N_CHECKED_PROMPTS = 400  # training prompts that the scorer checks at the start
+# mixed into the seed of a random generator, so that the generators of an update draw different numbers
+OFFLINE_STREAM, SCORING_STREAM = 1, 2
 
 
 class ScorerState:
@@ -78,181 +81,209 @@ class OnlineBatches(Batches):
             progress.line(note)
         self.states = {"online": ScorerState(self.scorer)}
         online = plan.online
-        self.n_samples, self.penalty = online.n_samples, online.missing_eos_penalty
+        self.n_samples, self.missing_eos_penalty = online.n_samples, online.missing_eos_penalty
         self.keeps_ties = online.ties == "keep"
         self.sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p, seed)
         self.n_offline = plan.n_offline
 
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
+        """Iterate over the prompts of each training batch.
+
+        The first `skip` batches are left out. An epoch visits each prompt once, as if it had one example.
+        """
         return self._iterate_train(self.read_prompts, [1] * len(self.data.train), skip=skip)
 
     def make_batch(self, item: Sequence[Prompt], *, update: int) -> Batch:
-        """Draw the pairs of an update, one per prompt, on every process.
+        """Make the pairs of an update, one per prompt, on every process.
 
-        `n_offline` prompts get a pair from the data in place of answers. Raises ScorerFailed on every process.
+        `n_offline` prompts get a pair from the data. The policy answers all other prompts, and the best and the worst
+        answer are the pair. Raises ScorerFailed on every process.
         """
-        # all these dicts are by place, the index of a prompt in the batch
-        prompts, offline_pairs = item, self._choose_offline_pairs(item, update)
+        prompts = item
+        # prompts, examples and answers of the batch go by the prompt's index in the batch
+        offline_pairs = self._choose_offline_pairs(prompts, update)
         examples = dict(zip(offline_pairs, self.encode(list(offline_pairs.values())), strict=True))
-        asked = {
-            place: encode_prompt(prompt, self.data, self.plan)
-            for place, prompt in enumerate(prompts)
-            if place not in offline_pairs
+        encoded_prompts = {
+            index: encode_prompt(prompt, self.data, self.plan)
+            for index, prompt in enumerate(prompts)
+            if index not in offline_pairs
         }
-        start = time.perf_counter()
-        answers = self._answer(asked, update)
-        sampled = time.perf_counter()
-        scores = self._score([(prompts[place], answers[place]) for place in asked], update)
+        sampling_start = time.perf_counter()
+        answers = self._answer(encoded_prompts, update)
+        scoring_start = time.perf_counter()
+        scores = self._score([(prompts[index], answers[index]) for index in encoded_prompts], update)
         drawn, weights = {}, [1.0] * len(prompts)
-        for (place, example), prompt_scores in zip(asked.items(), scores, strict=True):
-            choice = drawn[place] = _choose_pair(prompts[place], answers[place], prompt_scores)
-            # a tie stays in the batch without a weight, so that every process has as many forwards as without ties
-            weights[place] = float(self.keeps_ties or not choice.is_tie)
-            texts = {role: answer.text for role, answer in zip(example.roles, choice.pair, strict=True)}
-            examples[place] = example._replace(
-                responses=tuple(answer.tokens for answer in choice.pair),
-                digest=text_digest(choice.prompt, texts),
-                truncated=example.truncated or not all(answer.ended for answer in choice.pair),
-            )
-        in_order = [examples[place] for place in range(len(prompts))]
+        for (index, encoded_prompt), prompt_scores in zip(encoded_prompts.items(), scores, strict=True):
+            drawn[index] = _choose_pair(prompts[index], answers[index], prompt_scores)
+            # a tie stays in the batch, with weight 0, so that every process has as many forwards as without ties
+            weights[index] = float(self.keeps_ties or not drawn[index].is_tie)
+            examples[index] = _add_pair(encoded_prompt, drawn[index])
+        in_order = [examples[index] for index in range(len(prompts))]
+        microbatches = self.split(in_order, self.plan.data.gradient_accumulation_steps)
         return Batch(
             in_order,
             weights,
-            self.split(in_order, self.plan.data.gradient_accumulation_steps),
-            numbers=(),  # the reference's log-probabilities are not cached: the same pairs hardly come again
+            microbatches,
+            cache_rows=(),  # the reference's log-probabilities are not cached: the same pairs hardly come again
             drawn=drawn,
-            metrics=_metrics([*drawn.values()]),
-            seconds={"sampling": sampled - start, "scoring": time.perf_counter() - sampled},
+            metrics=_compute_metrics(list(drawn.values())),
+            seconds={"sampling": scoring_start - sampling_start, "scoring": time.perf_counter() - scoring_start},
         )
 
     def _choose_offline_pairs(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
         """Choose `n_offline` random prompts, and a random pair of each.
 
-        Returns the pairs by the prompt's place in the batch.
+        Returns the pairs by the prompt's index in the batch.
         """
-        rng = np.random.default_rng([self.seed, update, OFFLINE])
-        places = sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist())
-        pairs_by_place = {place: list_examples(prompts[place]) for place in places}
-        return {place: pairs[rng.integers(len(pairs))] for place, pairs in pairs_by_place.items()}
+        rng = np.random.default_rng([self.seed, update, OFFLINE_STREAM])
+        chosen_pairs = {}
+        for index in sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist()):
+            pairs = list_examples(prompts[index])
+            chosen_pairs[index] = pairs[rng.integers(len(pairs))]
+        return chosen_pairs
 
-    def _answer(self, asked: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
+    def _answer(self, encoded_prompts: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
         """Sample `n_samples` answers per prompt.
 
-        Returns all of them on every process, by the prompt's place. Prompts are sorted by length and dealt out in turn,
-        so each process has about as many, and about as long ones.
+        Prompts and answers go by the prompt's index in the batch. Every process gets all answers. Prompts are sorted by
+        length and dealt out in turn, so each process has about as many, and about as long ones.
         """
-        by_length = sorted(asked, key=lambda place: len(asked[place].prompt))
-        own = by_length[self.rank :: self.size]
-        most = -(-len(by_length) // self.size)  # prompts of the process that has most
-        # a process with one prompt less repeats the longest, as all processes take part in every forward
-        places = own + by_length[-1:] * (most - len(own))
-        batches = _in_groups(places, max(1, self.plan.data.eval_batch_size // self.size))
-        answers: list[tuple[int, list[Answer]]] = []
+        by_length = sorted(encoded_prompts, key=lambda index: len(encoded_prompts[index].prompt))
+        own_indices = by_length[self.rank :: self.size]
+        max_per_process = math.ceil(len(by_length) / self.size)
+        # all processes take part in every forward, so a process with one prompt less repeats the longest
+        repeated_indices = by_length[-1:] * (max_per_process - len(own_indices))
+        batches = _group(own_indices + repeated_indices, max(1, self.plan.data.eval_batch_size // self.size))
+        answers: list[tuple[int, list[Answer]]] = []  # (index of the prompt, its answers)
         policy = self.objective.policy.eval()
         with gathered_weights(policy):  # once for all tokens, where memory allows
-            for batch in self.progress.over(batches, total=len(batches), what="sample"):
-                answers += zip(batch, self._answer_batch(policy, asked, batch, update), strict=True)
-        return dict(self.mesh.gather_list(answers[: len(own)]))  # without the repeated prompt
+            for indices in self.progress.over(batches, total=len(batches), what="sample"):
+                answers += zip(indices, self._answer_batch(policy, encoded_prompts, indices, update), strict=True)
+        return dict(self.mesh.gather_list(answers[: len(own_indices)]))  # without answers to the repeated prompt
 
     def _answer_batch(
-        self, policy: Any, asked: Mapping[int, Example], places: Sequence[int], update: int
+        self, policy: Any, encoded_prompts: Mapping[int, Example], indices: Sequence[int], update: int
     ) -> list[list[Answer]]:
-        """Sample answers to the prompts at these places."""
-        n = self.n_samples
-        first = update * self.plan.data.batch_size
-        # an answer's number in the run seeds its sampling, whichever process and batch it is in
-        numbers = [(first + place) * n + sample for place in places for sample in range(n)]
-        most = self.sampling.max_new_tokens
+        """Sample `n_samples` answers to each of these prompts."""
+        n_samples, max_new_tokens = self.n_samples, self.sampling.max_new_tokens
+        n_prompts_before = update * self.plan.data.batch_size
+        prompts, answer_numbers = [], []
+        for index in indices:
+            first_number = (n_prompts_before + index) * n_samples
+            prompts += [encoded_prompts[index].prompt] * n_samples
+            # the number of an answer in the run seeds its sampling, whichever process and batch it is in
+            answer_numbers += range(first_number, first_number + n_samples)
 
-        def before_token(index: int) -> None:
+        def before_token(token_index: int) -> None:
             self.stop.raise_if_any()
-            self.progress.part(index, most, "token")
+            self.progress.part(token_index, max_new_tokens, "token")
 
-        prompts = [asked[place].prompt for place in places for _ in range(n)]
         autocast = self.objective.autocast
         with (
             before_each_forward(policy, before_token),
             torch.autocast(self.objective.device.type, dtype=autocast, enabled=autocast is not None),
         ):
-            # in step, as each forward gathers shards from all processes
-            tokenizer, in_step = self.data.tokenizer, self.mesh.world_size > 1
-            return _in_groups(answer(policy, tokenizer, prompts, numbers, self.sampling, in_step=in_step), n)
+            # in step, as each forward may gather shards from all processes
+            answers = answer(
+                policy,
+                self.data.tokenizer,
+                prompts,
+                answer_numbers,
+                self.sampling,
+                in_step=self.mesh.world_size > 1,
+            )
+        return _group(answers, n_samples)
 
-    def _score(self, answered: Sequence[Answered], update: int) -> list[list[float]]:
-        """Score all answers, on every process.
+    def _score(self, answered: Sequence[AnsweredPrompt], update: int) -> list[list[float]]:
+        """Score all answers, on every process; returns a list per prompt.
 
-        The penalty is subtracted from the score of an answer without EOS.
+        `missing_eos_penalty` is subtracted from the score of an answer that was cut off.
         """
-        if self.scorer.in_parallel:  # otherwise rank 0 scores all answers: only it has loaded the user's function
-            own = np.array_split(np.arange(len(answered)), self.mesh.world_size)[self.mesh.rank]
-            outcomes = self.mesh.gather_all(self._outcome([answered[i] for i in own], update))
-        else:
-            outcomes = [from_rank_0(self._outcome(answered, update) if self.mesh.rank == 0 else None)]
+        if self.scorer.in_parallel:
+            own_indices = np.array_split(np.arange(len(answered)), self.mesh.world_size)[self.mesh.rank]
+            outcomes = self.mesh.gather_all(self._score_or_explain([answered[i] for i in own_indices], update))
+        else:  # rank 0 alone has loaded the user's function
+            outcome = self._score_or_explain(answered, update) if self.mesh.rank == 0 else None
+            outcomes = [from_rank_0(outcome)]
         for outcome in outcomes:
-            if isinstance(outcome, str):  # errors are exchanged too, so that all processes fail at the same place
+            if isinstance(outcome, str):  # errors are exchanged like scores, so that all processes raise together
                 raise ScorerFailed(outcome)
         scores = [score for outcome in outcomes for score in outcome]
         answers = [answer for _, prompt_answers in answered for answer in prompt_answers]
-        penalized = [s - self.penalty * (not answer.ended) for s, answer in zip(scores, answers, strict=True)]
-        return _in_groups(penalized, self.n_samples)
+        penalized = [
+            score - self.missing_eos_penalty * (not answer.ended) for score, answer in zip(scores, answers, strict=True)
+        ]
+        return _group(penalized, self.n_samples)
 
-    def _outcome(self, answered: Sequence[Answered], update: int) -> list[float] | str:
-        """Score answers, or return the error message for the other processes.
+    def _score_or_explain(self, answered: Sequence[AnsweredPrompt], update: int) -> list[float] | str:
+        """Score answers; return the scorer's error message if it fails.
 
         Random generators are seeded by the update, so that a resumed run draws the same numbers.
         """
-        prompts = [prompt for prompt, answers in answered for _ in answers]
+        prompts = [prompt for prompt, answers in answered for _ in answers]  # one for each answer
+        answers = [answer for _, answers in answered for answer in answers]
         try:
-            with seeded_generators(self.seed, update, SCORING):
-                return self.scorer(prompts, [answer for _, answers in answered for answer in answers])
+            with seeded_generators(self.seed, update, SCORING_STREAM):
+                return self.scorer(prompts, answers)
         except ScorerFailed as error:
             return str(error)
 
 
-def _in_groups(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """Split the items into lists of `size`, in order."""
-    return [[*items[start : start + size]] for start in range(0, len(items), size)]
+def _group(items: Sequence[Item], size: int) -> list[list[Item]]:
+    """Split items into lists of `size`; the last may be shorter."""
+    return [list(items[start : start + size]) for start in range(0, len(items), size)]
 
 
 def some_prompts(data: TrainingData) -> list[Prompt]:
-    """The training prompts, or about LOOKED_AT evenly spaced ones if more."""
-    return data.train[:: max(1, len(data.train) // LOOKED_AT)]
+    """About N_CHECKED_PROMPTS evenly spaced training prompts, or all if fewer."""
+    return data.train[:: max(1, len(data.train) // N_CHECKED_PROMPTS)]
 
 
 def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     """Tokenize a prompt to an example without responses.
 
-    It is truncated to leave room for `max_new_tokens`.
+    The prompt is truncated if it and `max_new_tokens` do not fit into `max_length`.
     """
-    ids = data.encode([prompt.text])
-    whole, _ = append_eos(prompt.text, [], ids, data.tokenizer, rendered=prompt.rendered)
-    placeholder = [0] * plan.online.max_new_tokens  # for a response
-    cut, _ = truncate(whole, [placeholder], prompt.truncation_mode, plan.data.max_length, plan.data.max_prompt_length)
-    return Example(tuple(cut), (), id=(prompt.index_in_split, 0), dataset=prompt.dataset, truncated=cut != whole)
+    token_ids = data.encode([prompt.text])
+    untruncated, _ = append_eos(prompt.text, [], token_ids, data.tokenizer, rendered=prompt.rendered)
+    longest_answer = [0] * plan.online.max_new_tokens  # only its length matters
+    limits = plan.data.max_length, plan.data.max_prompt_length
+    truncated, _ = truncate(untruncated, [longest_answer], prompt.truncation_mode, *limits)
+    return Example(
+        tuple(truncated), (), id=(prompt.index_in_split, 0), dataset=prompt.dataset, truncated=truncated != untruncated
+    )
 
 
 def _choose_pair(prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Drawn:
     """Choose the best and the worst of a prompt's answers.
 
-    Among equal scores these are the first best and the last worst, so that a tie has two answers too.
+    Among equal scores, the first is the best and the last the worst: a tie is a pair of two answers too.
     """
     scored = [answer._replace(score=score) for answer, score in zip(answers, scores, strict=True)]
-    first_best, last_worst = int(np.argmax(scores)), len(scores) - 1 - int(np.argmin(scores[::-1]))
+    first_best = int(np.argmax(scores))
+    last_worst = len(scores) - 1 - int(np.argmin(scores[::-1]))
     return Drawn(prompt.text, scored, first_best, last_worst)
 
 
-def _metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
-    """Metrics of the drawn answers.
+def _add_pair(encoded_prompt: Example, drawn: Drawn) -> Example:
+    """Add the pair drawn for a prompt to its example."""
+    texts = {role: answer.text for role, answer in zip(encoded_prompt.roles, drawn.pair, strict=True)}
+    return encoded_prompt._replace(
+        responses=tuple(answer.tokens for answer in drawn.pair),
+        digest=text_digest(drawn.prompt, texts),
+        truncated=encoded_prompt.truncated or not all(answer.ended for answer in drawn.pair),
+    )
 
-    Means over all answers, over the best and over the worst, and the share of prompts with a tie.
-    """
-    answers = [answer for choice in drawn for answer in choice.answers]
-    best, worst = zip(*(choice.pair for choice in drawn), strict=True)
+
+def _compute_metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
+    """Metrics of the answers drawn for a batch's prompts (docs/metrics.md)."""
+    answers = [answer for prompt_drawn in drawn for answer in prompt_drawn.answers]
+    best, worst = zip(*(prompt_drawn.pair for prompt_drawn in drawn), strict=True)
     return {
         "online/score": fmean(answer.score for answer in answers),
         "online/score_best": fmean(answer.score for answer in best),
         "online/score_worst": fmean(answer.score for answer in worst),
         "online/length": fmean(len(answer.tokens) for answer in answers),
         "online/eos": fmean(answer.ended for answer in answers),
-        "online/ties": fmean(choice.is_tie for choice in drawn),
+        "online/ties": fmean(prompt_drawn.is_tie for prompt_drawn in drawn),
     }

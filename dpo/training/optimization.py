@@ -14,12 +14,16 @@ from dpo.settings import choices
 from dpo.settings.plan import TrainingPlan
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
-SCHEDULES = {  # fraction of the decay that remains, by the fraction of the updates that is `done`
+SCHEDULES = {  # fraction of the decay that is left after the fraction `done` of the updates after the warm-up
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: (1.0 + math.cos(math.pi * done)) / 2,
 }
-LR_SCALINGS = {"none": lambda processes: 1, "linear": lambda processes: processes, "sqrt": math.sqrt}
+LR_SCALINGS = {  # factor of the learning rate, by the number of processes that see different examples
+    "none": lambda processes: 1,
+    "linear": lambda processes: processes,
+    "sqrt": math.sqrt,
+}
 
 
 def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:
@@ -30,46 +34,50 @@ def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:
     lr, scaling = training.lr, training.lr_scaling
     if scaling == "none":
         return []
-    return [f"learning rate {lr * LR_SCALINGS[scaling](size):.6g}: lr={lr} for {size} processes, lr_scaling={scaling}"]
+    scaled_lr = lr * LR_SCALINGS[scaling](size)
+    return [f"learning rate {scaled_lr:.6g}: lr={lr}, scaled for {size} processes by lr_scaling={scaling}"]
 
 
 def find_warmup_warnings(training: TrainingPlan, updates: int) -> list[str]:
     """A warning if the warm-up does not suit the number of updates."""
-    warmup, run = training.warmup_steps, count(updates, "update")
+    warmup, run_length = training.warmup_steps, count(updates, "update")
     if warmup == 0:
         return []
     if warmup >= updates:
-        fault = f"is too long for the {run} of this run, which would never reach lr={training.lr}"
+        problem = f"is too long for the {run_length} of this run, which would never reach lr={training.lr}"
     elif training.schedule != "constant" and warmup >= updates - 1:
-        fault = f"leaves none of the {run} for {training.schedule}"
+        problem = f"leaves none of the {run_length} for schedule={training.schedule}"
     elif warmup > updates / 2:
-        fault = f"takes most of the {run} of this run"
+        problem = f"takes most of the {run_length} of this run"
     else:
         return []
     tenth = updates // 10
-    fits = f"warmup_steps={tenth} fits, a tenth of them" if tenth else "no warm-up fits so short a run: warmup_steps=0"
-    return [f"warmup_steps={warmup} {fault}; {fits}"]
+    if tenth:
+        advice = f"warmup_steps={tenth} would be a tenth of the updates"
+    else:
+        advice = "set warmup_steps=0, as the run is too short for a warm-up"
+    return [f"warmup_steps={warmup} {problem}; {advice}"]
 
 
 class Schedule(LambdaLR):
     """Learning rate by update: linear warm-up, then constant or decaying.
 
-    It decays to `min_ratio` after `updates`. `notes` are messages to log at the start.
+    After `updates` it has decayed to `min_ratio` times the base rate. `notes` are messages to log at the start.
 
-    The rate depends only on how many updates were applied. So a resumed run has the rates of one that was never
-    stopped; if its length has changed, it has the rates of a run of the new length from there on. The base rate stays
-    the one it began with, whatever the number of processes.
+    The rate depends only on how many updates were applied, so a resumed run has the rates of one that was never
+    stopped. If the length of the run was changed, it continues on the curve of the new length. The base rate stays the
+    one the run began with, even if `lr_scaling` gives another one for the present number of processes.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, warmup_steps: int, updates: int, kind: str, min_ratio: float
     ) -> None:
-        self.updates = updates  # saved in the checkpoint, unlike the next two
+        self.updates = updates  # saved in checkpoints; the next two attributes are not
         self.kind = kind
         self.notes: list[str] = []
 
         def factor(update: int) -> float:
-            if update <= warmup_steps:  # as in the reference: the first update has a rate above 0
+            if update <= warmup_steps:  # as in the reference code: the first update, 0, has a rate above 0
                 return (update + 1) / (warmup_steps + 1)
             done = min(1.0, (update - warmup_steps) / max(1, updates - warmup_steps))
             return min_ratio + (1.0 - min_ratio) * SCHEDULES[kind](done)
@@ -80,12 +88,17 @@ class Schedule(LambdaLR):
     def of(cls, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, size: int) -> Schedule:
         """Make the schedule of a run of `updates`.
 
-        Scales the optimizer's rate for the `size` processes that see different examples.
+        First scales the optimizer's rate for the `size` processes that see different examples.
         """
         for group in optimizer.param_groups:
             group["lr"] *= LR_SCALINGS[training.lr_scaling](size)
-        curve = {"kind": training.schedule, "min_ratio": training.min_lr_ratio, "warmup_steps": training.warmup_steps}
-        schedule = cls(optimizer, updates=updates, **curve)
+        schedule = cls(
+            optimizer,
+            warmup_steps=training.warmup_steps,
+            updates=updates,
+            kind=training.schedule,
+            min_ratio=training.min_lr_ratio,
+        )
         schedule.notes = notes_on_scaling(training, size)
         return schedule
 
@@ -95,26 +108,28 @@ class Schedule(LambdaLR):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, on the curve of this run's length.
 
-        The base rates stay the saved ones. `notes` tell where this run's settings would give others.
+        The base rates stay the saved ones. `notes` say so if this run's config gives another base rate or length.
         """
-        own_base_lrs, own_keys = self.base_lrs, self.state_dict().keys()
-        saved = {key: value for key, value in state.items() if key in own_keys}  # torch sets any key as an attribute
-        super().load_state_dict({**saved, "updates": self.updates})  # all but the length
-        if self.base_lrs != own_base_lrs:
-            began, new = (f"{lrs[0]:.6g}" for lrs in (self.base_lrs, own_base_lrs))
-            self.notes = [f"learning rate {began}, as the run began; a new one would have {new}"]
+        config_base_lrs, own_keys = self.base_lrs, self.state_dict().keys()
+        # other keys are dropped: torch would make attributes of them
+        saved = {key: value for key, value in state.items() if key in own_keys}
+        super().load_state_dict({**saved, "updates": self.updates})  # everything but the length
+        if self.base_lrs != config_base_lrs:
+            self.notes = [
+                f"learning rate {self.base_lrs[0]:.6g}, with which the run began; this config would begin a run with "
+                f"{config_base_lrs[0]:.6g}"
+            ]
 
-        # the saved rate of the next update lies on the curve of the former length
-        former_lrs = self._last_lr
+        saved_lrs = self._last_lr  # of the next update, on the curve of the saved length
         lrs = [base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
         self._last_lr = lrs
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
 
         if self.kind != "constant" and saved["updates"] != self.updates:
-            new, former = f"{lrs[0]:.4g}", f"{former_lrs[0]:.4g}"
-            change = f", not {former}" if new != former else ", as before"
+            new_lr, saved_lr = f"{lrs[0]:.4g}", f"{saved_lrs[0]:.4g}"
+            change = f", not {saved_lr}" if new_lr != saved_lr else ", as before"
             self.notes.append(
                 f"schedule={self.kind} now ends after {count(self.updates, 'update')}, not {saved['updates']:,}: the "
-                f"next update has learning rate {new}{change}"
+                f"next update has learning rate {new_lr}{change}"
             )

@@ -1,7 +1,7 @@
 """The frozen reference, and a cache of its log-probabilities.
 
-Each example is scored once. A file of the cache serves other runs with the same reference, data and lengths, with
-another beta or loss.
+Each example is scored once. The cache can be saved, for other runs with the same reference, data and lengths, which may
+have another beta or loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpo.parallel.state import gather_like, local_tensor
 from dpo.system.plain_files import check_readable, replacing
 from dpo.training.batches import Batch
 
-TOLERANCE = 1e-2  # relative error of a stored log-probability: allows half-precision rounding, not another model
+TOLERANCE = 1e-2  # relative error allowed in a stored log-probability, for half-precision rounding
 
 
 def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
@@ -46,38 +46,40 @@ def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
 
 
 class ReferenceLogps:
-    """Cached log-probabilities of the reference, NaN where not known.
+    """Cached log-probabilities of the reference, NaN where unknown.
 
-    One row per example, numbered as in `Batch.numbers`, with the columns of `Loss.reference_columns`. `identity` names
-    the data and lengths, which decide an example's token ids.
+    A table with one row per example (`Batch.cache_rows`) and the columns of `Loss.reference_columns`. `identity` names
+    the data and the length limits, on which the token ids of the examples depend.
     """
 
     def __init__(self, n_examples: int, n_columns: int, identity: str = "") -> None:
-        self._known, self.identity = np.full((n_examples, n_columns), np.nan), identity
+        self._table, self.identity = np.full((n_examples, n_columns), np.nan), identity
 
     @property
     def shape(self) -> tuple[int, int]:
-        n_examples, n_columns = self._known.shape
+        n_examples, n_columns = self._table.shape
         return n_examples, n_columns
 
-    def add(self, numbers: Sequence[int], values: torch.Tensor) -> None:
-        """Add log-probabilities of these examples, (B, columns), on the host.
+    def add(self, rows: Sequence[int], logps: torch.Tensor) -> None:
+        """Add log-probabilities of the examples in these rows.
 
-        Values that are not finite stay unknown.
+        `logps` is (B, columns), on the host. Values that are not finite stay unknown.
         """
-        rows = values.double().numpy()
-        self._known[numbers] = np.where(np.isfinite(rows), rows, np.nan)
+        values = logps.double().numpy()
+        self._table[rows] = np.where(np.isfinite(values), values, np.nan)
 
-    def find(self, numbers: Sequence[int]) -> torch.Tensor | None:
-        """The rows of these examples, in float64.
+    def find(self, rows: Sequence[int]) -> torch.Tensor | None:
+        """The values of these rows, (B, columns) in float64.
 
-        None if any is unknown, or if there are no examples.
+        None if any of them is unknown, or if there are no rows.
         """
-        rows = self._known[numbers] if len(numbers) else None
-        return None if rows is None or np.isnan(rows).any() else torch.from_numpy(rows)
+        if not len(rows):
+            return None
+        values = self._table[rows]
+        return None if np.isnan(values).any() else torch.from_numpy(values)
 
     def clear(self) -> None:
-        self._known.fill(np.nan)
+        self._table.fill(np.nan)
 
     def find_path(self, folder: str | Path, reference_digest: str | None) -> Path:
         """The file for these examples and this reference."""
@@ -85,22 +87,22 @@ class ReferenceLogps:
         return Path(folder) / "reference_logps" / f"{name}.npz"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"logps": torch.from_numpy(self._known.copy()), "identity": self.identity}
+        return {"logps": torch.from_numpy(self._table.copy()), "identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict()`; ignore it if its data or lengths differ.
 
-        Another test split, for example, makes other data.
+        The data differ, for example, if a run resumes with another test split.
         """
         logps = state["logps"].numpy()
-        if state["identity"] == self.identity and logps.shape == self._known.shape:
-            self._known = logps.astype(np.float64)
+        if state["identity"] == self.identity and logps.shape == self._table.shape:
+            self._table = logps.astype(np.float64)
 
     def save(self, path: Path) -> None:
-        """Write all rows to a file, atomically."""
+        """Write the table to a file, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as beside, beside.open("wb") as file:
-            np.savez(file, logps=self._known)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, logps=self._table)
             file.flush()
             os.fsync(file.fileno())
 
@@ -115,51 +117,56 @@ class ReferenceLogps:
     ) -> int:
         """Cache all examples of the batches; return how many were scored.
 
-        Rows come from `stored`, the content of the file at `path`, else from `score`. One batch that is stored
-        completely, drawn by `seed`, is scored to check the file. Raises InputError if they differ.
+        Values come from `stored`, the table in the file at `path` if there is one, else from `score`. To check the
+        file, a random one of the batches that it has completely is scored too. Raises InputError if values differ.
         """
         if stored is not None:
-            self._known = np.where(np.isnan(self._known), stored, self._known)  # the run's own values come first
-        n_scored = n_stored = 0  # examples; batches
-        to_check, generator = None, random.Random(seed)
+            self._table = np.where(np.isnan(self._table), stored, self._table)  # values of this run take precedence
+        n_scored_examples = n_stored_batches = 0
+        batch_to_check, generator = None, random.Random(seed)
         for batch in batches:
-            if self.find(batch.numbers) is None:
-                values = score(batch)
-                if not values.isfinite().all():
+            rows = batch.cache_rows
+            if self.find(rows) is None:
+                logps = score(batch)
+                if not logps.isfinite().all():
                     raise RunError(
                         "the reference's log-probabilities are not all finite, so cache_reference_logps=all cannot "
-                        "replace it: set model.reference_dtype=bfloat16 or float32"
+                        "cache them: set model.reference_dtype=bfloat16 or float32"
                     )
-                _compare(stored, batch.numbers, values, path)
-                self.add(batch.numbers, values)
-                n_scored += len(batch.numbers)
-            elif stored is not None and not np.isnan(stored[batch.numbers]).any():
-                n_stored += 1
-                if generator.randrange(n_stored) == 0:  # reservoir sampling: every stored batch is equally likely
-                    to_check = batch
-        if to_check is not None:
-            _compare(stored, to_check.numbers, score(to_check), path)
-        return n_scored
+                _check_stored(stored, rows, logps, path)
+                self.add(rows, logps)
+                n_scored_examples += len(rows)
+            elif stored is not None and not np.isnan(stored[rows]).any():
+                n_stored_batches += 1
+                # reservoir sampling: in the end each of the n stored batches was chosen with probability 1 / n
+                if generator.randrange(n_stored_batches) == 0:
+                    batch_to_check = batch
+        if batch_to_check is not None:
+            _check_stored(stored, batch_to_check.cache_rows, score(batch_to_check), path)
+        return n_scored_examples
 
 
-def _compare(stored: np.ndarray | None, numbers: Sequence[int], values: torch.Tensor, path: Path) -> None:
-    """Raise InputError if a file's rows differ from the reference's values."""
+def _check_stored(stored: np.ndarray | None, rows: Sequence[int], logps: torch.Tensor, path: Path) -> None:
+    """Raise InputError if stored rows differ from the reference's values.
+
+    Stored values that are NaN are unknown, and differ from nothing.
+    """
     if stored is None:
         return
-    now = values.double().numpy()
-    errors = np.nan_to_num(np.abs(stored[numbers] - now))
-    if (errors > TOLERANCE * np.maximum(1.0, np.abs(now))).any():
+    expected = logps.double().numpy()
+    errors = np.nan_to_num(np.abs(stored[rows] - expected))
+    if (errors > TOLERANCE * np.maximum(1.0, np.abs(expected))).any():
         raise InputError(
-            f"{path}: stored reference log-probabilities are off by up to {errors.max():.3g} (other weights, dtype or "
-            f"number of processes): remove it"
+            f"{path}: stored reference log-probabilities differ by up to {errors.max():.3g} from those of this run's "
+            f"reference (other weights, dtype or number of processes): remove this file, and they are computed again"
         )
 
 
 class Reference:
     """The frozen reference: a model and its cached log-probabilities.
 
-    The model is None once all pairs of the run are cached. It may be the policy's own, with another adapter or none:
-    so it computes as the reference only inside `in_use()`.
+    `model` may be the policy's own module, which then computes as the reference only inside `in_use()`, with another
+    adapter or none. It is None once a separate model was freed, when all pairs of the run are cached.
     """
 
     def __init__(
@@ -179,13 +186,14 @@ class Reference:
         """Copy the policy's weights, and empty the cache."""
         release_gathered(policy)
         release_gathered(self.model)
-        for own_weight, policy_weight in zip(self.model.parameters(), policy.parameters(), strict=True):
-            local_tensor(own_weight).copy_(gather_like(policy_weight, own_weight))
+        for reference_weight, policy_weight in zip(self.model.parameters(), policy.parameters(), strict=True):
+            local_tensor(reference_weight).copy_(gather_like(policy_weight, reference_weight))
         self.logps.clear()
 
     def free(self) -> None:
         """Free the model, unless it is the policy itself."""
-        if self.in_use is not nullcontext:  # then it switches the policy's adapters
+        is_policy = self.in_use is not nullcontext  # then `in_use` switches the policy's adapters
+        if is_policy:
             return
         self.model = None
         gc.collect()  # a sharded model is part of reference cycles

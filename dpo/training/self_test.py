@@ -16,32 +16,37 @@ from dpo.settings.plan import Plan
 from dpo.training.objective import NamedTensors, Objective, make_scores
 
 Forward = Callable[[], NamedTensors]
-TOLERANCE = 1e-4  # largest relative difference between equal models' log-probabilities, from rounding
-ULPS = 8  # largest relative difference between two forwards of the same inputs, in epsilons of the dtype
+TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilities of equal models
+MAX_EPSILONS = 8  # relative difference allowed between two forwards of the same inputs, in epsilons of the dtype
 
 
 def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> list[str]:
     """Run `check_models` on the first two examples per process.
 
-    The adapter's dropout is off, and a message says so.
+    Returns the messages to log.
     """
-    mesh = objective.mesh
+    mesh, loss = objective.mesh, objective.loss
     tested = list(examples[: 2 * mesh.data_size])
     tested += tested[:1] * (mesh.data_size - len(tested))  # every process needs an example
     [microbatch] = objective.layout.split(tested, 1, rank=mesh.data_rank, size=mesh.data_size)
     microbatch = microbatch.to(objective.device)
-    notes = check_models(
+    has_same_dtype = plan.compute_dtype == plan.reference_dtype
+    forward_dtype = DTYPES[plan.model.autocast or plan.compute_dtype]
+    messages = check_models(
         objective.policy,
-        partial(objective.forward, objective.policy, microbatch, with_squares=objective.loss.needs_squares),
-        partial(objective.reference_forward, microbatch) if plan.loss.reference else None,
-        lengths=microbatch.by_role(microbatch.lengths, objective.loss.roles),
-        loss=objective.loss,
-        other_dtype=plan.compute_dtype if plan.compute_dtype != plan.reference_dtype else None,
-        repeats_to=DTYPES[plan.model.autocast or plan.compute_dtype] if mesh.tensor_size > 1 else None,
+        partial(objective.forward, objective.policy, microbatch, with_squares=loss.needs_squares),
+        partial(objective.reference_forward, microbatch) if loss.reference else None,
+        lengths=microbatch.by_role(microbatch.lengths, loss.roles),
+        loss=loss,
+        other_policy_dtype=None if has_same_dtype else plan.compute_dtype,
+        # under tensor parallelism, forwards of the same inputs may differ by the rounding of this dtype
+        repeat_dtype=forward_dtype if mesh.tensor_size > 1 else None,
     )
-    if plan.lora is not None and (rate := plan.lora.dropout):
-        notes.append(f"self-test: was without lora.dropout={rate}, which is on in updates alone and was not checked")
-    return notes
+    if plan.lora is not None and plan.lora.dropout:
+        messages.append(
+            f"self-test: lora.dropout={plan.lora.dropout} was off, as it is on in updates alone; it was not checked"
+        )
+    return messages
 
 
 @torch.no_grad()
@@ -52,8 +57,8 @@ def check_models(
     *,
     lengths: NamedTensors,
     loss: Loss,
-    other_dtype: str | None = None,
-    repeats_to: torch.dtype | None = None,
+    other_policy_dtype: str | None = None,
+    repeat_dtype: torch.dtype | None = None,
 ) -> list[str]:
     """Check policy and reference on a few examples; return messages.
 
@@ -61,72 +66,77 @@ def check_models(
     are 0; and that the loss is that of equal models (ln 2 for DPO). Raises InputError with the failed check and its
     likely cause. Leaves the policy in train mode.
 
-    `forward` returns the policy's log-probabilities as `Objective.forward` does, `reference_forward` the reference's;
-    it is None if the loss needs none. `lengths` are the numbers of scored tokens by role. `other_dtype` is the policy's
-    dtype if the reference computes in another: then rewards need not be 0. `repeats_to` is the dtype whose rounding is
-    allowed between forwards, if not that of the log-probabilities.
+    - `forward` and `reference_forward` return log-probabilities as `Objective.forward` does. `reference_forward` is
+      None if the loss needs no reference.
+    - `lengths`: numbers of scored tokens by role.
+    - `other_policy_dtype`: the policy's dtype, if the reference computes in another; then rewards need not be 0.
+    - `repeat_dtype`: the dtype whose rounding is allowed between two forwards; None: that of the log-probabilities.
     """
-    policy_logps, reference_logps, scale = _check_forwards(policy, forward, reference_forward, repeats_to)
+    policy_logps, reference_logps = _check_forwards(policy, forward, reference_forward, repeat_dtype)
     if reference_forward is None:
         return ["self-test passed: finite log-probabilities, dropout off"]
 
-    scores = make_scores(policy_logps, lengths, reference_logps)
-    scores_if_equal = make_scores(policy_logps, lengths, {name: policy_logps[name] for name in reference_logps})
-    name, beta = loss.name, loss.options.get("beta", 1.0)
-    expected = loss(scores_if_equal).losses.mean().item()
-    if not math.isfinite(expected):
+    reference_logps_if_equal = {column: policy_logps[column] for column in reference_logps}
+    expected_loss = loss(make_scores(policy_logps, lengths, reference_logps_if_equal)).losses.mean().item()
+    beta = loss.options.get("beta", 1.0)
+    if not math.isfinite(expected_loss):
         raise InputError(
-            f"self-test: the {name} loss of equal models is {expected} with loss.beta={beta}, which overflows float32: "
-            f"choose a beta closer to 0.1"
+            f"self-test: the {loss.name} loss of equal models is {expected_loss} with loss.beta={beta}, which "
+            f"overflows float32: choose a beta closer to 0.1"
         )
-    losses, rewards, _ = loss(scores)
-    reward = max(values.abs().max().item() for values in rewards.values())
-    if other_dtype:
+    losses, rewards, _ = loss(make_scores(policy_logps, lengths, reference_logps))
+    largest_reward = max(values.abs().max().item() for values in rewards.values())
+    if other_policy_dtype:
         return [
             f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
-            f"the policy, so the first rewards are rounding errors of up to {reward:.2g}; for 0 set "
-            f"model.reference_dtype={other_dtype}"
+            f"the policy, so the first rewards are rounding errors of up to {largest_reward:.2g} instead of 0; "
+            f"model.reference_dtype={other_policy_dtype} makes them 0"
         ]
-    # rewards are beta times differences of log-probabilities, whose rounding errors grow with their size
-    tolerance = TOLERANCE * beta * max(1.0, scale)
+    # rewards are beta times differences of log-probabilities, whose rounding errors grow with their magnitude
+    tolerance = TOLERANCE * beta * max(1.0, _find_largest(policy_logps))
     first_loss = losses.mean().item()
-    if reward > tolerance:
+    if largest_reward > tolerance:
         raise InputError(
-            f"self-test: first rewards reach {reward:.3g} instead of 0, so policy and reference do not hold the same "
-            f"weights; was only one of them loaded from model.archive? (self_test=false skips this check)"
+            f"self-test: first rewards reach {largest_reward:.3g} instead of 0, so policy and reference do not hold "
+            f"the same weights; was only one of them loaded from model.archive? (self_test=false skips this check)"
         )
-    if not math.isclose(first_loss, expected, rel_tol=1e-3, abs_tol=tolerance):
-        raise InputError(f"self-test: the first {name} loss is {first_loss:.6g} instead of {expected:.6g}")
-    return [f"self-test passed: first loss {first_loss:.6f}, rewards within {reward:.1g} of 0, dropout off"]
+    if not math.isclose(first_loss, expected_loss, rel_tol=1e-3, abs_tol=tolerance):
+        raise InputError(f"self-test: the first {loss.name} loss is {first_loss:.6g} instead of {expected_loss:.6g}")
+    return [f"self-test passed: first loss {first_loss:.6f}, rewards within {largest_reward:.1g} of 0, dropout off"]
 
 
 def _check_forwards(
     policy: torch.nn.Module,
     forward: Forward,
     reference_forward: Forward | None,
-    repeats_to: torch.dtype | None,
-) -> tuple[NamedTensors, NamedTensors, float]:
+    repeat_dtype: torch.dtype | None,
+) -> tuple[NamedTensors, NamedTensors]:
     """Run and check the forwards of policy and reference.
 
-    Returns the log-probabilities of both, and the policy's largest magnitude. Raises InputError if any are not finite,
-    or if the policy's differ between train and eval mode.
+    Returns the log-probabilities of both. Raises InputError if any are not finite, or if the policy's differ between
+    train and eval mode.
     """
     policy.eval()
-    in_eval = forward()
+    eval_logps = forward()
     policy.train()
-    in_train = forward()
+    train_logps = forward()
     reference_logps = reference_forward() if reference_forward is not None else {}
-    for who, columns in (("policy", in_train), ("reference", reference_logps)):
-        if not all(values.isfinite().all() for values in columns.values()):
+    for model_name, logps in (("policy", train_logps), ("reference", reference_logps)):
+        if not all(values.isfinite().all() for values in logps.values()):
             raise InputError(
-                f"self-test: log-probabilities of the {who} are not finite; float16 overflows in many models: "
+                f"self-test: log-probabilities of the {model_name} are not finite; float16 overflows in many models: "
                 f"use bfloat16 or float32, and check the weights"
             )
-    difference = max((values - in_eval[name]).abs().max().item() for name, values in in_train.items())
-    scale = max(values.abs().max().item() for values in in_train.values())
-    if difference > ULPS * torch.finfo(repeats_to or in_train["chosen"].dtype).eps * scale:
+    difference = _find_largest({name: values - eval_logps[name] for name, values in train_logps.items()})
+    epsilon = torch.finfo(repeat_dtype or train_logps["chosen"].dtype).eps
+    if difference > MAX_EPSILONS * epsilon * _find_largest(train_logps):
         raise InputError(
             f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}: "
             f"{type(policy).__name__} is random in train mode (dropout, router noise); disable that in its config"
         )
-    return in_train, reference_logps, scale
+    return train_logps, reference_logps
+
+
+def _find_largest(columns: NamedTensors) -> float:
+    """The largest magnitude in the columns."""
+    return max(values.abs().max().item() for values in columns.values())

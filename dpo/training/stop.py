@@ -7,17 +7,17 @@ from dpo.system.signals import Stopped
 
 
 class StopRequest:
-    """Signals received by this process, and the agreement of all to stop."""
+    """This process's stop signals, and the agreement of all to stop."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self.signals: list[int] = []
-        self.is_agreed = False
+        self.signals: list[int] = []  # signal numbers, in the order received
+        self.is_agreed = False  # every process knows that one has received a signal; set by `train_step`
 
     def raise_if_agreed(self) -> None:
-        """Raise Stopped once all processes have agreed.
+        """Raise Stopped if all processes have agreed to stop.
 
-        A single process agrees at once.
+        A process that runs alone needs no agreement.
         """
         if self.is_agreed or (self._mesh.world_size == 1 and self.signals):
             raise Stopped(*self.signals[:1])
@@ -25,7 +25,7 @@ class StopRequest:
     def raise_if_any(self) -> None:
         """Raise Stopped on every process if any has received a signal.
 
-        Costs a collective.
+        Takes a collective.
         """
         if self._mesh.any(bool(self.signals)):
             raise Stopped(*self.signals[:1])

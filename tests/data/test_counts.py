@@ -160,7 +160,7 @@ def test_words_that_run_together_are_counted_and_shown(prompt, response, joined,
     pairs = (response, " x"), (" y", " z")
     report = inspect(tokenizer, prompt_of(prompt, *pairs), max_length=64)
     assert (report.joined_words, report.joined_example) == (joined, "Where?Here" if joined else "")
-    lines = Preflight(report, report, updates=1, dropped_examples=0, epoch=2).describe(2).splitlines()
+    lines = Preflight(report, report, updates=1, dropped_examples=0, examples_per_epoch=2).describe(2).splitlines()
     warnings = [line for line in lines if line.startswith("warning: in ")]
     assert len(warnings) == joined
     for warning in warnings:

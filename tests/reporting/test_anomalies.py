@@ -125,9 +125,9 @@ def test_a_run_that_collapses_is_told_once_with_what_to_try():
     feed(warner, [3.0] * 200, [-10.0] * 200)
     assert logged == [
         "warning: update 64: the run has collapsed: over the last 64 updates loss/train is 3 (at the start 0.6931) "
-        "and rewards_train/margins -10 (at the start 0). By its own loss the policy is worse than before training, and "
-        "seldom comes back by itself: stop, and start again with a tenth of lr, more warmup_steps or a larger "
-        "batch_size."
+        "and rewards_train/margins is -10 (at the start 0). By its own loss the policy is worse than before "
+        "training, and seldom comes back by itself: stop, and start again with a tenth of lr, more warmup_steps or "
+        "a larger batch_size."
     ]
 
 
@@ -151,7 +151,7 @@ def test_a_short_run_whose_losses_are_huge_is_told_by_its_updates_or_before_by_a
     assert len(logged) == 1
     assert logged[0].startswith(
         "warning: evaluation after 52 examples: the run has collapsed: loss/eval is 55.82 (at the start 0.6931) and "
-        "rewards_eval/margins -27.9 (at the start 0)."
+        "rewards_eval/margins is -27.9 (at the start 0)."
     )
 
 
@@ -209,7 +209,7 @@ def test_a_spike_is_a_warning():
     feed(warner, [0.7] * 30, norms=[1.0 + 0.01 * number for number in range(30)])
     assert logged == []
     feed(warner, [0.7], norms=[25.0], first=30)
-    assert logged == ["warning: update 30: grad_norm 25 is 22 times its median before"]
+    assert logged == ["warning: update 30: grad_norm 25 is 22 times the median of the updates before"]
 
 
 def test_where_gradients_are_spent_none_is_a_spike():

@@ -138,7 +138,7 @@ EXAMPLES = [Example((1,), ((2, 3), (4,)), (i, 0), "hh", f"{i}", truncated=False)
 
 
 def ledger_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> Ledger:
-    data = SimpleNamespace(report=SimpleNamespace(epoch=8))
+    data = SimpleNamespace(report=SimpleNamespace(examples_per_epoch=8))
     ledger = Ledger(
         RunContext(resolve(OmegaConf.create({"batch_size": 4, "online": {"name": "none"}})), run_dir, 0, data, print)
     )

@@ -35,7 +35,10 @@ def test_a_log_that_was_off_for_a_while_has_every_row_once(run, tmp_path, capsys
     capsys.readouterr()
     run("run", *ON, "n_examples=24", "resume=auto")
 
-    assert "warning: ledger.arrows: nothing of what was trained while this was off" in capsys.readouterr().out
+    assert (
+        "warning: ledger.arrows lacks the updates during which it was switched off in the config"
+        in capsys.readouterr().out
+    )
     assert updates_in(tmp_path / "run") == [1, 2, 5, 6]
     assert [row["update"] for row in rows_of(tmp_path / "run") if row["split"] == "eval"][::4] == [0, 2, 6]
     assert [step for step, _ in scalars(tmp_path / "run")["loss/train"]] == [4, 8, 20, 24]
@@ -55,8 +58,8 @@ def test_what_no_checkpoint_knows_is_moved_aside_and_the_warning_names_it(run, t
 
     said = capsys.readouterr().out
     folder = tmp_path / "run"
-    assert f"warning: no checkpoint knows {folder / STREAM}: it becomes {STREAM}.old.1" in said
-    assert f"warning: no checkpoint knows {folder / 'tensorboard'}: it becomes tensorboard.old" in said
+    assert f"warning: no checkpoint knows {folder / STREAM}: it is renamed to {STREAM}.old.1" in said
+    assert f"warning: no checkpoint knows {folder / 'tensorboard'}: it is renamed to tensorboard.old" in said
     assert (folder / f"{STREAM}.old").read_text() == "precious"
     assert (folder / f"{STREAM}.old.1").read_bytes() == (tmp_path / "other" / STREAM).read_bytes()
     assert (folder / f"{PARQUET}.old").read_bytes() == (tmp_path / "other" / PARQUET).read_bytes()
@@ -109,7 +112,7 @@ def test_a_ledger_that_is_damaged_before_the_checkpoint_keeps_its_whole_rows_and
     assert len(read_ledger(tmp_path)) == len(rows_of(tmp_path))
     said = capsys.readouterr().out
     assert f"warning: {stream} is damaged after " in said
-    assert f"the file as it was becomes {STREAM}.old" in said
+    assert f"the damaged file is renamed to {STREAM}.old" in said
 
 
 def test_of_a_ledger_that_is_gone_the_file_made_from_it_is_kept(tmp_path, capsys):
@@ -122,7 +125,7 @@ def test_of_a_ledger_that_is_gone_the_file_made_from_it_is_kept(tmp_path, capsys
     ledger_in(tmp_path, state).on_end()
 
     assert (tmp_path / f"{PARQUET}.old").read_bytes() == rows
-    assert f"{STREAM} is missing what was logged before the checkpoint" in capsys.readouterr().out
+    assert f"{STREAM} lacks the last " in capsys.readouterr().out
 
 
 def cut_last_line(content: bytes) -> bytes:

@@ -132,7 +132,7 @@ def test_a_state_that_a_checkpoint_would_not_give_back_is_refused_when_it_is_sav
             return {"seen": {1, 2}}
 
     callbacks = Callbacks({"odd": Odd(RunContext(make_plan({}), Path(), 0, None, print))})
-    with pytest.raises(TypeError, match=r"odd\.state_dict\(\)\['seen'\] is a set: a checkpoint holds tensors"):
+    with pytest.raises(TypeError, match=r"odd\.state_dict\(\)\['seen'\] has a set: a checkpoint holds tensors"):
         callbacks.state_dict()
 
 

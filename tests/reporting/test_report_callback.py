@@ -110,7 +110,8 @@ def test_a_failure_is_one_line_and_does_not_end_the_run(writer, program, monkeyp
     program(then)
     monkeypatch.setattr(report, "LAST_SECS", 1)
     writer.on_end()
-    assert writer.logged == [f"warning: no report: {why}; python -m scripts.report {writer.context.run_dir} writes one"]
+    command = f"python -m scripts.report {writer.context.run_dir}"
+    assert writer.logged == [f"warning: the report was not written: {why}; to write it, run {command}"]
     assert_gone([int(pid) for pid, *_ in started(writer)])
 
 

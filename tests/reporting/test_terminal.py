@@ -45,7 +45,7 @@ class Terminal(io.StringIO):
 
 
 def test_an_update_is_one_line_with_totals_and_time_left(clock, capsys):
-    progress = Progress(interval=0.0, silent=False, each={"update": 32})
+    progress = Progress(interval=0.0, silent=False, item_sizes={"update": 32})
     for update in progress.updates([1, 2, 3], total=64, done=0):
         clock.now += 2.0
         progress.on_update(Update(update, 0, [], {}, DPO))
@@ -56,7 +56,7 @@ def test_an_update_is_one_line_with_totals_and_time_left(clock, capsys):
 
 
 def test_a_run_that_continues_counts_from_where_it_was(clock, capsys):
-    progress = Progress(interval=0.0, silent=False, each={"update": 4})
+    progress = Progress(interval=0.0, silent=False, item_sizes={"update": 4})
     for _ in progress.updates([1], total=10, done=8):
         clock.now += 5.0
         metrics = {"loss/train": 123456.7, "online/score": -12.25, "examples_per_second": 2345.6}
@@ -66,7 +66,7 @@ def test_a_run_that_continues_counts_from_where_it_was(clock, capsys):
 
 
 def test_evaluations_do_not_count_as_time_of_updates(clock, capsys):
-    progress = Progress(interval=0.0, silent=False, each={"update": 4})
+    progress = Progress(interval=0.0, silent=False, item_sizes={"update": 4})
     for update in progress.updates([1, 2], total=4, done=0):
         for _ in progress.over([1], total=1, what="evaluate"):
             clock.now += 500.0
@@ -77,7 +77,7 @@ def test_evaluations_do_not_count_as_time_of_updates(clock, capsys):
 
 
 def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
-    progress = Progress(interval=1.0, silent=False, each={"update": 4})
+    progress = Progress(interval=1.0, silent=False, item_sizes={"update": 4})
     for update in progress.updates([1, 2, 3, 4, 5], total=5, done=0):
         clock.now += 0.4
         progress.on_update(Update(update, 0, [], {}, DPO))
@@ -90,7 +90,7 @@ def test_in_a_log_file_updates_are_lines_at_most_every_interval(clock, capsys):
 
 
 def test_in_a_log_file_an_evaluation_that_takes_long_says_how_far_it_is(clock, capsys):
-    progress = Progress(interval=1.0, silent=False, each={"evaluate": 16})
+    progress = Progress(interval=1.0, silent=False, item_sizes={"evaluate": 16})
     for _ in progress.over(range(6), total=6, what="evaluate"):
         clock.now += 6.0
 
@@ -107,7 +107,7 @@ def test_in_a_log_file_an_evaluation_that_takes_long_says_how_far_it_is(clock, c
 
 
 def test_in_a_log_file_a_single_batch_that_takes_long_to_sample_says_how_far_it_is(clock, capsys):
-    progress = Progress(interval=1.0, silent=False, each={"sample": 16})
+    progress = Progress(interval=1.0, silent=False, item_sizes={"sample": 16})
     for _ in progress.over([1], total=1, what="sample"):
         for token in range(128):
             progress.part(token, 128, "token")
@@ -121,7 +121,7 @@ def test_in_a_log_file_a_single_batch_that_takes_long_to_sample_says_how_far_it_
 
 
 def test_in_a_log_file_an_update_that_takes_long_says_how_far_it_is(clock, capsys):
-    progress = Progress(interval=1.0, silent=False, each={"update": 8})
+    progress = Progress(interval=1.0, silent=False, item_sizes={"update": 8})
     for update in progress.updates([1, 2], total=2, done=0):
         for microbatch in (1, 2, 3, 4):
             clock.now += 5.0
@@ -148,7 +148,7 @@ def test_on_a_terminal_the_bar_says_the_same(clock, monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_: (150, 40))
-    progress = Progress(interval=1000.0, silent=False, each={"update": 32, "sample": 16})
+    progress = Progress(interval=1000.0, silent=False, item_sizes={"update": 32, "sample": 16})
     bars = []
     for update in progress.updates([1, 2], total=64, done=0):
         for _ in progress.over([1], total=1, what="sample"):
@@ -205,7 +205,7 @@ def test_a_config_is_described_by_what_differs_from_its_files():
     OmegaConf.resolve(config)
 
     assert describe(config).splitlines() == [
-        "loss=ipo; what differs from the defaults (all of it: RUN/config.yaml):",
+        "loss=ipo; settings that differ from the defaults (all settings: RUN/config.yaml):",
         "  exp_name=x",
         "  wandb.project=p",
         "  model.name_or_path=EleutherAI/pythia-2.8b",

@@ -119,7 +119,7 @@ def test_an_export_that_fails_costs_nothing_else(run, tmp_path, monkeypatch, cap
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
     run("run", "n_examples=8")
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: the run is complete")]
-    assert "not exported: " in line
+    assert "its export failed: " in line
     assert "No space left on device" in line
     check_complete(tmp_path / "run" / "LATEST")
     assert {path.suffix for path in (tmp_path / "run" / "LATEST").iterdir()} == {".pt", ".json"}
@@ -159,7 +159,7 @@ def test_best_is_named_with_its_value_if_it_is_better_than_latest(run, tmp_path,
     assert found[best] > found[max(found)], found  # as it happens with this seed
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("BEST")]
     assert said == [
-        f"BEST is {tmp_path}/run/step-{best}, with rewards_eval/accuracies {found[best]:.4g}; that of LATEST is "
+        f"BEST is {tmp_path}/run/step-{best}, with rewards_eval/accuracies {found[best]:.4g}; LATEST has "
         f"{found[max(found)]:.4g}"
     ]
     assert "BEST is better than the last evaluation" in {f.title for f in find_all(read_run(tmp_path / "run"))}

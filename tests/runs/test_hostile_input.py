@@ -128,7 +128,7 @@ def test_a_manifest_cannot_point_elsewhere(checkpoint, run):
     files = json.loads((checkpoint / MANIFEST).read_text())["files"]
     files["../../secret"] = files.pop("policy.pt")
     vouch(checkpoint, files=files)
-    with pytest.raises(InputError, match=r"manifest\.json lists files elsewhere: \.\./\.\./secret"):
+    with pytest.raises(InputError, match=r"manifest\.json lists files outside its directory: \.\./\.\./secret"):
         run("run", "resume=auto")
 
 

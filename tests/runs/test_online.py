@@ -155,8 +155,8 @@ def test_what_does_not_count_leaves_the_gradient_of_the_rest(tmp_path):
         trainers = [make(config) for _ in range(2)]
         batch = next(trainers[0].train_iterator)
         weights, some = [1.0, 0.0, 1.0, 0.0], batch.examples[::2]
-        alone = Batch(some, [1.0, 1.0], trainers[1].batches.split(some, 2), numbers=())
-        ours = trainers[0].train_step(batch._replace(weights=weights, numbers=()))
+        alone = Batch(some, [1.0, 1.0], trainers[1].batches.split(some, 2), cache_rows=())
+        ours = trainers[0].train_step(batch._replace(weights=weights, cache_rows=()))
         theirs = trainers[1].train_step(alone)
         for name in ("loss/train", "grad_norm", "rewards_train/margins", "logps_train/chosen"):
             assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-4), (loss, name)

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from support.runs import GOLDEN, read_metrics, write_rows
 from transformers import LlamaForCausalLM
 
 from benchmarks.soak import find_differences, read_log
-from dpo.checkpoint import resume
 from dpo.checkpoint.files import MANIFEST, find_checkpoints, hash_manifest, read_state
 from dpo.errors import InputError, RunError
 from dpo.system.signals import Stopped
@@ -164,7 +164,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(run, finished, tm
     run("killed", "n_examples=8", "resume=auto")
 
     assert (
-        "holds no checkpoint, so the run starts over; metrics.jsonl becomes metrics.jsonl.old"
+        "holds no checkpoint, so the run starts over; metrics.jsonl is renamed to metrics.jsonl.old"
         in capsys.readouterr().out
     )
     assert find_differences(whole, tmp_path / "killed") == []
@@ -289,11 +289,15 @@ def test_a_full_disk_while_it_begins_elsewhere_leaves_what_the_same_command_can_
 ):
     whole, begun = finished(), finished("n_examples=16")
 
-    def full(source: Path, target: Path) -> None:
+    def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def refuse_link(*_: Any) -> None:
+        patched.setattr(shutil, "copyfileobj", refuse)  # the logs have been copied by now
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
     with monkeypatch.context() as patched:
-        patched.setattr(resume, "_link", full)
+        patched.setattr(os, "link", refuse_link)
         with pytest.raises(RunError, match="No space left on device"):
             run("there", f"resume={begun}")
     assert {path.name for path in (tmp_path / "there").iterdir()} == {".continues", ".lock", "metrics.jsonl"}

@@ -278,7 +278,7 @@ def on_gpus(compose, monkeypatch):
     monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: 2)
 
     def make(*overrides, gpu=10**12):
-        monkeypatch.setattr(memory, "_device_memory", lambda plan: gpu)
+        monkeypatch.setattr(memory, "_find_device_memory", lambda plan: gpu)
         plan = resolve(compose(*FSDP, "gradient_accumulation_steps=2", *overrides))
         return plan, load_data(plan, silent=True)
 
@@ -342,7 +342,7 @@ def test_frozen_weights_are_whole_on_gpus_that_have_room_and_the_start_says_so(o
 
 
 def test_keys_that_save_communication_are_recommended_while_they_fit(on_gpus, monkeypatch):
-    monkeypatch.setattr(memory, "WORTH_A_NOTE", 1)
+    monkeypatch.setattr(memory, "MIN_SAVED_BYTES", 1)
     both = "fsdp_reshard_after_forward=false .* fsdp_reduce_once=true"
     plan, data = on_gpus("fsdp_frozen_weights=whole")
     need = predict(plan, data).total()
@@ -366,8 +366,8 @@ def test_a_dry_run_prints_what_is_communicated(on_gpus, capsys):
 
 
 def test_keys_that_take_memory_are_offered_back_where_it_runs_out(on_gpus, monkeypatch):
-    monkeypatch.setattr(memory, "HELP", [row for row in memory.HELP if row[0].startswith("fsdp")])
-    monkeypatch.setattr(memory, "WORTH_A_TRY", 0)  # of a tiny model little can be saved
+    monkeypatch.setattr(memory, "SUGGESTIONS", [row for row in memory.SUGGESTIONS if row[0].startswith("fsdp")])
+    monkeypatch.setattr(memory, "MIN_SAVED_SHARE", 0)  # of a tiny model little can be saved
     offered = suggest(*on_gpus("fsdp_reshard_after_forward=false", "fsdp_reduce_once=true"))
     assert {text.split(" (")[0] for text in offered} == {
         "fsdp_frozen_weights=sharded",
@@ -490,8 +490,8 @@ def test_microbatches_are_of_prompts_with_the_longest_answers(compose):
 
 
 def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
-    online = [row for row in memory.HELP if row[0] in ("eval_batch_size", "online.max_new_tokens")]
-    monkeypatch.setattr(memory, "HELP", online)
+    online = [row for row in memory.SUGGESTIONS if row[0] in ("eval_batch_size", "online.max_new_tokens")]
+    monkeypatch.setattr(memory, "SUGGESTIONS", online)
     plan = resolve(compose(*ONLINE, "online.n_samples=64", "gradient_accumulation_steps=4"))
     offered = [text.split(" (")[0] for text in suggest(plan, load_data(plan, silent=True))]
     assert sorted(offered) == ["eval_batch_size=2", "online.max_new_tokens=20"]
@@ -510,7 +510,7 @@ def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
 )
 def test_answers_are_sampled_in_rounds(world_size, settings, sizes, compose):
     config = compose(*ONLINE, "trainer=FSDPTrainer", "batch_size=10", *settings)
-    assert memory.Rounds.of(resolve(config, world_size=world_size)) == sizes
+    assert memory.OnlineSizes.of(resolve(config, world_size=world_size)) == sizes
 
 
 def test_a_dry_run_says_what_drawing_needs(run, capsys, tokenizer, tmp_path):
@@ -520,7 +520,9 @@ def test_a_dry_run_says_what_drawing_needs(run, capsys, tokenizer, tmp_path):
     said = capsys.readouterr().out
     for line in ("scorer", "training", "sampling", "scoring"):
         assert re.search(rf"^ *{line} +[\d.]+ GB", said, re.MULTILINE), line
-    assert "an update samples up to 320 tokens, of 8 answers, in 40 forwards of each process, of 8 rows" in said
+    assert (
+        "an update samples 8 answers, of up to 320 tokens in all; each process makes up to 40 forward passes of 8 rows"
+    ) in said
     assert "the reward model sees the last 44 tokens of a prompt with its answer" in said
 
 

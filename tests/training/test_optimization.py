@@ -135,27 +135,26 @@ def test_the_rate_is_scaled_by_processes_that_see_different_rows(scaling, factor
     settings = {"lr": 5e-7, "lr_scaling": scaling, "schedule": "constant", "min_lr_ratio": 0.0, "warmup_steps": 0}
     schedule = Schedule.of(make_plan(settings).training, optimizer_of(5e-7), updates=3, size=4)
     assert rates(schedule, 2) == [factor * 5e-7] * 2
-    said = (
-        [] if scaling == "none" else [f"learning rate {factor * 5e-7}: lr=5e-07 for 4 processes, lr_scaling={scaling}"]
-    )
-    assert schedule.notes == said
+    note = f"learning rate {factor * 5e-7}: lr=5e-07, scaled for 4 processes by lr_scaling={scaling}"
+    assert schedule.notes == ([] if scaling == "none" else [note])
 
 
 def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(command, run, tmp_path, capsys):
     settings = ("lr_scaling=linear", "warmup_steps=0", "do_first_eval=false", "eval_batch_size=8", "n_eval_examples=8")
     shared = ("trainer=FSDPTrainer", "world_size=2", "n_examples=8")
     run("run", *settings, *shared, "dry_run=true")
-    assert "learning rate 0.002: lr=0.001 for 2 processes, lr_scaling=linear" in capsys.readouterr().out
+    assert "learning rate 0.002: lr=0.001, scaled for 2 processes by lr_scaling=linear" in capsys.readouterr().out
     result = train(*command("run", *settings, *shared))
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("learning rate 0.002: lr=0.001 for 2 processes, lr_scaling=linear") == 1
+    assert result.stdout.count("learning rate 0.002: lr=0.001, scaled for 2 processes by lr_scaling=linear") == 1
     assert lrs(tmp_path / "run") == [0.002] * 2
 
     run("run", *settings, "n_examples=12", "resume=auto")
 
     assert lrs(tmp_path / "run") == [0.002] * 3
     said = capsys.readouterr().out
-    assert re.findall("learning rate .*", said) == ["learning rate 0.002, as the run began; a new one would have 0.001"]
+    note = "learning rate 0.002, with which the run began; this config would begin a run with 0.001"
+    assert re.findall("learning rate .*", said) == [note]
     groups = read_state(tmp_path / "run" / "step-12" / "optimizer.pt")["param_groups"]
     assert [group["lr"] for group in groups] == [0.002]
 
@@ -165,14 +164,21 @@ def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(com
     [
         (0, "cosine", 1, None),
         (8, "constant", 16, None),
-        (9, "constant", 16, "takes most of the 16 updates of this run; warmup_steps=1 fits, a tenth of them"),
+        (9, "constant", 16, "takes most of the 16 updates of this run; warmup_steps=1 would be a tenth of the updates"),
         (
             16, "constant", 16,
-            "is too long for the 16 updates of this run, which would never reach lr=0.001; warmup_steps=1 fits, a "
-            "tenth of them",
+            "is too long for the 16 updates of this run, which would never reach lr=0.001; warmup_steps=1 would "
+            "be a tenth of the updates",
         ),
-        (15, "cosine", 16, "leaves none of the 16 updates for cosine; warmup_steps=1 fits, a tenth of them"),
-        (1, "cosine", 2, "leaves none of the 2 updates for cosine; no warm-up fits so short a run: warmup_steps=0"),
+        (
+            15, "cosine", 16,
+            "leaves none of the 16 updates for schedule=cosine; warmup_steps=1 would be a tenth of the updates",
+        ),
+        (
+            1, "cosine", 2,
+            "leaves none of the 2 updates for schedule=cosine; set warmup_steps=0, as the run is too short for a "
+            "warm-up",
+        ),
     ],
 )  # fmt: skip
 def test_a_warm_up_that_does_not_suit_the_run_is_warned_about(warmup, schedule, updates, warning):

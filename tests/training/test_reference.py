@@ -17,11 +17,11 @@ LOGPS = torch.tensor([[-1.5, -2.25], [-3.0, -4.125]])
 
 
 def batch(*numbers: int) -> SimpleNamespace:
-    return SimpleNamespace(numbers=list(numbers))
+    return SimpleNamespace(cache_rows=list(numbers))
 
 
 def score(batch) -> torch.Tensor:
-    return LOGPS[batch.numbers]
+    return LOGPS[batch.cache_rows]
 
 
 def fail(batch):
@@ -88,7 +88,7 @@ def test_only_what_is_missing_is_scored_and_some_of_the_rest_is_scored_again():
     scored = []
 
     def score_and_keep(batch):
-        scored.append(batch.numbers)
+        scored.append(batch.cache_rows)
         return score(batch)
 
     known = ReferenceLogps(2, 2)
@@ -100,7 +100,7 @@ def test_only_what_is_missing_is_scored_and_some_of_the_rest_is_scored_again():
 
 @pytest.mark.parametrize("batches", [[batch(0)], [batch(0, 1)]])
 def test_a_file_of_other_numbers_is_refused_also_for_part_of_a_batch(batches):
-    with pytest.raises(InputError, match=r"FILE: stored .* off by up to 0\.25 .*: remove it"):
+    with pytest.raises(InputError, match=r"FILE: stored .* differ by up to 0\.25 .*: remove this file"):
         score_all(ReferenceLogps(2, 2), batches, read=stored([-1.5, -2.5], UNKNOWN))
 
 

@@ -46,7 +46,7 @@ def check(policy, reference, batch, name="dpo", options=DPO, other_dtype=None) -
         None if reference is None else lambda: dict(zip(ROLES, plain_logps(reference, examples), strict=True)),
         lengths=dict(zip(ROLES, lengths, strict=False)),
         loss=find_loss(config),
-        other_dtype=other_dtype,
+        other_policy_dtype=other_dtype,
     )
     return note
 
@@ -142,7 +142,7 @@ def test_a_reference_with_other_weights_is_found(policy, tiny_llama, batch):
 def test_rewards_of_a_float16_reference_are_explained(policy, tiny_llama, batch):
     note = check(policy, copy.deepcopy(tiny_llama).half(), batch, other_dtype="float32")
     assert "first rewards are rounding errors" in note
-    assert note.endswith("for 0 set model.reference_dtype=float32")
+    assert note.endswith("model.reference_dtype=float32 makes them 0")
 
 
 @pytest.mark.parametrize(("name", "beta", "loss"), [("dpo", 1e39, "nan"), ("ipo", 1e-30, "inf")])
