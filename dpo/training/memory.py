@@ -483,7 +483,7 @@ def decide_communication(plan: Plan, data: TrainingData) -> Communication:
     savers = {name: value for name, value in SAVERS.items() if is_shared and getattr(plan.fsdp, name) != value}
     if plan.data.gradient_accumulation_steps == 1:
         savers.pop("reduce_once", None)
-    is_open = chosen is None and plan.has_frozen_weights
+    is_open = _is_open(plan)
     if not plan.gpus or not (is_open or savers):
         return Communication(chosen or "sharded", [])
     try:
@@ -511,8 +511,7 @@ def decide_communication(plan: Plan, data: TrainingData) -> Communication:
 
 def _decide(plan: Plan, passes: Passes) -> Plan:
     """The plan with `fsdp_frozen_weights` decided: whole on GPUs, if there is room."""
-    is_open = plan.trainer.multi_process and plan.fsdp.frozen_weights is None and plan.has_frozen_weights
-    if not (is_open and plan.gpus and plan.can_hold_frozen_whole):
+    if not _is_open(plan):
         return plan
     whole, sharded = (_set(plan, frozen_weights=value) for value in FROZEN_WEIGHTS)
     if _gathers_to_sample(sharded, passes) and not _gathers_to_sample(whole, passes):
@@ -520,6 +519,12 @@ def _decide(plan: Plan, passes: Passes) -> Plan:
     # a process that shares its weights with no other needs no more for whole ones, which are not copied
     most = max((1 - SPARE_SHARE) * _find_device_memory(plan), _find_peak(sharded, passes))
     return whole if _find_peak(whole, passes) <= most else sharded
+
+
+def _is_open(plan: Plan) -> bool:
+    """Return whether the predicted memory decides `fsdp_frozen_weights`."""
+    has_choice = plan.has_frozen_weights and plan.can_hold_frozen_whole
+    return plan.fsdp.frozen_weights is None and plan.trainer.multi_process and plan.gpus > 0 and has_choice
 
 
 def _gathers_to_sample(plan: Plan, passes: Passes) -> bool:
