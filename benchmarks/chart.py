@@ -1,6 +1,8 @@
-"""Draw docs/speed.svg from the first table of docs/RESULTS.md.
+"""Draw docs/speed.svg from a table of docs/RESULTS.md.
 
-python -m benchmarks.chart
+    python -m benchmarks.chart
+
+The table is the first of the section "Speed and memory".
 """
 
 from __future__ import annotations
@@ -16,21 +18,25 @@ LABELS = {  # row of the table -> label of the bar
     "ours, `cache_reference_logps=all`": "+ cached reference",
     "ours, bfloat16 and cached": "+ bfloat16",
 }
-OURS, OTHERS = "#2563a8", "#a9b0b8"
-HEIGHT, GAP, TOP = 24, 10, 62  # pixels of a bar, between two, above the first
-PANELS = (
+OUR_COLOR, OTHER_COLOR = "#2563a8", "#a9b0b8"
+# in pixels
+BAR_HEIGHT, GAP, TOP = 24, 10, 62  # GAP is between two bars, TOP above the first
+WIDTH, LONGEST_BAR = 900, 230
+PANELS = (  # (left edge, title, unit, column of the table)
     (190, "seconds per pair", "s", 1),
     (560, "peak memory", "GB", 4),
-)  # left edge, title, unit, column
-WIDTH, LONGEST = 900, 230
+)
 
 
 def draw(text: str) -> str:
-    """Draw the picture of a document's table."""
-    section = text.split("## Speed and memory", 1)[1].split("\n**", 1)[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line]
-    rows = {row[0]: row for row in cells}
-    height, model = TOP + len(LABELS) * (HEIGHT + GAP) + 8, re.search(r"SmolLM2-\w+", text)[0]
+    """Draw the picture of the table in a document's text."""
+    section = text.partition("## Speed and memory")[2].partition("\n### ")[0]
+    rows = {}  # cells, by the first cell
+    for line in section.splitlines():
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            rows[cells[0]] = cells
+    height, model = TOP + len(LABELS) * (BAR_HEIGHT + GAP) + 8, re.search(r"SmolLM2-\w+", section)[0]
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="14">',
@@ -41,12 +47,12 @@ def draw(text: str) -> str:
         lines.append(f'<text x="{left}" y="50" fill="#555">{title}</text>')
         values = {name: float(rows[name][column].removesuffix(" GB")) for name in LABELS}
         for i, (name, value) in enumerate(values.items()):
-            y, length = TOP + i * (HEIGHT + GAP), LONGEST * value / max(values.values())
-            color = OURS if name.startswith("ours") else OTHERS
-            lines.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{HEIGHT}" fill="{color}"/>')
+            y, length = TOP + i * (BAR_HEIGHT + GAP), LONGEST_BAR * value / max(values.values())
+            color = OUR_COLOR if name.startswith("ours") else OTHER_COLOR
+            lines.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{BAR_HEIGHT}" fill="{color}"/>')
             lines.append(f'<text x="{left + length + 6:.1f}" y="{y + 17}">{value:.1f} {unit}</text>')
     for i, label in enumerate(LABELS.values()):
-        y = TOP + i * (HEIGHT + GAP) + 17
+        y = TOP + i * (BAR_HEIGHT + GAP) + 17
         lines.append(f'<text x="{PANELS[0][0] - 10}" y="{y}" text-anchor="end">{label}</text>')
     return "\n".join([*lines, "</svg>", ""])
 

@@ -9,11 +9,13 @@
 Takes the overrides of train.py (W&B is off; all weights are float32). Each row of a table trains on the same batches in
 fresh processes, after one warm-up update, and is also printed relative to the first row.
 
-`fed` is the number of token positions that the policy computes, including padding; `needed` is that of shared prefixes
-without padding. FLOPs are those of matrix products and attention in policy and reference, computed from the shapes
-(`count_flops`); the peak is that of a matrix product in the same dtype, measured in the same call. `memory` is the peak
-of the largest process, `grown` its part that models and updates added, `host` the peak of all processes together.
-Other work on the machine changes the CPU seconds less than those on the clock.
+- `fed` is the number of token positions that the policy computes, including padding; `needed` is the number with shared
+  prefixes and without padding.
+- FLOPs are those of matrix products and attention in policy and reference, computed from the shapes (`count_flops`).
+  `of peak` compares their speed with that of a matrix product in the same dtype, measured in the same call.
+- `peak GB` is the memory of the largest process, `grown GB` the part that models and updates added to it, `host GB` the
+  memory of all processes together.
+- Other work on the machine changes the CPU seconds less than the seconds on the clock.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -47,11 +50,11 @@ from dpo.models.packing import Packed
 from dpo.system.host import resident_memory
 from dpo.training.metrics import peak_memory_gb
 
-EAGER = ("model.attn_implementation=eager",)  # the reference's
-FAST = ("model.attn_implementation=sdpa",)
+EAGER = ("model.attn_implementation=eager",)  # as in the reference code
+SDPA = ("model.attn_implementation=sdpa",)
 CACHED = ("cache_reference_logps=all",)
 BFLOAT16 = ("model.autocast=bfloat16",)
-TWO = ("trainer=FSDPTrainer", "world_size=2")
+TWO_PROCESSES = ("trainer=FSDPTrainer", "world_size=2")
 ADAPTERS = {
     "lora=none": ("lora=none",),
     "lora.reference=model": ("lora=lora", "lora.reference=model"),
@@ -62,24 +65,25 @@ ADAPTERS = {
 TABLES = {
     "layouts": {
         "padded": ("layout=padded", *EAGER),
-        "padded, sdpa": ("layout=padded", *FAST),
+        "padded, sdpa": ("layout=padded", *SDPA),
         "ours, eager": EAGER,
-        "ours": FAST,
-        "ours, reference cached": (*FAST, *CACHED),
+        "ours": SDPA,
+        "ours, reference cached": (*SDPA, *CACHED),
         "padded, bfloat16": ("layout=padded", *EAGER, *BFLOAT16),
-        "ours, compiled": (*FAST, "compile=true"),
-        "ours, bfloat16": (*FAST, *BFLOAT16),
-        "ours, bfloat16, reference cached": (*FAST, *BFLOAT16, *CACHED),
+        "ours, compiled": (*SDPA, "compile=true"),
+        "ours, bfloat16": (*SDPA, *BFLOAT16),
+        "ours, bfloat16, reference cached": (*SDPA, *BFLOAT16, *CACHED),
     },
-    "adapters": {**ADAPTERS, **{f"{name}, 2 processes": (*own, *TWO) for name, own in ADAPTERS.items()}},
+    "adapters": ADAPTERS
+    | {f"{name}, 2 processes": (*overrides, *TWO_PROCESSES) for name, overrides in ADAPTERS.items()},
     "processes": {
         "one process": (),
         "FSDPTrainer, 1 process": ("trainer=FSDPTrainer", "world_size=1"),
-        "FSDPTrainer, 2 processes": TWO,
+        "FSDPTrainer, 2 processes": TWO_PROCESSES,
         "TensorParallelTrainer, 2 processes": ("trainer=TensorParallelTrainer", "world_size=2"),
     },
 }
-TRL = {  # rows of "layouts" with --trl
+TRL = {  # more rows with --trl: options of DPOConfig
     "trl": {},
     "trl, reference precomputed": {"precompute_ref_log_probs": True},
     "trl, bfloat16": {"bf16": True},
@@ -92,7 +96,7 @@ TRL = {  # rows of "layouts" with --trl
 class Shape(NamedTuple):
     """Sizes that determine the FLOPs."""
 
-    matrices: int  # parameters that a token is multiplied with, without the head's
+    matrices: int  # parameters that every token is multiplied with: all matrices but embeddings and head
     head: int  # parameters of the head
     attention: int  # layers * heads * size of a head
 
@@ -102,54 +106,61 @@ def read_shape(model: Any) -> Shape:
     head = model.get_output_embeddings().weight
     embeddings = {model.get_input_embeddings().weight, head}
     matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1 and p not in embeddings)
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    return Shape(matrices, head.numel(), config.num_hidden_layers * width)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = config.num_hidden_layers * config.num_attention_heads * head_dim
+    return Shape(matrices, head.numel(), attention)
 
 
 def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
     """Count the FLOPs of a microbatch in policy and reference.
 
-    2 per parameter and token; attention 4 per token, column, layer and feature; the head only for scored positions.
-    Recomputation to save memory is not counted.
+    A forward pass has 2 per parameter and token; attention has 4 per token, column, layer and feature; the head counts
+    only for scored positions. A backward pass has twice as many. Recomputation to save memory is not counted.
     """
-    packed = isinstance(inputs, Packed)
     rows, length = inputs.input_ids.shape
-    scored = len(inputs.scored) if packed else rows * length
+    n_scored = len(inputs.scored) if isinstance(inputs, Packed) else rows * length
     body = rows * length * (2 * shape.matrices + 4 * length * shape.attention)
-    head = scored * 2 * shape.head
-    return (body + head) * (3 + with_reference)
+    head = n_scored * 2 * shape.head
+    n_passes = 3 + with_reference  # forward and backward of the policy, forward of the reference
+    return (body + head) * n_passes
 
 
 def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, Any]:
     """Train in this process, and measure each update but the first."""
     torch.backends.cuda.matmul.allow_tf32 = True  # as train.work does
-    before = resident_memory() / 1e9
+    memory_before = 0 if torch.cuda.is_available() else resident_memory() / 1e9
     config.n_examples = (updates + 2) * config.batch_size  # one warms up, in the last one collectives are counted
     trainer = make_trainer(config, rank, world_size)
     shape = read_shape(trainer.policy)
     trainer.check_and_score_reference()
     batches = iter(trainer.train_iterator)
-    rows = [measure_update(trainer, batch, shape) for batch in itertools.islice(batches, updates + 1)][1:]
+    _, *rows = [measure_update(trainer, batch, shape) for batch in itertools.islice(batches, updates + 1)]
     memory = peak_memory_gb()
-    grown = memory - (0 if torch.cuda.is_available() else before)
-    found = {"rows": rows, "pairs": config.batch_size, "memory_gb": memory, "grown_gb": grown}
-    return found | (count_collectives(trainer, next(batches)) if torch.distributed.is_initialized() else {})
+    result = {
+        "rows": rows,
+        "pairs": config.batch_size,
+        "memory_gb": memory,
+        "grown_gb": memory - memory_before,
+    }
+    if torch.distributed.is_initialized():
+        result |= count_collectives(trainer, next(batches))
+    return result
 
 
 def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
     with_reference = trainer.reference_model is not None
-    inputs = [microbatch.inputs for microbatch in batch.microbatches]
-    needed = SharedPrefix({}, max_length=trainer.config.max_length).split(batch.examples, 1)
+    # packed without padding; positions of padding are in no tree
+    packed = SharedPrefix({}, max_length=trainer.config.max_length).split(batch.examples, 1)
     start, cpu = time.perf_counter(), time.process_time()
     metrics = trainer.train_step(batch).metrics
     return {
         "seconds": time.perf_counter() - start,
         "cpu": time.process_time() - cpu,
         "fed": sum(microbatch.n_tokens for microbatch in batch.microbatches),
-        "needed": sum(int((m.inputs.tree >= 0).sum()) for m in needed),
-        "flops": sum(count_flops(shape, i, with_reference=with_reference) for i in inputs),
+        "needed": sum(int((microbatch.inputs.tree >= 0).sum()) for microbatch in packed),
+        "flops": sum(
+            count_flops(shape, microbatch.inputs, with_reference=with_reference) for microbatch in batch.microbatches
+        ),
         "loss": metrics["loss/train"],
     }
 
@@ -170,32 +181,41 @@ def count_collectives(trainer: Any, batch: Any) -> dict[str, float]:
 
 
 def measure_row(overrides: Sequence[str], updates: int) -> dict[str, Any]:
-    """Measure a row in fresh processes: rank 0's values, all processes' memory."""
-    memory = [0]
+    """Measure a row in fresh processes.
+
+    Memory and CPU seconds are of the rank that has most, other values of rank 0.
+    """
+    host_memory = [0]
 
     def watch(pid: int) -> None:
-        memory.append(measure_tree_memory(pid))
+        host_memory.append(measure_tree_memory(pid))
 
-    settings = [*COMMON, *overrides]
     # not more often: the kernel stops a process while it counts its pages
-    found = measure_afresh("compare:measure", settings, updates, watch=watch, every=0.2)
-    largest = {key: max(rank[key] for rank in found) for key in ("memory_gb", "grown_gb")}
-    return {**found[0], **largest, "cpu": max(median(row["cpu"] for row in rank["rows"]) for rank in found),
-            "host_gb": max(memory) / 1e9}  # fmt: skip
+    ranks = measure_afresh("compare:measure", [*COMMON, *overrides], updates, watch=watch, every=0.2)
+    return {
+        **ranks[0],
+        "memory_gb": max(rank["memory_gb"] for rank in ranks),
+        "grown_gb": max(rank["grown_gb"] for rank in ranks),
+        "cpu": max(median(row["cpu"] for row in rank["rows"]) for rank in ranks),
+        "host_gb": max(host_memory) / 1e9,
+    }
 
 
 def measure_tree_memory(pid: int) -> int:
     """Memory of a process and its descendants, in bytes (PSS)."""
     try:
-        fields = dict(line.split(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
-        own = int(fields["Pss"].split()[0]) * 1024
-        children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
-    except OSError:  # it has just ended
+        _, *lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()  # the first is a header
+        kilobytes = int(dict(line.split(":") for line in lines)["Pss"].split()[0])
+        children = []
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children += map(int, (thread / "children").read_text().split())
+    except OSError:  # the process has just ended
         return 0
-    return own + sum(measure_tree_memory(child) for child in children)
+    return 1024 * kilobytes + sum(measure_tree_memory(child) for child in children)
 
 
 def measure_trl(python: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure TRL on the pairs in `folder`, in its own Python."""
     (folder / "settings.json").write_text(json.dumps(settings))
     return json.loads(run_python("-m", "benchmarks.trl_runs", str(folder), python=python).splitlines()[-1])
 
@@ -218,26 +238,27 @@ def write_pairs(overrides: Sequence[str], updates: int, folder: Path) -> dict[st
 
 def train_adapter(overrides: Sequence[str], folder: Path) -> Path:
     """Train an SFT adapter for one update, from which `lora.reference=adapter` starts."""
-    own = [override for override in overrides if not override.startswith(("loss", "trainer", "world_size", "lora"))]
+    others = [override for override in overrides if not override.startswith(("loss", "trainer", "world_size", "lora"))]
     fixed = ("exp_name=sft", "wandb.enabled=false", "do_first_eval=false", "export=false", "loss=sft", "lora=lora")
-    update = ("n_examples=2", "batch_size=2", "gradient_accumulation_steps=1")
-    places = (f"local_run_dir={folder / 'sft'}", f"local_dirs=[{folder}]")
-    run_python(str(ROOT / "train.py"), *COMMON, *own, *fixed, *places, *update)
+    one_update = ("n_examples=2", "batch_size=2", "gradient_accumulation_steps=1")
+    paths = (f"local_run_dir={folder / 'sft'}", f"local_dirs=[{folder}]")
+    run_python(str(ROOT / "train.py"), *COMMON, *others, *fixed, *paths, *one_update)
     return folder / "sft" / "LATEST"
 
 
-def list_measures(asked: argparse.Namespace, overrides: Sequence[str], folder: Path) -> dict[str, Callable[[], dict]]:
-    """List what measures each row that is asked for."""
+def list_measures(options: argparse.Namespace, overrides: Sequence[str], folder: Path) -> dict[str, Callable[[], dict]]:
+    """List the functions that measure the rows, by the rows' names."""
     measures: dict[str, Callable[[], dict]] = {}
-    adapter = train_adapter(overrides, folder) if asked.table == "adapters" else None
-    for name, own in TABLES[asked.table].items():
-        settings = [*overrides, *(override.format(adapter=adapter) for override in own)]
-        measures[name] = lambda settings=settings: measure_row(settings, asked.updates)
-    if asked.trl:
-        common = write_pairs(overrides, asked.updates, folder)
-        for name, options in TRL.items():
-            measures[name] = lambda options=options: measure_trl(asked.trl, folder, {**common, **options})
-    return {name: measure for name, measure in measures.items() if not asked.only or name in asked.only.split(";")}
+    adapter = train_adapter(overrides, folder) if options.table == "adapters" else None
+    for name, row_overrides in TABLES[options.table].items():
+        settings = [*overrides, *(override.format(adapter=adapter) for override in row_overrides)]
+        measures[name] = partial(measure_row, settings, options.updates)
+    if options.trl:
+        common = write_pairs(overrides, options.updates, folder)
+        for name, trl_options in TRL.items():
+            measures[name] = partial(measure_trl, options.trl, folder, {**common, **trl_options})
+    names = options.only.split(";") if options.only else measures
+    return {name: measure for name, measure in measures.items() if name in names}
 
 
 def measure_peak(dtype: torch.dtype) -> float:
@@ -246,22 +267,24 @@ def measure_peak(dtype: torch.dtype) -> float:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 8192 if device == "cuda" else 2048
     a, b = torch.randn(2, size, size, device=device, dtype=torch.float32).to(dtype)
+    n_products = 3
 
-    def once() -> float:
+    def time_products() -> float:
         start = time.perf_counter()
-        for _ in range(3):
+        for _ in range(n_products):
             a @ b
         if device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    once()
-    return 3 * 2 * size**3 / min(once() for _ in range(5))
+    time_products()  # warms up
+    return n_products * 2 * size**3 / min(time_products() for _ in range(5))
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-COLUMNS: dict[str, tuple[str, Callable[[dict], float]]] = {  # format of a value; a percentage is of the first row's
+# format and value of each column; "%" stands for the value relative to the first row's
+COLUMNS: dict[str, tuple[str, Callable[[dict], float]]] = {
     "s/update": (".2f", lambda row: row["seconds"]),
     "s/pair": (".3f", lambda row: row["seconds"] / row["pairs"]),
     "of first": ("%", lambda row: row["seconds"]),
@@ -289,31 +312,35 @@ SHOWN = {
 
 
 def summarize(name: str, result: dict, peaks: dict[str, float]) -> dict[str, float]:
-    rows = result["rows"]
-    found = {key: value for key, value in result.items() if key != "rows"}
-    found["seconds"] = median(row["seconds"] for row in rows)
-    if "flops" in rows[0]:
-        found |= {key: sum(row[key] for row in rows) / len(rows) for key in ("fed", "needed", "flops")}
-        found["rate"] = sum(row["flops"] for row in rows) / sum(row["seconds"] for row in rows)
-        found["peak"] = peaks["bfloat16" if "bfloat16" in name else "float32"]
-    return found
+    """Summarize the updates of a row."""
+    updates = result["rows"]
+    summary = {key: value for key, value in result.items() if key != "rows"}
+    summary["seconds"] = median(update["seconds"] for update in updates)
+    if "flops" in updates[0]:  # not measured in TRL
+        summary |= {key: fmean(update[key] for update in updates) for key in ("fed", "needed", "flops")}
+        summary["rate"] = sum(update["flops"] for update in updates) / sum(update["seconds"] for update in updates)
+        summary["peak"] = peaks["bfloat16" if "bfloat16" in name else "float32"]
+    return summary
 
 
 def print_table(results: dict[str, dict], columns: Sequence[str], peaks: dict[str, float]) -> None:
+    """Print the summaries of all rows, and the losses of their updates."""
     print()
     print_row("", columns, first=38, width=10)
-    first: dict[str, float] = {}
+    first_row: dict[str, float] = {}
     for name, result in results.items():
         if "failed" in result:
             print(f"{name:38} failed: {result['failed']}")
             continue
         row = summarize(name, result, peaks)
-        first = first or row
+        first_row = first_row or row
         cells = []
-        for form, value in map(COLUMNS.__getitem__, columns):
+        for column in columns:
+            form, get_value = COLUMNS[column]
             try:
-                cells.append(f"{value(row) / value(first):.0%}" if form == "%" else format(value(row), form))
-            except KeyError:  # not measured: TRL's, or collectives without other processes
+                value = get_value(row)
+                cells.append(f"{value / get_value(first_row):.0%}" if form == "%" else format(value, form))
+            except KeyError:  # not measured in TRL; or collectives, on one process
                 cells.append("")
         print_row(name, cells, first=38, width=10)
     print("\nlosses of the counted updates, which should agree within a dtype:")
@@ -327,21 +354,21 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=4, help="number of counted updates")
     parser.add_argument("--only", help="names of rows, separated by semicolons")
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of an environment with TRL")
-    asked, overrides = parser.parse_known_args()
-    rows = [*TABLES[asked.table], *TRL]
-    if unknown := set(asked.only.split(";") if asked.only else ()) - {*rows}:
+    options, overrides = parser.parse_known_args()
+    rows = [*TABLES[options.table], *TRL]
+    if unknown := set(options.only.split(";") if options.only else ()) - {*rows}:
         parser.error(f"--only: unknown rows {', '.join(sorted(unknown))}; the rows are {'; '.join(rows)}")
     results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, measure_one in list_measures(asked, overrides, Path(folder)).items():
+        for name, measure_this_row in list_measures(options, overrides, Path(folder)).items():
             try:
-                results[name] = measure_one()
+                results[name] = measure_this_row()
             except Failed as error:
                 results[name] = {"failed": str(error)}
             print(f"measured {name}", flush=True)
     peaks = {name: measure_peak(getattr(torch, name)) for name in ("float32", "bfloat16")}
     print(", ".join(f"{name} peak {peak / 1e9:,.0f} GFLOP/s" for name, peak in peaks.items()))
-    print_table(results, SHOWN[asked.table], peaks)
+    print_table(results, SHOWN[options.table], peaks)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
     python -m benchmarks.growth model.name_or_path=DIR [--updates 2] [overrides of train.py ...]
 
-Synthetic pairs: prompts of about half of `max_length` tokens, responses of about a quarter, log-normal; several pairs
-of a prompt share its best response. Four pairs per microbatch. Each line runs two fresh processes, as
-`benchmarks.compare` does.
+The pairs are synthetic: a prompt has about half of `max_length` tokens, a response about a quarter (log-normal). The
+pairs of a prompt have the same chosen response. A microbatch has four pairs. Each printed row is measured in two fresh
+processes, as in `benchmarks.compare`: one with `layout=padded`, one with shared prefixes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import tempfile
 from pathlib import Path
@@ -20,34 +21,36 @@ from benchmarks.compare import TABLES, measure_row
 from benchmarks.harness import Failed, print_row
 from benchmarks.startup import make_text
 
-SIZES = {
+SIZES = {  # one of them is varied at a time
     "batch_size": (4, 16, 64),
     "max_length": (256, 512, 1024, 2048),
     "pairs per prompt": (1, 2, 4, 8),
 }
-USUAL = {"batch_size": 16, "max_length": 512, "pairs per prompt": 1}
+DEFAULTS = {"batch_size": 16, "max_length": 512, "pairs per prompt": 1}
+TOKENS_PER_WORD = 2.5  # of the synthetic language
 
 
 def write_pairs(path: Path, n: int, *, tokens: int, pairs_per_prompt: int) -> None:
-    """Write records of these lengths, at 2.5 tokens per synthetic word."""
-    draw = random.Random(0)
-    text = make_text(draw)
+    """Write at least `n` pairs, of `tokens` tokens on average."""
+    rng = random.Random(0)
+    words = make_text(rng)
 
-    def say(share: float) -> str:
-        n_words = int(share * tokens / 2.5 * draw.lognormvariate(-0.2, 0.6)) + 1
-        start = draw.randrange(len(text) - n_words)
-        return " ".join(text[start : start + n_words])
+    def draw_text(share: float) -> str:
+        n_words = int(share * tokens / TOKENS_PER_WORD * rng.lognormvariate(-0.2, 0.6)) + 1
+        start = rng.randrange(len(words) - n_words)
+        return " ".join(words[start : start + n_words])
 
     with path.open("w", encoding="utf-8") as file:
-        for _ in range(-(-n // pairs_per_prompt)):
-            prompt, best = say(0.5), " " + say(0.25)
+        for _ in range(math.ceil(n / pairs_per_prompt)):
+            prompt, chosen = draw_text(0.5), " " + draw_text(0.25)
             for _ in range(pairs_per_prompt):
-                file.write(json.dumps({"prompt": prompt, "chosen": best, "rejected": " " + say(0.25)}) + "\n")
+                pair = {"prompt": prompt, "chosen": chosen, "rejected": " " + draw_text(0.25)}
+                file.write(json.dumps(pair) + "\n")
 
 
 def measure(sizes: dict[str, int], updates: int, overrides: list[str]) -> list[str]:
     """Measure seconds per pair and memory of both layouts, and their ratios."""
-    batch_size, max_length, pairs_per_prompt = sizes.values()
+    batch_size, max_length, pairs_per_prompt = (sizes[name] for name in SIZES)
     with tempfile.TemporaryDirectory() as data:
         for split, n in (("train", (updates + 1) * batch_size), ("test", 8)):
             write_pairs(Path(data, f"{split}.jsonl"), n, tokens=max_length, pairs_per_prompt=pairs_per_prompt)
@@ -75,7 +78,7 @@ def main() -> None:
             print()
             print_row(name, titles, first=18, width=14)
             for value in values:
-                print_row(value, measure({**USUAL, name: value}, arguments.updates, overrides), first=18, width=14)
+                print_row(value, measure({**DEFAULTS, name: value}, arguments.updates, overrides), first=18, width=14)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Configs, trainers, fresh processes, rounds in turn and tables for all benchmarks.
 
-`python -m benchmarks.harness ARGUMENTS` (JSON) is one measurement, started by `measure_afresh`.
+`measure_afresh` starts this module as a process for each measurement; its argument is JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from preference_datasets import load_data
 
 ROOT = CONFIG_DIR.parent
 GOLDEN = ROOT / "tests" / "golden"
-# updates and little else, on as many examples as a benchmark asks for
+# updates and little else; benchmarks override the number of examples
 COMMON = ("model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "sample_during_eval=false",
           "warmup_steps=0", "n_epochs=null", "n_examples=1000000")  # fmt: skip
 Name = TypeVar("Name")
@@ -58,24 +58,23 @@ def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = Non
     """Make the trainer of a config as a run does."""
     plan = resolve(config, world_size=world_size)
     policy, reference = model_loaders(plan, rank=rank)
-    place = (rank, plan.dims.world_size)
-    return train.find_trainer(plan)(policy, config, config.seed, config.local_run_dir, reference, *place)
+    trainer_class = train.find_trainer(plan)
+    return trainer_class(policy, config, config.seed, config.local_run_dir, reference, rank, plan.dims.world_size)
 
 
 def read_pairs(config: DictConfig, split: str = "train") -> list[TextExample]:
-    """Read a run's pairs in order."""
-    train = split == "train"
+    """Read a run's pairs in the order in which it uses them."""
+    is_train = split == "train"
     prompts = getattr(load_data(resolve(config), silent=True), split)
-    n_epochs, n_examples = (config.n_epochs, config.n_examples) if train else (1, config.n_eval_examples)
     batches = iterate_examples(
         prompts.counts.tolist(),
-        batch_size=config.batch_size if train else 1,
-        shuffle=train,
-        n_epochs=n_epochs,
-        n_examples=n_examples,
+        batch_size=config.batch_size if is_train else 1,
+        shuffle=is_train,
+        n_epochs=config.n_epochs if is_train else 1,
+        n_examples=config.n_examples if is_train else config.n_eval_examples,
         seed=config.seed,
     )
-    return read_examples(prompts, [place for batch in batches for place in batch])
+    return read_examples(prompts, [example_id for batch in batches for example_id in batch])
 
 
 # --- fresh processes -------------------------------------------------------------------------------------------------
@@ -90,42 +89,48 @@ def run_python(
 ) -> str:
     """Run a fresh Python and return its output. Raises Failed.
 
-    `watch` gets its id every `every` seconds.
+    `watch` is called with its process id every `every` seconds.
     """
-    own = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ} if python == sys.executable else os.environ  # as train.py does
+    inherited = dict(os.environ)
+    if python == sys.executable:  # ours; TRL has another Python
+        inherited.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as train.py does
     # files, because a pipe that nobody reads while `watch` is called would fill and block
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [python, *arguments], cwd=ROOT, env={**own, **environment}, stdout=out, stderr=errors
+            [python, *arguments], cwd=ROOT, env={**inherited, **environment}, stdout=out, stderr=errors
         )
         while process.poll() is None:
             watch(process.pid)
             time.sleep(every)
         out.seek(0)
         errors.seek(0)
-        said, wrong = out.read(), errors.read()
+        output, error_output = out.read(), errors.read()
     if process.returncode:
-        words = (wrong.strip() or said.strip() or "no output").splitlines()[-1]
-        raise Failed(f"status {process.returncode} (-9: out of memory): {words[:200]}")
-    return said
+        last_line = (error_output.strip() or output.strip() or "no output").splitlines()[-1]
+        raise Failed(f"status {process.returncode} (-9: out of memory): {last_line[:200]}")
+    return output
 
 
 def measure_afresh(function: str, overrides: Sequence[str], *arguments: Any, **options: Any) -> list[Any]:
-    """Call `measure_on_ranks` in a fresh process; `options` are of `run_python`. Raises Failed."""
-    said = run_python("-m", "benchmarks.harness", json.dumps([function, overrides, *arguments]), **options)
-    return json.loads(said.splitlines()[-1])
+    """Call `measure_on_ranks` in a fresh process. Raises Failed.
+
+    `options` are those of `run_python`.
+    """
+    output = run_python("-m", "benchmarks.harness", json.dumps([function, overrides, *arguments]), **options)
+    return json.loads(output.splitlines()[-1])
 
 
 def measure_on_ranks(function: str, overrides: Sequence[str], *arguments: Any) -> list[Any]:
     """Call `module:function` of the benchmarks on each rank of a run.
 
-    It is given its rank, the number of ranks, the config of `overrides`, and the arguments. Results pass as JSON.
+    The function gets the rank, the number of ranks, the config of `overrides`, and the arguments. Results are passed as
+    JSON, and listed by rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         config = compose([f"local_run_dir={folder}/run", f"local_dirs=[{folder}]", *overrides])
         plan = resolve(config)
-        own = (config, function, arguments, Path(folder))
-        launch(_measure_on_rank, plan.dims.world_size, *own, process_group=plan.trainer.multi_process)
+        worker_arguments = (config, function, arguments, Path(folder))
+        launch(_measure_on_rank, plan.dims.world_size, *worker_arguments, process_group=plan.trainer.multi_process)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(plan.dims.world_size)]
 
 
@@ -140,18 +145,19 @@ def _measure_on_rank(
 def measure_in_turns(
     measures: Mapping[Name, Callable[[int], Result]], rounds: int, *, warm_up: bool = False
 ) -> dict[Name, list[Result]]:
-    """Measure each `rounds` times, in an order that alternates between rounds.
+    """Call each measure once per round, in an alternating order.
 
-    Each is given the number of its round. Round 0 warms up and does not count, if there is one.
+    A measure gets the number of the round. With `warm_up` there is also a round 0, whose results do not count.
     """
-    found: dict[Name, list[Result]] = {name: [] for name in measures}
-    for number in range(0 if warm_up else 1, rounds + 1):
-        # a machine that slows down or speeds up does so for each alike
-        for name in measures if number % 2 else [*reversed([*measures])]:
-            result = measures[name](number)
-            if number:
-                found[name].append(result)
-    return found
+    results: dict[Name, list[Result]] = {name: [] for name in measures}
+    names = list(measures)
+    for round_number in range(0 if warm_up else 1, rounds + 1):
+        # by the alternating order, a machine that becomes slower or faster does so for all alike
+        for name in names if round_number % 2 == 1 else reversed(names):
+            result = measures[name](round_number)
+            if round_number > 0:
+                results[name].append(result)
+    return results
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

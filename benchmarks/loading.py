@@ -1,4 +1,4 @@
-"""Peak host memory of rank 0 while models load, beyond what stays.
+"""Peak host memory of rank 0 while models load, beside what stays.
 
     python -m benchmarks.loading model.name_or_path=DIR [overrides of train.py ...]
 
@@ -46,47 +46,51 @@ def anonymous_memory() -> int:
 
 
 def measure(rank: int, world_size: int, config: Any, marker: str) -> dict[str, int]:
-    """Load models as a run does, and measure the memory used afterwards.
+    """Load models as a run does, and measure the memory that stays.
 
-    While they load, rank 0's id is in the file `marker`.
+    `loaded` is in bytes, as is `larger`: the weights of the larger model. While models load, the file `marker` holds
+    the process id of rank 0, so that `measure_case` can watch its memory.
     """
-    load_data, found = preference_datasets.load_data, {}
+    load_data, sizes = preference_datasets.load_data, {}
 
     def load_data_and_mark(*arguments: Any, **options: Any) -> Any:
         data = load_data(*arguments, **options)
-        anonymous_memory()
+        anonymous_memory()  # frees memory before the measurement
         if rank == 0:
             Path(marker).write_text(str(os.getpid()))
         return data
 
-    def end(trainer: BasicTrainer) -> None:
+    def measure_and_end(trainer: BasicTrainer) -> None:
         if rank == 0:
             Path(marker).unlink()
         models = (trainer.policy, trainer.reference_model)
-        larger = max(sum(p.numel() * p.element_size() for p in model.parameters()) for model in models)
-        del models
-        found.update(stays=anonymous_memory(), larger=larger)
+        sizes["larger"] = max(sum(p.numel() * p.element_size() for p in model.parameters()) for model in models)
+        sizes["loaded"] = anonymous_memory()
 
-    preference_datasets.load_data, BasicTrainer.train = load_data_and_mark, end
+    preference_datasets.load_data, BasicTrainer.train = load_data_and_mark, measure_and_end
     train.work(rank, world_size, config)
-    return found
+    return sizes
 
 
 def measure_case(settings: list[str], marker: Path) -> tuple[int, dict[str, int]]:
-    """Peak of rank 0's anonymous memory, and what it measured."""
-    most = 0
+    """Measure the peak of rank 0's anonymous memory, and its sizes.
 
-    def watch(pid: int) -> None:
-        nonlocal most
-        with contextlib.suppress(OSError, ValueError):  # not yet, or no longer
-            most = max(most, read_memory(f"/proc/{int(marker.read_text())}/status", "RssAnon")["RssAnon"])
+    The sizes are those of `measure`.
+    """
+    peak = 0
 
-    found = measure_afresh("loading:measure", settings, str(marker), watch=watch, every=0.001)
-    return most, found[0]
+    def watch(_: int) -> None:
+        nonlocal peak
+        with contextlib.suppress(OSError, ValueError):  # models do not load yet, or no longer
+            rank_0 = int(marker.read_text())
+            peak = max(peak, read_memory(f"/proc/{rank_0}/status", "RssAnon")["RssAnon"])
+
+    sizes, *_ = measure_afresh("loading:measure", settings, str(marker), watch=watch, every=0.001)
+    return peak, sizes
 
 
 def main(overrides: list[str]) -> None:
-    print_row("", ["peak", "after", "excess", "/ larger"], first=48, width=10)
+    print_row("", ["peak", "loaded", "excess", "/ larger"], first=48, width=10)
     with tempfile.TemporaryDirectory() as folder:
         common = [*COMMON, *overrides]
         first = ("n_examples=2", "do_first_eval=false", "exp_name=loading", "wandb.enabled=false",
@@ -98,12 +102,12 @@ def main(overrides: list[str]) -> None:
             "resumed": (f"resume={folder}/first/LATEST",),
         }
         for name, trainer in TRAINERS.items():
-            for case, given in cases.items():
-                settings = [*common, "n_examples=4", *trainer, *given]
-                most, facts = measure_case(settings, Path(folder, "loading"))
-                beyond = most - facts["stays"]
-                cells = [f"{n / 1e6:.0f} MB" for n in (most, facts["stays"], beyond)]
-                print_row(f"{name:28}{case:20}", [*cells, f"{beyond / facts['larger']:.2f}"], first=48, width=10)
+            for case, case_overrides in cases.items():
+                settings = [*common, "n_examples=4", *trainer, *case_overrides]
+                peak, sizes = measure_case(settings, Path(folder, "loading"))
+                excess = peak - sizes["loaded"]
+                cells = [f"{n_bytes / 1e6:.0f} MB" for n_bytes in (peak, sizes["loaded"], excess)]
+                print_row(f"{name:28}{case:20}", [*cells, f"{excess / sizes['larger']:.2f}"], first=48, width=10)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Time in which online DPO draws answers, beside a bare `model.generate`.
+"""Time in which online DPO draws answers, against plain `model.generate`.
 
     python -m benchmarks.online model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR batch_size=8 ...
     python -m benchmarks.online --rounds 5 model=demo datasets=[demo] ...
 
-Takes the overrides of train.py, with `online=online online.scorer=shorter`, `loss=simpo` (which needs no reference) and
-W&B off unless they say otherwise. A round is the prompts of one update. Both answer them in the same batches of rows,
-with the same `online.max_new_tokens`, alternating, after a first round that does not count. Prints each round, medians,
-and their ratio; and forwards, of which an early end of all answers leaves some out.
+Takes the overrides of train.py. Defaults are `online=online online.scorer=shorter`, `loss=simpo` (which needs no
+reference) and no W&B. In a round both ways ("ours" and "bare") answer the prompts of one update, in the same batches of
+rows and with the same `online.max_new_tokens`. Their order alternates, and a first round does not count. Prints each
+round, medians and their ratio; also the number of forward passes, which is lower where all answers end early.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ DEFAULTS = ("online=online", "online.scorer=shorter", "loss=simpo", "self_test=f
 
 def generate_bare(model: Any, tokenizer: Any, prompts: Sequence[Example], plan: Plan) -> None:
     """Sample with plain `model.generate` from all tokens (no top-k)."""
-    online, size = plan.online, plan.data.eval_batch_size
+    online, batch_size = plan.online, plan.data.eval_batch_size
     by_length = sorted(prompts, key=lambda prompt: len(prompt.prompt))
-    for start in range(0, len(by_length), size):
-        rows = [prompt for prompt in by_length[start : start + size] for _ in range(online.n_samples)]
+    for start in range(0, len(by_length), batch_size):
+        rows = [prompt for prompt in by_length[start : start + batch_size] for _ in range(online.n_samples)]
         batch = collate_prompts(rows, tokenizer)
         model.generate(
             batch["prompt_input_ids"].to(model.device),
@@ -55,15 +55,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        given = {override.partition("=")[0] for override in overrides}
-        defaults = [override for override in DEFAULTS if override.partition("=")[0] not in given]
+        overridden_keys = {override.partition("=")[0] for override in overrides}
+        defaults = [default for default in DEFAULTS if default.partition("=")[0] not in overridden_keys]
         config = compose([f"local_run_dir={folder}", *defaults, *overrides])
         trainer = make_trainer(config)
         batches: OnlineBatches = trainer.batches
         plan, model = batches.plan, batches.objective.policy
-        prompts = [
-            {place: encode_prompt(prompt, trainer.data, plan) for place, prompt in enumerate(drawn)}
-            for drawn in itertools.islice(itertools.cycle(batches.train()), options.rounds + 1)
+        prompts = [  # by index in the batch, for each round
+            {i: encode_prompt(prompt, trainer.data, plan) for i, prompt in enumerate(batch)}
+            for batch in itertools.islice(itertools.cycle(batches.train()), options.rounds + 1)
         ]
         ways = {
             "ours": lambda number: batches._answer(prompts[number], number),
@@ -85,13 +85,14 @@ def main() -> None:
             return seconds, len(forwards)
 
         measures = {name: lambda number, name=name: measure(name, number) for name in ways}
-        found = measure_in_turns(measures, options.rounds, warm_up=True)
-    rows = min(config.batch_size, config.eval_batch_size) * config.online.n_samples
-    seconds = {name: median(seconds for seconds, _ in each) for name, each in found.items()}
-    step = {name: median(1000 * seconds / n for seconds, n in each) for name, each in found.items()}
-    said = ", ".join(f"{name} {seconds[name]:.2f} s ({step[name]:.1f} ms per forward)" for name in ways)
-    print(f"\n{options.rounds} rounds, {rows} rows in a batch, medians: {said}")
-    print(f"ours / bare: {seconds['ours'] / seconds['bare']:.3f}; per forward {step['ours'] / step['bare']:.3f}")
+        results = measure_in_turns(measures, options.rounds, warm_up=True)
+    n_rows = min(config.batch_size, config.eval_batch_size) * config.online.n_samples
+    secs = {name: median(secs for secs, _ in rounds) for name, rounds in results.items()}
+    ms_per_forward = {name: median(1000 * secs / n for secs, n in rounds) for name, rounds in results.items()}
+    medians = ", ".join(f"{name} {secs[name]:.2f} s ({ms_per_forward[name]:.1f} ms per forward)" for name in ways)
+    print(f"\n{options.rounds} rounds, {n_rows} rows in a batch, medians: {medians}")
+    ratio_per_forward = ms_per_forward["ours"] / ms_per_forward["bare"]
+    print(f"ours / bare: {secs['ours'] / secs['bare']:.3f}; per forward {ratio_per_forward:.3f}")
 
 
 if __name__ == "__main__":

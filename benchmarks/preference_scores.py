@@ -16,7 +16,7 @@ from dpo.models.answers import Sampling, Tokens, answer
 from dpo.models.layouts import layout_by_rules
 
 RESAMPLES = 10_000
-BATCH = 8  # pairs, and four times as many prompts, in a forward
+BATCH = 8  # pairs of a forward pass; samples are drawn for four times as many prompts
 
 
 # --- intervals -------------------------------------------------------------------------------------------------------
@@ -34,32 +34,37 @@ class Interval(NamedTuple):
 
 
 def bootstrap(*strata: Sequence[float] | np.ndarray, seed: int = 0) -> Interval:
-    """Mean of values, one per prompt, with its percentile bootstrap.
+    """Average values, one per prompt, with a percentile bootstrap interval.
 
-    The same seed draws the same prompts for values of another policy, so that a difference of two policies is the
-    mean of the differences. With several strata it is the mean of their means; each is resampled separately.
+    The same seed draws the same prompts for values of another policy, so that the difference of two policies' means is
+    the mean of the differences. The mean of several strata is the mean of their means; each is resampled separately.
     """
-    draw, parts = np.random.default_rng(seed), [np.asarray(values, dtype=np.float64) for values in strata]
-    means = np.mean(
-        [[part[draw.integers(len(part), size=len(part))].mean() for _ in range(RESAMPLES)] for part in parts], axis=0
-    )
-    low, high = np.percentile(means, (2.5, 97.5))
-    return Interval(float(np.mean([part.mean() for part in parts])), float(low), float(high))
+    rng = np.random.default_rng(seed)
+    mean, resampled_means = 0.0, np.zeros(RESAMPLES)
+    for stratum in strata:
+        values = np.asarray(stratum, dtype=np.float64)
+        mean += values.mean() / len(strata)
+        n = len(values)
+        resampled_means += np.array([values[rng.integers(n, size=n)].mean() for _ in range(RESAMPLES)]) / len(strata)
+    low, high = np.percentile(resampled_means, (2.5, 97.5))
+    return Interval(float(mean), float(low), float(high))
 
 
-def balance_over_length(right: np.ndarray, longer: np.ndarray) -> Interval | None:
-    """Mean of the accuracies where chosen is shorter and where longer.
+def balance_over_length(is_right: np.ndarray, differences: np.ndarray) -> Interval | None:
+    """Average the accuracies where chosen is shorter and where longer.
 
-    None without pairs of one kind.
-
-    Ranking by length alone scores 0.5. Pairs of equal lengths do not count.
+    `differences` are chosen minus rejected tokens. Ranking by length alone scores 0.5. Pairs of equal lengths do not
+    count. None if there are no pairs of one kind.
     """
-    strata = [right[longer < 0], right[longer > 0]]
-    return bootstrap(*strata) if all(map(len, strata)) else None
+    shorter, longer = is_right[differences < 0], is_right[differences > 0]
+    return bootstrap(shorter, longer) if len(shorter) and len(longer) else None
 
 
 def by_prompt(samples: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
-    """Mean over each prompt's samples, which are not independent observations."""
+    """Average a value over each prompt's samples, (prompts,).
+
+    Samples of one prompt are not independent observations.
+    """
     values: dict[int, list[float]] = {}
     for sample in samples:
         values.setdefault(sample["prompt"], []).append(sample[key])
@@ -73,23 +78,24 @@ def by_prompt(samples: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
 def pair_logps(model: Any, examples: Sequence[Example], *, max_length: int) -> list[list[float]]:
     """Score each pair as in training: [log pi(chosen), log pi(rejected)]."""
     layout, _ = layout_by_rules("shared_prefix", model, max_length=max_length)
-    found: list[list[float]] = []
+    scores: list[list[float]] = []
     for start in range(0, len(examples), BATCH):
         [microbatch] = layout.split(examples[start : start + BATCH], 1)
-        logps = layout.forward(model, microbatch.inputs).logps.sum(-1).T
-        found += [row for _, row in sorted(zip(microbatch.indices.tolist(), logps.tolist(), strict=True))]
-    return found
+        logps = layout.forward(model, microbatch.inputs).logps.sum(-1).T  # (examples, 2)
+        order = microbatch.indices.argsort()  # the layout may have reordered the examples
+        scores += logps[order].tolist()
+    return scores
 
 
 class Drawn(NamedTuple):
     """A sample of the policy, and its estimates of KL(policy || reference)."""
 
-    prompt: int  # index
+    prompt: int  # index of the prompt
     text: str
-    tokens: int  # EOS too, if it ended
+    tokens: int  # number of tokens, with EOS if it ended
     ended: bool
     log_ratio: float  # log pi - log ref of the drawn tokens
-    kl: float  # sum over its tokens of the KL of the next token's distributions
+    kl: float  # sum over tokens of the KL between the two distributions of the token
 
 
 def draw(
@@ -99,30 +105,31 @@ def draw(
 
     Sample k of prompt i has the same random numbers for every policy.
     """
-    asked = [(i, k) for i in range(len(prompts)) for k in range(n_samples)]
-    asked.sort(key=lambda ask: len(prompts[ask[0]]))  # neighbours are equally long, so little is padding
-    found = []
-    for start in range(0, len(asked), 4 * BATCH):
-        batch = asked[start : start + 4 * BATCH]
-        numbers = [i * n_samples + k for i, k in batch]
-        answers = answer(policy, tokenizer, [prompts[i] for i, _ in batch], numbers, sampling)
-        for (i, _), said in zip(batch, answers, strict=True):
-            estimates = divergence(policy, reference, prompts[i], said.tokens)
-            found.append(Drawn(i, said.text, len(said.tokens), said.ended, *estimates))
-    return sorted(found, key=lambda one: one.prompt)
+    requests = [(i, k) for i in range(len(prompts)) for k in range(n_samples)]  # sample k of prompt i
+    requests.sort(key=lambda request: len(prompts[request[0]]))  # prompts of a batch need little padding
+    samples = []
+    for start in range(0, len(requests), 4 * BATCH):
+        batch = requests[start : start + 4 * BATCH]
+        sample_numbers = [i * n_samples + k for i, k in batch]  # which determine the random numbers
+        answers = answer(policy, tokenizer, [prompts[i] for i, _ in batch], sample_numbers, sampling)
+        for (i, _), sampled in zip(batch, answers, strict=True):
+            log_ratio, kl = divergence(policy, reference, prompts[i], sampled.tokens)
+            samples.append(Drawn(i, sampled.text, len(sampled.tokens), sampled.ended, log_ratio, kl))
+    return sorted(samples, key=lambda sample: sample.prompt)
 
 
 @torch.no_grad()
 def divergence(policy: Any, reference: Any, prompt: Tokens, response: Tokens) -> tuple[float, float]:
-    """Two unbiased estimates of KL(policy || reference) from a drawn response.
+    """Estimate KL(policy || reference) from a drawn response, in two ways.
 
-    The log-ratio of the response; and the sum over its tokens of the exact KL of the two distributions of that token
-    given the tokens before, which varies less (Rao-Blackwell; arXiv 2504.10637).
+    Both are unbiased. The first is the log-ratio of the response. The second is a sum over its tokens: the exact KL
+    between the two distributions of the token, given the tokens before. It varies less (Rao-Blackwell; arXiv
+    2504.10637).
     """
-    ids, drawn = torch.tensor([[*prompt, *response]]), torch.tensor(response)[:, None]
-    ours, theirs = (
-        model(ids, logits_to_keep=len(response) + 1).logits[0, :-1].float().log_softmax(-1)
+    input_ids, drawn_ids = torch.tensor([[*prompt, *response]]), torch.tensor(response)[:, None]
+    policy_logps, reference_logps = (  # (tokens of the response, vocabulary)
+        model(input_ids, logits_to_keep=len(response) + 1).logits[0, :-1].float().log_softmax(-1)
         for model in (policy, reference)
     )
-    log_ratio = (ours - theirs).gather(1, drawn).sum()
-    return float(log_ratio), float((ours.exp() * (ours - theirs)).sum())
+    log_ratios = policy_logps - reference_logps
+    return float(log_ratios.gather(1, drawn_ids).sum()), float((policy_logps.exp() * log_ratios).sum())

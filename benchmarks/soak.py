@@ -2,10 +2,10 @@
 
     python -m benchmarks.soak model.name_or_path=DIR [--kills 50] [--seed 0] [overrides of train.py ...]
 
-A kill is a SIGKILL of the run or of one of its two ranks, some time after its start, during training or during a save,
-drawn from the seed; then the run is resumed with `resume=auto`. Runs are started until the number of kills is reached.
-The benchmark counts lost runs (which could not be resumed) and runs that differ in a metric or a bit of weights,
-optimizer state or counters.
+A kill is a SIGKILL of the run or of one of its two ranks: some time after the start, during training or during a save.
+The seed decides which. Then the run is continued with `resume=auto`. Runs are started until the number of kills is
+reached. The benchmark counts lost runs, which could not be resumed, and runs that differ from an uninterrupted one in a
+metric, or in a bit of weights, optimizer state or counters.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import torch
 from dpo.checkpoint.files import find_checkpoints, read_state
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARES = ("online/sampling_share", "online/scoring_share")
-WALL_CLOCK = ("examples_per_second", "tokens_per_second", "memory/peak_gb", *SHARES)
-GRIDS = {"BasicTrainer": (), "FSDPTrainer": ("trainer=FSDPTrainer", "world_size=2")}
+WALL_CLOCK = (  # metrics that differ between equal runs
+    "examples_per_second", "tokens_per_second", "memory/peak_gb", "online/sampling_share", "online/scoring_share",
+)  # fmt: skip
+TRAINERS = {"BasicTrainer": (), "FSDPTrainer": ("trainer=FSDPTrainer", "world_size=2")}
 
 
 # --- comparing two runs ----------------------------------------------------------------------------------------------
@@ -43,51 +44,62 @@ def read_log(run_dir: Path) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if k not in WALL_CLOCK} for line in lines]
 
 
-def find_differences(whole: Path, other: Path) -> list[str]:
-    """List the bitwise differences between two complete runs."""
-    logs = [read_log(run_dir) for run_dir in (whole, other)]
-    found = [] if logs[0] == logs[1] else ["metrics.jsonl"]
+def find_differences(expected: Path, actual: Path) -> list[str]:
+    """List the bitwise differences between the directories of two complete runs."""
+    differences = [] if read_log(expected) == read_log(actual) else ["metrics.jsonl"]
     for name in ("samples.jsonl", "samples.txt"):
-        texts = [path.read_text() if (path := run_dir / name).exists() else None for run_dir in (whole, other)]
-        found += [name] if texts[0] != texts[1] else []
-    last = [find_checkpoints(run_dir)[0] for run_dir in (whole, other)]
-    if last[0].name != last[1].name:
-        return [*found, f"the last checkpoint is {last[0].name} and {last[1].name}"]
-    for part in sorted(path.name for path in last[0].glob("*.pt")):
-        states = [read_state(directory / part) for directory in last]
-        found += [f"{part.removesuffix('.pt')}{where}" for where in _unequal(*states)]
-    return found + [link for link in ("LATEST", "BEST") if os.readlink(whole / link) != os.readlink(other / link)]
+        if _read_text(expected / name) != _read_text(actual / name):
+            differences.append(name)
+    expected_last, *_ = find_checkpoints(expected)
+    actual_last, *_ = find_checkpoints(actual)
+    if expected_last.name != actual_last.name:
+        return [*differences, f"the last checkpoint is {expected_last.name} and {actual_last.name}"]
+    for part in sorted(path.name for path in expected_last.glob("*.pt")):
+        keys = _find_unequal_keys(read_state(expected_last / part), read_state(actual_last / part))
+        differences += [f"{part.removesuffix('.pt')}{key}" for key in keys]
+    for link in ("LATEST", "BEST"):
+        if os.readlink(expected / link) != os.readlink(actual / link):
+            differences.append(link)
+    return differences
 
 
-def _unequal(a: Any, b: Any, where: str = "") -> list[str]:
-    """Places where two nested states differ.
+def _read_text(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
+
+
+def _find_unequal_keys(a: Any, b: Any, key: str = "") -> list[str]:
+    """Find the keys at which two nested states differ, with dots.
 
     The sizes of logs do not count: they depend on the digits of times.
     """
-    if where.endswith(".log_bytes"):
+    if key.endswith(".log_bytes"):
         return []
-    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return [place for key in a for place in _unequal(a[key], b[key], f"{where}.{key}")]
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        alike = a.shape == b.shape and a.dtype == b.dtype
-        return [] if alike and ((a == b) | ((a != a) & (b != b))).all() else [where]  # NaN equals NaN
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        return [place for i, pair in enumerate(zip(a, b, strict=True)) for place in _unequal(*pair, f"{where}.{i}")]
-    return [] if repr(a) == repr(b) else [where]
+        have_same_type = a.shape == b.shape and a.dtype == b.dtype
+        both_nan = (a != a) & (b != b) if have_same_type else None
+        return [] if have_same_type and ((a == b) | both_nan).all() else [key]
+    children: list[tuple[str, Any, Any]] | None = None
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        children = [(f"{key}.{name}", a[name], b[name]) for name in a]
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        children = [(f"{key}.{i}", a[i], b[i]) for i in range(len(a))]
+    if children is None:
+        return [] if repr(a) == repr(b) else [key]
+    return [unequal for child, x, y in children for unequal in _find_unequal_keys(x, y, child)]
 
 
 # --- killing a run ---------------------------------------------------------------------------------------------------
 
 
 def find_workers(parent: int) -> list[int]:
-    """Process ids of the ranks that a run has started."""
-    found = []
+    """List the process ids of the ranks that a run has started."""
+    workers = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            ancestor = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if ancestor == parent and b"spawn_main" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()  # those after the name: state, parent
+            if int(fields[1]) == parent and b"spawn_main" in (folder / "cmdline").read_bytes():
+                workers.append(int(folder.name))
+    return workers
 
 
 def start(overrides: list[str], run_dir: Path) -> subprocess.Popen:
@@ -99,24 +111,28 @@ def start(overrides: list[str], run_dir: Path) -> subprocess.Popen:
 def kill_at_random(process: subprocess.Popen, run_dir: Path, draw: random.Random) -> str | None:
     """Kill a run or one of its ranks at a random moment.
 
-    Returns how, or None if it ended before.
+    Returns a description of the kill, or None if the run ended before.
     """
 
     def count_lines() -> int:
         log = run_dir / "metrics.jsonl"
         return log.read_bytes().count(b"\n") if log.exists() else 0
 
-    def count_saved() -> int:
+    def count_saved_files() -> int:
         with contextlib.suppress(FileNotFoundError):  # the save has just been completed
             return max((len([*folder.iterdir()]) for folder in run_dir.glob(".step-*.tmp")), default=0)
         return 0
 
-    before, way, n_files = count_lines(), draw.choice(("update", "save", "start")), draw.randrange(1, 7)
-    wait = {"update": draw.uniform(0, 2), "save": 0, "start": draw.uniform(0, 8)}[way]
-    due = {"update": lambda: count_lines() != before, "save": lambda: count_saved() >= n_files, "start": lambda: True}
-    while process.poll() is None and not due[way]():
+    n_lines, phase, n_files = count_lines(), draw.choice(("update", "save", "start")), draw.randrange(1, 7)
+    delays = {"update": draw.uniform(0, 2), "save": 0, "start": draw.uniform(0, 8)}  # seconds after the phase begins
+    has_begun = {
+        "update": lambda: count_lines() != n_lines,
+        "save": lambda: count_saved_files() >= n_files,
+        "start": lambda: True,
+    }
+    while process.poll() is None and not has_begun[phase]():
         time.sleep(0.002)  # a save of a tiny model is short
-    time.sleep(wait)
+    time.sleep(delays[phase])
     if process.poll() is not None:
         return None
     victim = draw.choice([process.pid, *find_workers(process.pid)])
@@ -128,49 +144,52 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, draw: random.Random
     if process.returncode == 0:  # a worker was killed after it had finished
         return None
     process.stderr.close()
-    return f"kills ({way}, {'a rank' if victim != process.pid else 'the run'})"
+    return f"kills ({phase}, {'a rank' if victim != process.pid else 'the run'})"
 
 
-def soak(whole: Path, run_dir: Path, overrides: list[str], kills: int, draw: random.Random) -> Counter[str]:
+def soak(uninterrupted: Path, run_dir: Path, overrides: list[str], kills: int, draw: random.Random) -> Counter[str]:
     """Kill a run up to `kills` times, let it complete, and compare."""
     tally = Counter(runs=1)
     process = start(overrides, run_dir)
-    while count_kills(tally) < kills and (how := kill_at_random(process, run_dir, draw)):
-        tally[how] += 1
+    while count_kills(tally) < kills and (kill := kill_at_random(process, run_dir, draw)):
+        tally[kill] += 1
         process = start(overrides, run_dir)
     _, errors = process.communicate()
     if process.returncode:
         tally["lost"] += 1
         print(f"LOST {run_dir}: {errors[:5000]}", flush=True)
-    elif found := find_differences(whole, run_dir):
+    elif differences := find_differences(uninterrupted, run_dir):
         tally["different"] += 1
-        print(f"DIFFERENT {run_dir}: {found[:10]}", flush=True)
+        print(f"DIFFERENT {run_dir}: {differences[:10]}", flush=True)
     return tally
 
 
 def count_kills(tally: Counter[str]) -> int:
-    return sum(count for what, count in tally.items() if what.startswith("kills"))
+    return sum(count for event, count in tally.items() if event.startswith("kills"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--kills", type=int, default=50, help="total number of kills")
     parser.add_argument("--seed", type=int, default=0)
-    arguments, overrides = parser.parse_known_args()
-    draw, total = random.Random(arguments.seed), Counter()
-    with tempfile.TemporaryDirectory() as name:
-        for number, (trainer, grid) in enumerate(GRIDS.items(), start=1):
-            own, whole = [*overrides, *grid, f"exp_name=soak_{trainer}"], Path(name, trainer)
-            process = start(own, whole)
+    options, overrides = parser.parse_known_args()
+    draw, total = random.Random(options.seed), Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for n_trainers, (trainer, trainer_overrides) in enumerate(TRAINERS.items(), start=1):
+            settings = [*overrides, *trainer_overrides, f"exp_name=soak_{trainer}"]
+            uninterrupted = Path(folder, trainer)
+            process = start(settings, uninterrupted)
             _, errors = process.communicate()
             if process.returncode:
                 sys.exit(f"the uninterrupted run failed:\n{errors}")
-            while (left := arguments.kills * number // len(GRIDS) - count_kills(total)) > 0:
-                total += soak(whole, Path(name, f"{trainer}-{total['runs']}"), own, min(5, left), draw)
+            kills_so_far = options.kills * n_trainers // len(TRAINERS)  # each trainer gets an equal share
+            while (n_left := kills_so_far - count_kills(total)) > 0:
+                run_dir = Path(folder, f"{trainer}-{total['runs']}")
+                total += soak(uninterrupted, run_dir, settings, min(5, n_left), draw)
                 print(f"{trainer}: {dict(total)}", flush=True)
     print(
         f"{count_kills(total)} kills in {total['runs']} runs: {total['lost']} lost, {total['different']} different; "
-        + ", ".join(f"{count} {what}" for what, count in sorted(total.items()) if what.startswith("kills"))
+        + ", ".join(f"{count} {event}" for event, count in sorted(total.items()) if event.startswith("kills"))
     )
     sys.exit(1 if total["lost"] or total["different"] else 0)
 

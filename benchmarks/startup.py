@@ -47,26 +47,31 @@ FIXED = (
 
 
 def make_text(draw: random.Random) -> list[str]:
-    """Make a million words of a synthetic language."""
-    words = ["".join(draw.choices(LETTERS, range(len(LETTERS), 0, -1), k=draw.randint(2, 9))) for _ in range(5000)]
-    return draw.choices(words, [1 / (rank + 2) for rank in range(len(words))], k=1_000_000)  # Zipf's law
+    """Make a text of a million words in a synthetic language."""
+    letter_weights = range(len(LETTERS), 0, -1)  # earlier letters are more frequent
+    words = ["".join(draw.choices(LETTERS, letter_weights, k=draw.randint(2, 9))) for _ in range(5000)]
+    word_weights = [1 / (rank + 2) for rank in range(len(words))]  # Zipf's law
+    return draw.choices(words, word_weights, k=1_000_000)
 
 
 def write_pairs(path: Path, n: int, seed: int) -> None:
     """Write records in HH's format, of about 1,100 characters each."""
-    draw = random.Random(seed)
-    text = make_text(draw)
+    rng = random.Random(seed)
+    text = make_text(rng)
 
-    def say(mean_words: float) -> str:
-        start, n_words = draw.randrange(990_000), int(draw.lognormvariate(0, 0.8) * mean_words) + 1
+    def draw_sentence(typical_words: float) -> str:
+        start, n_words = rng.randrange(990_000), int(rng.lognormvariate(0, 0.8) * typical_words) + 1
         return " ".join(text[start : start + min(n_words, 600)]).capitalize() + "."
 
     path.parent.mkdir(exist_ok=True)
     with gzip.open(path, "wt", compresslevel=1, encoding="utf-8") as file:
         for _ in range(n):
-            turns = [f"\n\nHuman: {say(20)}\n\nAssistant: {say(30)}" for _ in range(draw.randint(0, 3))]
-            prompt = "".join(turns) + f"\n\nHuman: {say(20)}\n\nAssistant:"
-            file.write(json.dumps({"chosen": f"{prompt} {say(40)}", "rejected": f"{prompt} {say(40)}"}) + "\n")
+            prompt = ""
+            for _ in range(rng.randint(0, 3)):
+                prompt += f"\n\nHuman: {draw_sentence(20)}\n\nAssistant: {draw_sentence(30)}"
+            prompt += f"\n\nHuman: {draw_sentence(20)}\n\nAssistant:"
+            pair = {"chosen": f"{prompt} {draw_sentence(40)}", "rejected": f"{prompt} {draw_sentence(40)}"}
+            file.write(json.dumps(pair) + "\n")
 
 
 # --- until an answer -------------------------------------------------------------------------------------------------
@@ -81,66 +86,82 @@ ANSWERS = {
 
 
 def seconds_to_answer(checkout: Path, name: str) -> float:
-    completing = {"COMP_LINE": COMPLETED, "COMP_POINT": str(len(COMPLETED))}
+    """Time until train.py of a checkout has answered."""
+    completion = {"COMP_LINE": COMPLETED, "COMP_POINT": str(len(COMPLETED))}  # as bash sets them
     command = [sys.executable, str(checkout / "train.py"), *ANSWERS[name]]
     start = time.perf_counter()
-    subprocess.run(command, env={**os.environ, **completing}, capture_output=True, check=False)
+    subprocess.run(command, env={**os.environ, **completion}, capture_output=True, check=False)
     return time.perf_counter() - start
 
 
 def measure_answers(checkouts: list[Path], repeats: int) -> None:
-    """Print medians, a line per answer and a column per checkout."""
+    """Print median times, a row per answer and a column per checkout."""
     measures = {
         (name, checkout): lambda _, name=name, checkout=checkout: seconds_to_answer(checkout, name)
         for name in ANSWERS
         for checkout in checkouts
     }
-    taken = measure_in_turns(measures, repeats, warm_up=True)  # of the page cache
+    seconds = measure_in_turns(measures, repeats, warm_up=True)  # the page cache must be warm
     for name in ANSWERS:
-        print_row(name, [f"{add_range(taken[name, checkout])} s" for checkout in checkouts], first=28, width=24)
+        print_row(name, [f"{add_range(seconds[name, checkout])} s" for checkout in checkouts], first=28, width=24)
 
 
 # --- with much data --------------------------------------------------------------------------------------------------
 
 
 def measure_run(data: Path, overrides: list[str], folder: Path, run: str) -> tuple[float, float]:
-    """Seconds to the first line of `metrics.jsonl`, and peak memory in GB."""
-    log, first, peak = folder / f"{run}_{data.name}" / "metrics.jsonl", None, 0
+    """Measure seconds to the first update, and peak memory in GB."""
+    log = folder / f"{run}_{data.name}" / "metrics.jsonl"
+    secs_to_update, peak = None, 0
     start = time.perf_counter()
 
     def watch(pid: int) -> None:
-        nonlocal first, peak
-        if first is None and log.exists():
-            first = time.perf_counter() - start
-        with contextlib.suppress(OSError):  # it has just ended
+        nonlocal secs_to_update, peak
+        if secs_to_update is None and log.exists():
+            secs_to_update = time.perf_counter() - start
+        with contextlib.suppress(OSError):  # the process has just ended
             peak = max(peak, read_memory(f"/proc/{pid}/status", "VmHWM")["VmHWM"])
 
-    own = (*FIXED, f"dataset_sources.hh={data}", f"local_run_dir={log.parent}", f"local_dirs=[{folder}]")
-    run_python(str(ROOT / "train.py"), *own, *overrides, watch=watch)
-    return first or time.perf_counter() - start, peak / 1e9
+    paths = (f"dataset_sources.hh={data}", f"local_run_dir={log.parent}", f"local_dirs=[{folder}]")
+    run_python(str(ROOT / "train.py"), *FIXED, *paths, *overrides, watch=watch)
+    return secs_to_update or time.perf_counter() - start, peak / 1e9
 
 
 def read_memory(file: str, *names: str) -> dict[str, int]:
     """Read sizes in bytes from a file of /proc; 0 if missing."""
-    lines = [line.split() for line in Path(file).read_text().splitlines()]
-    found = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
-    return {name: found.get(name, 0) for name in names}
+    sizes = {}
+    for line in Path(file).read_text().splitlines():
+        if line.endswith(" kB"):
+            name, kilobytes, _ = line.split()
+            sizes[name.rstrip(":")] = int(kilobytes) * 1024
+    return {name: sizes.get(name, 0) for name in names}
 
 
 def measure_loading(rank: int, world_size: int, config: Any) -> dict[str, float]:
     """Measure by how many bytes loading the data makes this process grow."""
 
-    def memory() -> dict[str, int]:  # PSS: shared pages are divided by the number of processes that map them
+    def read_pss() -> dict[str, int]:  # shared pages are divided by the number of processes that map them
         return read_memory("/proc/self/smaps_rollup", "Pss_Anon", "Pss_Shmem", "Pss_File")
 
-    before, start = memory(), time.perf_counter()
+    before, start = read_pss(), time.perf_counter()
     preference_datasets.load_data(resolve(config, world_size=world_size), silent=True)
     seconds = time.perf_counter() - start
     peak = read_memory("/proc/self/status", "VmHWM")["VmHWM"] - sum(before.values())
-    torch.distributed.barrier()  # all have mapped the table
+    torch.distributed.barrier()  # all processes have mapped the table
     release_freed_memory()
-    grown = {name: n_bytes - before[name] for name, n_bytes in memory().items()}
-    return {"seconds": seconds, "own": grown.pop("Pss_Anon"), "shared": sum(grown.values()), "peak": peak}
+    grown = {name: n_bytes - before[name] for name, n_bytes in read_pss().items()}
+    shared = grown["Pss_Shmem"] + grown["Pss_File"]
+    return {"seconds": seconds, "own": grown["Pss_Anon"], "shared": shared, "peak": peak}
+
+
+def print_loading(data: Path, overrides: list[str], local_dir: Path, run: str, processes: int) -> None:
+    """Print by how much each process grows while it loads data."""
+    paths = (f"dataset_sources.hh={data}", f"local_dirs=[{local_dir}]")
+    settings = ("loss=dpo", "loss.beta=0.1", "datasets=[hh]", "trainer=FSDPTrainer", f"world_size={processes}")
+    ranks = measure_afresh("startup:measure_loading", [*settings, *paths, *overrides])
+    for rank, result in enumerate(ranks):
+        sizes = ", ".join(f"{name} {result[name] / 1e9:.2f} GB" for name in ("own", "shared", "peak"))
+        print(f"{processes} processes, {run} run, rank {rank}: {sizes}, after {result['seconds']:.1f} s")
 
 
 def main() -> None:
@@ -148,27 +169,23 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=160_800)
     parser.add_argument("--processes", type=lambda text: [*map(int, text.split(","))], help="only load the data")
     parser.add_argument("--answers", action="store_true", help="times of the command line")
-    parser.add_argument("--checkout", type=Path, action="append", default=[], help="of this project, to compare with")
+    parser.add_argument("--checkout", type=Path, action="append", default=[], help="another checkout to compare with")
     parser.add_argument("--repeats", type=int, default=5)
-    arguments, overrides = parser.parse_known_args()
-    if arguments.answers:
-        measure_answers([*arguments.checkout, ROOT], arguments.repeats)
+    options, overrides = parser.parse_known_args()
+    if options.answers:
+        measure_answers([*options.checkout, ROOT], options.repeats)
         return
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        sizes = (arguments.pairs,) if arguments.processes else (max(64, arguments.pairs // 1000), arguments.pairs)
-        for n in sizes:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        few_pairs = max(64, options.pairs // 1000)
+        for n in (options.pairs,) if options.processes else (few_pairs, options.pairs):
             data = folder / str(n)
             write_pairs(data / "train.jsonl.gz", n, seed=0)
             write_pairs(data / "test.jsonl.gz", 64, seed=1)
             for run in ("first", "second"):
-                for processes in arguments.processes or ():
-                    places = (f"dataset_sources.hh={data}", f"local_dirs=[{folder / str(processes)}]")
-                    own = (*FIXED[1:3], "datasets=[hh]", *places, "trainer=FSDPTrainer", f"world_size={processes}")
-                    for rank, found in enumerate(measure_afresh("startup:measure_loading", [*own, *overrides])):
-                        sizes = ", ".join(f"{name} {found[name] / 1e9:.2f} GB" for name in ("own", "shared", "peak"))
-                        print(f"{processes} processes, {run} run, rank {rank}: {sizes}, after {found['seconds']:.1f} s")
-                if not arguments.processes:
+                for processes in options.processes or ():
+                    print_loading(data, overrides, folder / str(processes), run, processes)
+                if not options.processes:
                     seconds, peak = measure_run(data, overrides, folder, run)
                     print(f"{n:8,} pairs, {run} run: first update after {seconds:.1f} s, peak memory {peak:.2f} GB")
 

@@ -25,10 +25,12 @@ from dpo.reporting.table import CALLBACKS
 from dpo.training.objective import Objective
 from trainers import BasicTrainer
 
-PARTS: dict[str, float] = defaultdict(float)
+PARTS: dict[str, float] = defaultdict(float)  # seconds of the current update, by part
 
 
 def timed(part: str, function: Callable) -> Callable:
+    """Wrap a function so that its seconds count for a part."""
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = function(*args, **kwargs)
@@ -44,20 +46,22 @@ class Stopwatch(Callback):
     """Recorder of the seconds of each update, and of its parts."""
 
     def on_start(self) -> None:
-        self.rows: list[dict[str, float]] = []
-        self.began = time.perf_counter()
+        self.totals: list[float] = []  # seconds of each update
+        self.parts: list[dict[str, float]] = []
+        self.last_update = time.perf_counter()
 
     def on_update(self, update: Update) -> None:
         now = time.perf_counter()
-        self.rows.append({"update": now - self.began, **PARTS})
+        self.totals.append(now - self.last_update)
+        self.parts.append(dict(PARTS))
         PARTS.clear()
-        self.began = now
+        self.last_update = now
 
     def on_end(self) -> None:
-        rows = self.rows[1:]  # the first includes the self-test
-        parts = {name: median(row[name] for row in rows) for name in rows[0]}
-        overheads = [1 - sum(v for k, v in row.items() if k != "update") / row["update"] for row in rows]
-        print(f"\n{len(rows)} updates, medians: " + ", ".join(f"{k} {v:.4f} s" for k, v in parts.items()))
+        totals, parts = self.totals[1:], self.parts[1:]  # the first update includes the self-test
+        overheads = [1 - sum(part.values()) / total for total, part in zip(totals, parts, strict=True)]
+        medians = {"update": median(totals)} | {name: median(part[name] for part in parts) for name in parts[0]}
+        print(f"\n{len(totals)} updates, medians: " + ", ".join(f"{k} {v:.4f} s" for k, v in medians.items()))
         print(f"outside forward, backward and optimizer: {median(overheads):.3%} (worst {max(overheads):.3%})")
 
 

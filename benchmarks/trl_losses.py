@@ -3,8 +3,9 @@
     python -m venv .trl && .trl/bin/pip install torch==2.13.0 trl==1.16.0
     .trl/bin/python -m benchmarks.trl_losses > tests/golden/trl_losses.json
 
-Needs nothing of ours. TRL's trainers compute the losses between a model's forward and their metrics, so their methods
-get a model that returns these log-probabilities, and only the trainer's attributes that they need.
+Imports nothing of this project. TRL computes a loss inside a method of its trainer, between the model's forward pass
+and the metrics. So the method is called with a stand-in for the trainer, which has only the attributes that the method
+needs, and a model that returns the given log-probabilities.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from trl import DPOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-LENGTHS = ((3, 5), (4, 1), (2, 2), (6, 3), (1, 7))  # tokens of chosen and rejected
-T = max(map(max, LENGTHS))
+LENGTHS = ((3, 5), (4, 1), (2, 2), (6, 3), (1, 7))  # tokens of chosen and rejected, for each pair
+T = max(max(lengths) for lengths in LENGTHS)
 SIDES = ("chosen", "rejected")
 
 
@@ -31,25 +32,29 @@ def draw() -> dict[str, Any]:
     """Draw log-probabilities of tokens, and log sum_v pi(v)^2 of the policy."""
     generator = torch.Generator().manual_seed(0)
 
-    def tokens(n: int, low: float, high: float) -> list[float]:
+    def draw_uniform(n: int, low: float, high: float) -> list[float]:
         return [round(x, 3) for x in (low + (high - low) * torch.rand(n, generator=generator)).tolist()]
 
     pairs = []
     for lengths in LENGTHS:
         pair = {}
         for side, n in zip(SIDES, lengths, strict=True):
-            policy = tokens(n, -4, -0.1)
+            policy = draw_uniform(n, -4, -0.1)
+            log_ratios = draw_uniform(n, -0.9, 0.7)
             pair[side] = {
                 "policy": policy,
-                "reference": [round(p + d, 3) for p, d in zip(policy, tokens(n, -0.9, 0.7), strict=True)],
-                "squares": tokens(n, -3, -0.2),
+                "reference": [round(p + r, 3) for p, r in zip(policy, log_ratios, strict=True)],
+                "squares": draw_uniform(n, -3, -0.2),
             }
         pairs.append(pair)
     return {"pairs": pairs}
 
 
 def table(pairs: list[dict], kind: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Values of each token, (2 * pairs, T): chosen, then rejected."""
+    """Make a table of each token's value, (2 * pairs, T).
+
+    The rows are the chosen responses, then the rejected ones.
+    """
     rows = [pair[side][kind] for side in SIDES for pair in pairs]
     return torch.tensor([row + [0.0] * (T - len(row)) for row in rows], dtype=dtype)
 
@@ -67,15 +72,16 @@ class Model:
     training, is_gradient_checkpointing = True, False
 
     def __init__(self, log_probs: torch.Tensor, squares: torch.Tensor) -> None:
-        none = torch.zeros_like(log_probs)
-        others = {"entropy": none, "mean_logits": none, "is_top1": none.bool()}
-        self.outputs = SimpleNamespace(log_probs=log_probs, log_sum_sq_probs=squares, **others)
+        zeros = torch.zeros_like(log_probs)
+        for_metrics = {"entropy": zeros, "mean_logits": zeros, "is_top1": zeros.bool()}
+        self.outputs = SimpleNamespace(log_probs=log_probs, log_sum_sq_probs=squares, **for_metrics)
 
     def __call__(self, **_: Any) -> SimpleNamespace:
         return self.outputs
 
 
 def dpo(pairs: list[dict], log_probs: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Compute a loss of DPOTrainer; `options` are those of DPOConfig."""
     reference, squares = (table(pairs, kind, log_probs.dtype) for kind in ("reference", "squares"))
     mask = torch.tensor([[0] + [1] * n + [0] * (T - n) for n in count_tokens(pairs)])  # one token of prompt
     tau = options.pop("discopop_tau", 0.05)
@@ -103,24 +109,24 @@ def dpo(pairs: list[dict], log_probs: torch.Tensor, **options: Any) -> torch.Ten
     return DPOTrainer._compute_loss(trainer, trainer.model, inputs, return_outputs=False)
 
 
-def cpo(pairs: list[dict], log_probs: torch.Tensor, *, of: str, **options: Any) -> torch.Tensor:
-    """CPO's losses of sums or means of log-probabilities, or of log-ratios.
+def cpo(pairs: list[dict], log_probs: torch.Tensor, *, kind: str, **options: Any) -> torch.Tensor:
+    """Compute CPO's loss of a kind of scores: sums, means or log-ratios.
 
     TRL's DPO trainer ignores `label_smoothing` under `sigmoid`; CPO's, which has the same formula, uses it.
     """
     scores = log_probs.sum(1)
-    if of == "means":
+    if kind == "means":
         scores = scores / torch.tensor(count_tokens(pairs))
-    elif of == "log-ratios":
+    elif kind == "log-ratios":
         scores = scores - table(pairs, "reference").sum(1)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), alpha=0.0, **options)
     return CPOTrainer.cpo_loss(trainer, *scores.chunk(2))[0].mean()
 
 
 def orpo(pairs: list[dict], log_probs: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """ORPO with our SFT term, on the response alone.
+    """Compute ORPO's loss with our SFT term, on the response alone.
 
-    TRL's term includes the prompt, and is a mean over the batch.
+    TRL's SFT term includes the prompt, and is a mean over the batch.
     """
     chosen, rejected = (log_probs.sum(1) / torch.tensor(count_tokens(pairs))).chunk(2)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), beta=beta)
@@ -133,8 +139,9 @@ CASES: list[tuple[dict, partial]] = []
 F_ALPHA = 0.3
 
 
-def case(ours: dict[str, Any], *loss_types: str, **options: Any) -> None:
-    CASES.append((ours, partial(dpo, beta=ours["beta"], loss_types=loss_types, **options)))
+def case(our_config: dict[str, Any], *loss_types: str, **options: Any) -> None:
+    """Add a case of DPOTrainer."""
+    CASES.append((our_config, partial(dpo, beta=our_config["beta"], loss_types=loss_types, **options)))
 
 
 case({"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}, "sigmoid")
@@ -153,27 +160,31 @@ for name in ("aot", "aot_unpaired"):
     for smoothing in (0, 0.1):
         case({"name": name, "beta": 0.3, "label_smoothing": smoothing}, name, label_smoothing=smoothing)
 for smoothing, free in ((0.1, False), (0.3, True)):
-    ours = {"name": "dpo", "beta": 0.3, "label_smoothing": smoothing, "reference_free": free}
+    our_config = {"name": "dpo", "beta": 0.3, "label_smoothing": smoothing, "reference_free": free}
     options = {"loss_type": "sigmoid", "beta": 0.3, "label_smoothing": smoothing}
-    CASES.append((ours, partial(cpo, of="sums" if free else "log-ratios", **options)))
+    CASES.append((our_config, partial(cpo, kind="sums" if free else "log-ratios", **options)))
 for name, loss_type in (("dpo_norm", "sigmoid_norm"), ("hinge", "hinge"), ("discopop", "discopop")):
-    own = {"tau": 0.05} if name == "discopop" else {}
-    for divergence, theirs in (("forward_kl", "forward_kl"), ("js", "js_divergence"), ("alpha", "alpha_divergence")):
-        ours = {"name": name, "beta": 0.3, **own, "f_divergence": divergence, "f_alpha": F_ALPHA}
-        case(ours, loss_type, f_divergence_type=theirs, f_alpha_divergence_coef=1 - F_ALPHA)
+    tau = {"tau": 0.05} if name == "discopop" else {}
+    for divergence, trl_divergence in (
+        ("forward_kl", "forward_kl"),
+        ("js", "js_divergence"),
+        ("alpha", "alpha_divergence"),
+    ):
+        our_config = {"name": name, "beta": 0.3, **tau, "f_divergence": divergence, "f_alpha": F_ALPHA}
+        case(our_config, loss_type, f_divergence_type=trl_divergence, f_alpha_divergence_coef=1 - F_ALPHA)
 NORM = {"name": "dpo_norm", "beta": 0.3}
 case({**NORM, "sft_weight": 0.2}, "sigmoid_norm", "sft", loss_weights=[1.0, 0.2])
 case({**NORM, "wpo": True}, "sigmoid_norm", use_weighting=True)  # with hinge TRL 1.16's backward fails
 case({**NORM, "ld_alpha": 0.4}, "sigmoid_norm", ld_alpha=0.4)
 SIMPO = {"loss_type": "simpo", "simpo_gamma": 0.8, "beta": 2.5, "label_smoothing": 0.0}
-CASES.append(({"name": "simpo", "beta": 2.5, "gamma": 0.8}, partial(cpo, of="means", **SIMPO)))
+CASES.append(({"name": "simpo", "beta": 2.5, "gamma": 0.8}, partial(cpo, kind="means", **SIMPO)))
 CASES.append(({"name": "orpo", "beta": 0.2}, partial(orpo, beta=0.2)))
 
 
-def measure(ours: dict[str, Any], loss: partial, pairs: list[dict]) -> dict[str, Any]:
-    """Mean loss of a batch, and its gradient at first tokens."""
-    # float32 is the only dtype that TRL clamps
-    dtype = torch.float32 if "f_divergence" in ours else torch.float64
+def measure(our_config: dict[str, Any], loss: partial, pairs: list[dict]) -> dict[str, Any]:
+    """Measure a batch's mean loss, and its gradient at first tokens."""
+    # under an f-divergence TRL clamps tensors, but only those in float32
+    dtype = torch.float32 if "f_divergence" in our_config else torch.float64
     log_probs = table(pairs, "policy", dtype).requires_grad_()
     value = loss(pairs, log_probs)
     value.backward()
@@ -183,9 +194,9 @@ def measure(ours: dict[str, Any], loss: partial, pairs: list[dict]) -> dict[str,
 def main() -> None:
     inputs = draw()
     results = []
-    for ours, loss in CASES:
-        each = [measure(ours, loss, [pair]) for pair in inputs["pairs"]]
-        results.append({"config": ours, "each": each, "together": measure(ours, loss, inputs["pairs"])})
+    for our_config, loss in CASES:
+        each = [measure(our_config, loss, [pair]) for pair in inputs["pairs"]]
+        results.append({"config": our_config, "each": each, "together": measure(our_config, loss, inputs["pairs"])})
     made_by = {"trl": trl.__version__, "torch": torch.__version__}
     json.dump({"made_by": made_by, **inputs, "results": results}, sys.stdout)
     print()

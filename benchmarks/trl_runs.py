@@ -1,10 +1,11 @@
-"""TRL's DPOTrainer on the rows in FOLDER, for `benchmarks.compare` and `benchmarks.hh_smollm2`.
+"""TRL's DPOTrainer on given pairs, as our trainer runs.
 
-Both run this with the Python of TRL's environment, so it imports nothing of ours. FOLDER has `train.json`, perhaps
-`test.json`, and `settings.json`: the model, and arguments of DPOConfig. The rows are in our order, with RMSprop, our
-clipping and our warm-up. Prints a line of JSON: seconds and loss of each update but the first, and the peak memory.
+`benchmarks.compare` and `benchmarks.hh_smollm2` run `python -m benchmarks.trl_runs FOLDER` with the Python of TRL's
+environment, so this imports nothing of the project. FOLDER has `train.json`, perhaps `test.json`, and `settings.json`
+with the model and arguments of DPOConfig. TRL trains on the rows in their order, with RMSprop, our clipping and our
+warm-up. Prints a line of JSON: seconds and loss of each update but the first, and the peak memory.
 
-With test rows a stopped run continues from its last checkpoint, and FOLDER gets the policy in `hf`, and in `trl.json`
+With `test.json` a stopped run continues from its last checkpoint. FOLDER then gets the policy in `hf`, and `trl.json`:
 the margin of each training pair before its update, the seconds of each update, and TRL's evaluation of the test rows.
 """
 
@@ -93,17 +94,20 @@ def main(folder: Path) -> None:
         callbacks=[watch],
     )
     trainer.watch = watch
-    begun = "test" in rows and Path(config.output_dir).is_dir()
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(config.output_dir) if begun else None)
+    was_stopped = "test" in rows and Path(config.output_dir).is_dir()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(config.output_dir) if was_stopped else None)
     updates = [line for line in trainer.state.log_history if "margins" in line]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
     if "test" in rows:
-        margins, seconds = [m for line in updates for m in line["margins"]], [line["seconds"] for line in updates]
-        found = {"margins": margins, "seconds": seconds, "evaluation": trainer.evaluate()}
+        results = {
+            "margins": [margin for line in updates for margin in line["margins"]],
+            "seconds": [line["seconds"] for line in updates],
+            "evaluation": trainer.evaluate(),
+        }
         trainer.save_model(str(folder / "hf"))
-        (folder / "trl.json").write_text(json.dumps(found, indent=1))
+        (folder / "trl.json").write_text(json.dumps(results, indent=1))
     timed = [{key: line[key] for key in ("seconds", "loss")} for line in updates[1:]]
     pairs = config.per_device_train_batch_size * config.gradient_accumulation_steps
     print(f"\n{json.dumps({'rows': timed, 'pairs': pairs, 'memory_gb': peak / 1e9})}")

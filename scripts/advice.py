@@ -1,8 +1,7 @@
-"""Recommendation for training on given GPUs or the CPU."""
+"""Recommendation of settings to train with, on given GPUs or the CPU."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -11,13 +10,14 @@ from typing import NamedTuple
 
 
 class Model(NamedTuple):
-    """Parameters, and bytes that a pair's forward keeps for its backward.
+    """Number of parameters, and bytes of the activations of a pair.
 
-    A pair is 2 rows of 512 tokens. The bytes were counted with fake tensors, as `dry_run=true` counts them.
+    A pair is 2 rows of 512 tokens. The bytes are those that its forward pass keeps for its backward pass. They were
+    counted with fake tensors, as `dry_run=true` counts them.
     """
 
-    parameters: float
-    kept: tuple[float, float]  # in bfloat16, in float32
+    n_parameters: float
+    activations: tuple[float, float]  # in bfloat16, in float32
     checkpointed: tuple[float, float]  # the same with activation checkpointing
 
 
@@ -32,20 +32,21 @@ MODELS = {  # the smallest first
     "llama3.1-8b": Model(8.030e9, (8.33e9, 13.99e9), (1.88e9, 2.08e9)),
     "qwen3-8b-base": Model(8.191e9, (9.98e9, 16.10e9), (2.17e9, 2.35e9)),
 }
-STATE = 4 + 4 + 4 + 2  # bytes per parameter: float32 weights, gradients and RMSprop state, 16-bit reference
-ADAPTER = 0.2  # bytes per parameter of its base: of rank 16, in float32, with gradients and RMSprop state
+# bytes per parameter
+STATE = 4 + 4 + 4 + 2  # float32 weights, gradients and RMSprop state, 16-bit reference
+ADAPTER = 0.2  # per parameter of the base: an adapter of rank 16, in float32, with gradients and RMSprop state
+QUANTIZED = 0.52  # a parameter that lora=qlora quantizes, with its scales
 NOT_QUANTIZED = 0.13  # share of parameters that lora=qlora does not quantize: embeddings and head of an 8B model
-QUANTIZED = 0.52  # bytes of each quantized parameter, with scales
 
 
 class Gpu(NamedTuple):
-    """A GPU, with memory in bytes, and the `error` of its matmul."""
+    """A GPU, as a probe found it."""
 
     name: str
-    total: int
+    total: int  # bytes of memory
     free: int
-    bf16: bool
-    error: str | None = None
+    bf16: bool  # supports bfloat16
+    error: str | None = None  # of a matrix product
 
 
 class Advice(NamedTuple):
@@ -64,40 +65,34 @@ def gb(n_bytes: float) -> str:
 
 
 def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") -> Advice:
-    """Recommend how to train `model`, or the largest that fits."""
-    usable = 0.9 * min((g.total for g in gpus), default=memory)  # `memory` is the host's
-    dtype = "bfloat16" if gpus and all(g.bf16 for g in gpus) else "float32"
-    names = [*MODELS][: [*MODELS].index(model) + 1]
-    # the largest model comes first, each without and with activation checkpointing
-    for name, checkpointing in itertools.product(reversed(names) if gpus else (), (False, True)):
-        chosen = MODELS[name]
-        in_bfloat16, in_float32 = chosen.checkpointed if checkpointing else chosen.kept
-        pair_bytes = in_bfloat16 if dtype == "bfloat16" else in_float32
-        state_bytes = STATE * chosen.parameters / len(gpus)
-        free_bytes = usable - state_bytes  # for activations
-        if free_bytes >= pair_bytes:
-            break
-    else:
-        return recommend_small_model(usable, n_gpus=len(gpus))
+    """Recommend how to train `model`, or the largest that fits.
+
+    `memory` is the host's, in bytes.
+    """
+    usable_bytes = 0.9 * min((gpu.total for gpu in gpus), default=memory)
+    dtype = "bfloat16" if gpus and all(gpu.bf16 for gpu in gpus) else "float32"
+    fit = find_fit(model, usable_bytes, n_gpus=len(gpus), dtype=dtype) if gpus else None
+    if fit is None:
+        return recommend_small_model(usable_bytes, n_gpus=len(gpus))
 
     # a power of 2, and at most a batch of about 64 on all GPUs together
-    examples = 2 ** int(math.log2(min(free_bytes / pair_bytes, max(1, 64 // len(gpus)))))
+    examples = 2 ** int(math.log2(min(fit.free_bytes / fit.pair_bytes, max(1, 64 // len(gpus)))))
     reasons = [
         f"weights 4, gradients 4 and RMSprop state 4 bytes per parameter in float32, reference 2 in 16 bits: "
-        f"{gb(state_bytes)} of each GPU's {gb(usable)} (90 %), {gb(free_bytes)} remain for activations",
-        f"{gb(pair_bytes)} for a pair of 2 x 512 tokens{', checkpointed' if checkpointing else ''}: "
+        f"{gb(fit.state_bytes)} of each GPU's {gb(usable_bytes)} (90 %), {gb(fit.free_bytes)} remain for activations",
+        f"{gb(fit.pair_bytes)} for a pair of 2 x 512 tokens{', checkpointed' if fit.checkpointing else ''}: "
         f"{examples} per GPU per microbatch (calculated, not measured; SFT needs less)",
     ]
-    if name != model:
-        lacking = f"{gb(STATE * MODELS[model].parameters / len(gpus))} per GPU plus activations"
-        reasons.insert(0, f"model={model} needs {lacking}; {name} is the largest that fits")
+    if fit.model != model:
+        needed = f"{gb(STATE * MODELS[model].n_parameters / len(gpus))} per GPU plus activations"
+        reasons.insert(0, f"model={model} needs {needed}; {fit.model} is the largest that fits")
     if len(gpus) > 1:
         reasons.append("use TensorParallelTrainer only if one example does not fit a GPU: it shards activations too")
-    reasons.append(recommend_adapters(usable, n_gpus=len(gpus), dtype=dtype))
+    reasons.append(recommend_adapters(usable_bytes, n_gpus=len(gpus), dtype=dtype))
     # on one GPU FSDPTrainer shards nothing but has mixed precision, unlike BasicTrainer
     trainer = "FSDPTrainer" if len(gpus) > 1 or dtype == "bfloat16" else "BasicTrainer"
     # rank 0 loads one model at a time, the policy in float32; 4 GB are for everything else
-    loading_bytes = 4 * chosen.parameters + 4e9
+    loading_bytes = 4 * MODELS[fit.model].n_parameters + 4e9
     if trainer == "FSDPTrainer" and memory < loading_bytes:
         needed = f"{gb(loading_bytes)} of host memory to load the weights"
         reasons.append(f"rank 0 needs {needed}; this host has {gb(memory)}")
@@ -106,20 +101,49 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
     microbatch = len(gpus) * examples
     accumulation = max(1, 64 // microbatch)
     command = (
-        f"python train.py loss=sft model={name} datasets=[hh] exp_name=hh_sft trainer={trainer}"
+        f"python train.py loss=sft model={fit.model} datasets=[hh] exp_name=hh_sft trainer={trainer}"
         f"{' model.fsdp_policy_mp=bfloat16' if dtype == 'bfloat16' else ''}"
-        f"{' activation_checkpointing=true' if checkpointing else ''}"
+        f"{' activation_checkpointing=true' if fit.checkpointing else ''}"
         f" batch_size={microbatch * accumulation} gradient_accumulation_steps={accumulation}"
         f" eval_batch_size={microbatch}"
     )
-    return Advice(trainer, name, dtype, examples, command, reasons)
+    return Advice(trainer, fit.model, dtype, examples, command, reasons)
 
 
-def recommend_small_model(usable: float, *, n_gpus: int) -> Advice:
+class Fit(NamedTuple):
+    """A model that fits, and its bytes on each GPU."""
+
+    model: str
+    checkpointing: bool
+    state_bytes: float
+    free_bytes: float  # for activations
+    pair_bytes: float  # of a pair's activations
+
+
+def find_fit(model: str, usable_bytes: float, *, n_gpus: int, dtype: str) -> Fit | None:
+    """Find the largest model, up to `model`, that fits; None without one.
+
+    Activation checkpointing is tried before a smaller model.
+    """
+    names = list(MODELS)
+    for name in reversed(names[: names.index(model) + 1]):
+        for checkpointing in (False, True):
+            in_bfloat16, in_float32 = MODELS[name].checkpointed if checkpointing else MODELS[name].activations
+            pair_bytes = in_bfloat16 if dtype == "bfloat16" else in_float32
+            state_bytes = STATE * MODELS[name].n_parameters / n_gpus
+            free_bytes = usable_bytes - state_bytes
+            if free_bytes >= pair_bytes:
+                return Fit(name, checkpointing, state_bytes, free_bytes, pair_bytes)
+    return None
+
+
+def recommend_small_model(usable_bytes: float, *, n_gpus: int) -> Advice:
+    """Recommend a tiny model where none of `MODELS` fits."""
+    millions = usable_bytes / 2 / STATE / 1e6
     reasons = [
-        f"{'the GPUs are small' if n_gpus else 'no GPU'}: models of up to about {usable / 2 / STATE / 1e6:.0f} million "
+        f"{'the GPUs are small' if n_gpus else 'no GPU'}: models of up to about {millions:.0f} million "
         f"parameters fit ({STATE} bytes each, and as much for activations, in 90 % of the memory)",
-        recommend_adapters(usable, n_gpus=n_gpus),
+        recommend_adapters(usable_bytes, n_gpus=n_gpus),
     ]
     if not n_gpus:
         reasons.append("trainer=FSDPTrainer world_size=2 tries the sharded code, in two processes")
@@ -128,19 +152,23 @@ def recommend_small_model(usable: float, *, n_gpus: int) -> Advice:
     return Advice("BasicTrainer", "demo", "float32", None, f"{command} batch_size=32 wandb.enabled=false", reasons)
 
 
-def recommend_adapters(usable: float, *, n_gpus: int, dtype: str = "float32") -> str:
-    """Say how large an adapter's base may be, beside equal activations."""
-    width = 2 if dtype == "bfloat16" else 4
+def recommend_adapters(usable_bytes: float, *, n_gpus: int, dtype: str = "float32") -> str:
+    """Say how large an adapter's base may be.
+
+    Half of the memory is left for activations.
+    """
+    width = 2 if dtype == "bfloat16" else 4  # bytes of a parameter that is not quantized
     dtype_setting = " model.policy_dtype=bfloat16" if dtype == "bfloat16" else ""
+    quantized_width = (1 - NOT_QUANTIZED) * QUANTIZED + NOT_QUANTIZED * width
     options = []
-    for name, base_bytes, shards in (  # bytes per parameter of the frozen base
+    for name, base_bytes, n_shards in (
         ("lora", width, max(1, n_gpus)),
-        ("qlora", (1 - NOT_QUANTIZED) * QUANTIZED + NOT_QUANTIZED * width, 1),  # every process holds a whole 4-bit base
+        ("qlora", quantized_width, 1),  # every process holds a complete 4-bit base
     ):
-        n_bytes = base_bytes + ADAPTER
-        billions = usable / 2 * shards / n_bytes / 1e9
+        bytes_per_parameter = base_bytes + ADAPTER
+        billions = usable_bytes / 2 * n_shards / bytes_per_parameter / 1e9
         rounded = float(f"{billions:.2g}")  # to two digits
-        options.append(f"lora={name}{dtype_setting} takes {n_bytes:.1f}, so up to about {rounded:g}")
+        options.append(f"lora={name}{dtype_setting} takes {bytes_per_parameter:.1f}, so up to about {rounded:g}")
     install = "" if find_spec("bitsandbytes") else ", after pip install bitsandbytes"
     return (
         f"adapters need fewer bytes per parameter, as the frozen base is the reference too, and fit larger models "
@@ -149,7 +177,10 @@ def recommend_adapters(usable: float, *, n_gpus: int, dtype: str = "float32") ->
 
 
 def recommend_autocast(cpuinfo: str) -> str:
-    """Say whether this CPU computes products in bfloat16."""
+    """Say whether a CPU computes matrix products in bfloat16.
+
+    `cpuinfo` is the content of /proc/cpuinfo.
+    """
     flags = {"avx512_bf16", "amx_bf16"} & {*cpuinfo.split()}
     if flags:
         return f"model.autocast=bfloat16 may be faster for a larger model: the CPU has {' and '.join(sorted(flags))}"

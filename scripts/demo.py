@@ -1,4 +1,4 @@
-"""`make demo`: SFT, then DPO, of a small model on synthetic dialogues.
+"""The command of `make demo`: SFT, then DPO, on synthetic dialogues.
 
     python -m scripts.demo [--seed N | --seeds K] [--picture FILE.png]
 
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
     before: Shares  # after SFT, before DPO
     after: Shares
     losses: tuple[float, float]  # SFT's first and last
-    accuracies: tuple[float, float]  # of rewards, at DPO's first evaluation and its last
+    accuracies: tuple[float, float]  # reward accuracy at DPO's first and last evaluation
 
 
 def find_directory(seed: int) -> Path:
@@ -96,30 +96,30 @@ def run_stage(name: str, seed: int) -> None:
     print(f"\n{name} took {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def read(run_dir: Path, file: str) -> list[dict]:
+def read_lines(run_dir: Path, file: str) -> list[dict]:
     return [json.loads(line) for line in (run_dir / file).read_text(encoding="utf-8").splitlines()]
 
 
-def collect_samples(run_dir: Path, end: int) -> list[tuple[str, str]]:
-    """Prompts and responses of the first (0) or last (-1) evaluation."""
-    samples = read(run_dir, "samples.jsonl")
-    examples = sorted({sample["examples"] for sample in samples})[end]
-    return [(sample["prompt"], sample["policy"]) for sample in samples if sample["examples"] == examples]
+def read_samples(run_dir: Path, evaluation: int) -> list[tuple[str, str]]:
+    """Read prompts and responses of the first (0) or last (-1) evaluation."""
+    samples = read_lines(run_dir, "samples.jsonl")
+    n_examples = sorted({sample["examples"] for sample in samples})[evaluation]
+    return [(sample["prompt"], sample["policy"]) for sample in samples if sample["examples"] == n_examples]
 
 
 def read_evaluations(run_dir: Path) -> list[dict]:
-    return [line for line in read(run_dir, "metrics.jsonl") if line["split"] == "eval"]
+    return [line for line in read_lines(run_dir, "metrics.jsonl") if line["split"] == "eval"]
 
 
 def read_outcome(seed: int) -> Outcome:
-    sft, dpo = (find_directory(seed) / name for name in STAGES)
+    sft, dpo = (find_directory(seed) / stage for stage in STAGES)
     losses = [line["loss/eval"] for line in read_evaluations(sft)]
     accuracies = [line["rewards_eval/accuracies"] for line in read_evaluations(dpo)]
     return Outcome(
         seed,
-        untrained=judge(collect_samples(sft, 0)),
-        before=judge(collect_samples(dpo, 0)),
-        after=judge(collect_samples(dpo, -1)),
+        untrained=judge(read_samples(sft, 0)),
+        before=judge(read_samples(dpo, 0)),
+        after=judge(read_samples(dpo, -1)),
         losses=(losses[0], losses[-1]),
         accuracies=(accuracies[0], accuracies[-1]),
     )
@@ -128,60 +128,61 @@ def read_outcome(seed: int) -> Outcome:
 def print_samples(seed: int) -> None:
     run_dir = find_directory(seed) / "dpo"
     print("\nResponses to prompts that the model was not trained on:\n")
-    before, after = collect_samples(run_dir, 0), collect_samples(run_dir, -1)
-    for (prompt, old), (_, new) in zip(before[:4], after[:4], strict=True):
-        print(f"  asked      {prompt.split('Human:')[-1].split('Assistant:')[0].strip()}")
-        print(f"  after SFT  {old.strip()}")
-        print(f"  after DPO  {new.strip()}\n")
+    after_sft, after_dpo = read_samples(run_dir, 0), read_samples(run_dir, -1)
+    for (prompt, sft_response), (_, dpo_response) in zip(after_sft[:4], after_dpo[:4], strict=True):
+        question = prompt.split("Human:")[-1].split("Assistant:")[0]
+        print(f"  asked      {question.strip()}")
+        print(f"  after SFT  {sft_response.strip()}")
+        print(f"  after DPO  {dpo_response.strip()}\n")
 
 
 def print_table(outcomes: Sequence[Outcome]) -> None:
     print("held out          SFT loss   reward accuracy   courteous     curt   broken   another thing")
     for outcome in outcomes:
         seed = f", seed {outcome.seed}" if len(outcomes) > 1 else ""
-        first, last = (f"{loss:.1f}" for loss in outcome.losses)
-        tied, ranked = (f"{accuracy:.2f}" for accuracy in outcome.accuracies)
+        first_loss, last_loss = (f"{loss:.1f}" for loss in outcome.losses)
+        first_accuracy, last_accuracy = (f"{accuracy:.2f}" for accuracy in outcome.accuracies)
         for name, loss, accuracy, shares in (
-            ("untrained", first, "", outcome.untrained),
-            ("after SFT", last, tied, outcome.before),
-            ("after DPO", "", ranked, outcome.after),
+            ("untrained", first_loss, "", outcome.untrained),
+            ("after SFT", last_loss, first_accuracy, outcome.before),
+            ("after DPO", "", last_accuracy, outcome.after),
         ):
             print(
                 f"{name + seed:<17} {loss:>8}   {accuracy:>15}   {shares.courteous:>9.1%} {shares.curt:>8.1%} "
                 f"{shares.broken:>8.1%} {shares.mistaken:>15.1%}"
             )
     print("\nBroken: no sentence that the data could contain. Another thing: a sentence about what was not asked for.")
-    print("Reward accuracy before DPO is 0: policy and reference are the same model, and a tie counts as 0.")
+    print("Reward accuracy after SFT is 0: policy and reference are still the same model, and a tie counts as 0.")
 
 
-def write_page(outcomes: Sequence[Outcome], picture: Path | None) -> Path:
-    """Write the report of all runs, which the picture opens."""
+def write_page(outcomes: Sequence[Outcome], picture_file: Path | None) -> Path:
+    """Write the report of all runs, with the demo's picture on top."""
     from dpo.analysis.page import Lead, write_report  # matplotlib takes a second to import
     from scripts.demo_picture import ALT, describe, draw
 
-    light, dark = (draw([(o.before, o.after) for o in outcomes], dark=dark) for dark in (False, True))
-    if picture is not None:
-        picture.write_bytes(light)
-        picture.with_stem(f"{picture.stem}-dark").write_bytes(dark)
-    text = describe([(o.before, o.after) for o in outcomes])
-    lead = Lead("What DPO changed", light, dark, ALT, text)
-    seed = outcomes[0].seed if len(outcomes) == 1 else 0
-    runs = [find_directory(outcome.seed) / name for outcome in outcomes for name in STAGES]
+    changes = [(outcome.before, outcome.after) for outcome in outcomes]
+    light, dark = draw(changes, dark=False), draw(changes, dark=True)
+    if picture_file is not None:
+        picture_file.write_bytes(light)
+        picture_file.with_stem(f"{picture_file.stem}-dark").write_bytes(dark)
+    lead = Lead("What DPO changed", light, dark, ALT, describe(changes))
+    runs = [find_directory(outcome.seed) / stage for outcome in outcomes for stage in STAGES]
+    seed = outcomes[0].seed if len(outcomes) == 1 else 0  # several seeds have one report, beside seed 0
     return write_report(runs, find_directory(seed) / "report", lead=lead)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.demo", description=__doc__.split("\n")[0])
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--seed", type=int, default=0, metavar="N", help="seed of both runs (default: 0)")
-    which.add_argument("--seeds", type=int, metavar="K", help="run seeds 0 to K-1, one after the other")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="write the page's picture there, too")
-    asked = parser.parse_args(arguments)
-    if asked.seed < 0 or (asked.seeds is not None and asked.seeds < 1):
+    seed_options = parser.add_mutually_exclusive_group()
+    seed_options.add_argument("--seed", type=int, default=0, metavar="N", help="seed of both runs (default: 0)")
+    seed_options.add_argument("--seeds", type=int, metavar="K", help="run seeds 0 to K-1, one after the other")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="also write the page's picture to this file")
+    options = parser.parse_args(arguments)
+    if options.seed < 0 or (options.seeds is not None and options.seeds < 1):
         parser.error("--seed must be at least 0, --seeds at least 1")
-    if asked.picture is not None and (asked.picture.suffix != ".png" or not asked.picture.parent.is_dir()):
-        parser.error(f"--picture {asked.picture} must end in .png, in a directory that exists")
-    seeds = [asked.seed] if asked.seeds is None else range(asked.seeds)
+    if options.picture is not None and (options.picture.suffix != ".png" or not options.picture.parent.is_dir()):
+        parser.error(f"--picture {options.picture} must end in .png, in a directory that exists")
+    seeds = [options.seed] if options.seeds is None else range(options.seeds)
     for seed in seeds:
         for stage in STAGES:
             run_stage(stage, seed)
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_samples(seeds[0])
     print_table(outcomes)
     try:
-        page = write_page(outcomes, asked.picture)
+        page = write_page(outcomes, options.picture)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

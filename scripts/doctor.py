@@ -6,7 +6,7 @@
 
 Exit status 1 if there is a problem, else 0. Changes nothing, and uses the network only to see whether the Hugging Face
 Hub answers. Probes that may hang or crash (devices, all-reduce, optional packages) run in child processes with a time
-limit. torch is imported only where needed, so that there is a report even without it.
+limit. torch is imported only where it is needed: without torch there is still a report.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from dpo.system.host import host_memory
 from scripts.advice import MODELS, Advice, Gpu, gb, recommend
 
 ROOT = Path(__file__).resolve().parents[1]
-HUB_LIMIT = 5  # seconds
-START_LIMIT = 60  # seconds for imports and devices
-REDUCE_LIMIT = 150  # seconds for an all-reduce; NCCL starts slowly on 8 GPUs
+# seconds after which a child process is killed
+HUB_LIMIT = 5
+START_LIMIT = 60  # imports and devices
+REDUCE_LIMIT = 150  # an all-reduce: NCCL starts slowly on 8 GPUs
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-FIXES = {
+FIXES = {  # what to do, by the name of the check
     "software": "pip install -r requirements.txt",
     "gpu": "expect CUDA out of memory: nvidia-smi shows which process holds the memory that is not free; end that "
     "process, or list the other GPUs in CUDA_VISIBLE_DEVICES",
@@ -72,8 +73,10 @@ BACKENDS = {  # optional package: the setting that needs it, the command that in
 
 
 class Finding(NamedTuple):
+    """Result of a check."""
+
     check: str
-    level: str
+    level: str  # OK, WARNING or PROBLEM
     text: str
     fix: str | None = None
 
@@ -90,16 +93,22 @@ def judge(check: str, text: str, value: float, *, ok: float = 1, warning: float 
 def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Finding]:
     """Compare installed packages with the tested ones.
 
-    A missing one is a problem, another major version a warning.
+    A missing package is a problem, another major version a warning.
     """
-    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", requirements.read_text(encoding="utf-8"), re.M))
-    pinned = {name: version for name, version in pinned.items() if name.replace("-", "_") not in BACKENDS}
-    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    pins = re.findall(r"^([\w.-]+)==(\S+)", requirements.read_text(encoding="utf-8"), re.M)
+    pinned = {name: version for name, version in pins if name.replace("-", "_") not in BACKENDS}
+    installed = {package.name: package.version for package in importlib.metadata.distributions()}
     if missing := [name for name in pinned if name not in installed]:
         return [Finding("software", PROBLEM, f"not installed: {', '.join(missing)}", FIXES["software"])]
-    tested = [f"{n} {v}" for n, v in pinned.items() if installed[n].split(".")[0] != v.split(".")[0]]  # another major
     text = ", ".join([f"python {platform.python_version()}", *(f"{name} {installed[name]}" for name in pinned)])
-    return [judge("software", f"{text}; the tests ran with {', '.join(tested)}" if tested else text, not tested)]
+    other_majors = [
+        f"{name} {version}"
+        for name, version in pinned.items()
+        if installed[name].split(".")[0] != version.split(".")[0]
+    ]
+    if other_majors:
+        text += f"; the tests ran with {', '.join(other_majors)}"
+    return [judge("software", text, not other_majors)]
 
 
 # --- probes, in child processes -------------------------------------------------------------------------------------
@@ -110,16 +119,21 @@ class ChildError(Exception):
 
 
 def ask(*command: str, limit: float = 10) -> str:
-    """Return a command's output, or raise ChildError.
+    """Run a command, and return its output. Raises ChildError.
 
-    The command and all its children have ended when this returns.
+    `limit` is in seconds. The command and its children have ended when this returns.
     """
     from dpo.system.redaction import redact
 
-    pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            command, cwd=ROOT, text=True, start_new_session=True, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe
+            command,
+            cwd=ROOT,
+            text=True,
+            start_new_session=True,  # a process group of its own, which is killed as a whole
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
     except OSError as error:
         raise ChildError(f"{command[0]} cannot be run") from error
@@ -139,7 +153,7 @@ def ask(*command: str, limit: float = 10) -> str:
 
 
 def run_probe(call: str, limit: float) -> Any:
-    """Call a probe in a child process; raises ChildError."""
+    """Evaluate a call of this module in a child process. Raises ChildError."""
     code = f"import json; from scripts.doctor import *; print(json.dumps({call}))"
     return json.loads(ask(sys.executable, "-c", code, limit=limit).splitlines()[-1])
 
@@ -148,19 +162,21 @@ def probe_devices() -> list[Gpu]:
     """Probe every visible GPU with small matrix products."""
     import torch
 
-    found = []
+    gpus = []
     for i in range(torch.cuda.device_count()):
         free, bf16, error = 0, False, None
         try:
             with torch.cuda.device(i):
-                free, bf16 = torch.cuda.mem_get_info()[0], torch.cuda.is_bf16_supported(including_emulation=False)
-            for dtype in (torch.float32, torch.bfloat16) if bf16 else (torch.float32,):
-                error = error or find_matmul_error(f"cuda:{i}", dtype)
+                free, _ = torch.cuda.mem_get_info()
+                bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            error = find_matmul_error(f"cuda:{i}", torch.float32)
+            if error is None and bf16:
+                error = find_matmul_error(f"cuda:{i}", torch.bfloat16)
         except RuntimeError as failure:  # out of memory, or a broken device: the other GPUs are still probed
             error = str(failure).split("\n")[0][:200]
         properties = torch.cuda.get_device_properties(i)
-        found.append(Gpu(properties.name, properties.total_memory, free, bf16, error))
-    return found
+        gpus.append(Gpu(properties.name, properties.total_memory, free, bf16, error))
+    return gpus
 
 
 def find_matmul_error(device: str, dtype: Any) -> str | None:
@@ -168,15 +184,15 @@ def find_matmul_error(device: str, dtype: Any) -> str | None:
     import torch
 
     left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)  # (512, 512) each
-    wanted = left.double() @ right.double()
-    got = (left.to(device) @ right.to(device)).double().cpu()
-    error = ((got - wanted).abs().max() / wanted.abs().max()).item()
+    exact = left.double() @ right.double()
+    computed = (left.to(device) @ right.to(device)).double().cpu()
+    error = ((computed - exact).abs().max() / exact.abs().max()).item()
     # 1 % allows the rounding of TF32; a NaN is not below 1 % either
     return None if error < 0.01 else f"a {dtype} product is off by {error:.1%}"
 
 
 def probe_all_reduce(backend: str, n: int) -> list[dict[str, float]]:
-    """Sum a tensor over `n` processes; results by rank."""
+    """Sum a tensor over `n` processes, and list their results by rank."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +201,10 @@ def probe_all_reduce(backend: str, n: int) -> list[dict[str, float]]:
 
 
 def all_reduce(rank: int, backend: str, n: int, folder: str) -> None:
-    """Write bytes, wrong elements and least seconds of 5 sums."""
+    """Sum a tensor over all ranks, five times.
+
+    Writes the tensor's bytes, the number of wrong elements and the seconds of the fastest sum to FOLDER/RANK.json.
+    """
     import torch
     import torch.distributed as dist
 
@@ -198,7 +217,8 @@ def all_reduce(rank: int, backend: str, n: int, folder: str) -> None:
     store = dist.FileStore(os.path.join(folder, "rendezvous"), n)
     device_id = device if on_gpu else None  # with a device NCCL connects now, not at the first collective
     dist.init_process_group(backend, store=store, rank=rank, world_size=n, device_id=device_id)
-    wrong, seconds = 0, []
+    expected = values * (n * (n + 1) / 2)  # the sum over ranks of `values * (rank + 1)`
+    n_wrong, seconds = 0, []
     for _ in range(5):
         summed = values * (rank + 1)
         dist.barrier()
@@ -206,10 +226,10 @@ def all_reduce(rank: int, backend: str, n: int, folder: str) -> None:
         dist.all_reduce(summed)
         summed[0].item()  # waits for the device
         seconds.append(time.perf_counter() - start)
-        wrong += int((summed != values * (n * (n + 1) / 2)).sum())
+        n_wrong += int((summed != expected).sum())
     dist.destroy_process_group()
-    found = {"bytes": values.numel() * 4, "wrong": wrong, "seconds": min(seconds)}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    result = {"bytes": values.numel() * 4, "wrong": n_wrong, "seconds": min(seconds)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
 
 
 @functools.cache
@@ -229,6 +249,7 @@ def visible_gpus() -> tuple[list[Gpu], str | None]:
 
 
 def check_gpu() -> list[Finding]:
+    """Check GPUs, driver, CUDA and NCCL."""
     import torch
 
     gpus, failure = visible_gpus()
@@ -238,42 +259,48 @@ def check_gpu() -> list[Finding]:
         driver = None
     if not gpus:
         return [judge_no_gpu(driver, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"), failure)]
-    nccl = torch.distributed.is_nccl_available()
-    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "missing"
-    text = f"driver {driver or 'unknown'}, CUDA {torch.version.cuda}, NCCL {version}"
-    return [*judge_gpus(gpus), judge("cuda", text, nccl, warning=1)]
+    has_nccl = torch.distributed.is_nccl_available()
+    nccl_version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "missing"
+    text = f"driver {driver or 'unknown'}, CUDA {torch.version.cuda}, NCCL {nccl_version}"
+    return [*judge_gpus(gpus), judge("cuda", text, has_nccl, warning=1)]
 
 
-def judge_no_gpu(driver: str | None, cuda: str | None, hidden: str | None, failure: str | None = None) -> Finding:
+def judge_no_gpu(driver: str | None, cuda: str | None, visible: str | None, failure: str | None = None) -> Finding:
     """Say why there is no GPU.
 
-    `cuda` is the CUDA version of torch's build, `hidden` CUDA_VISIBLE_DEVICES, `failure` the error of the query.
+    `cuda` is the CUDA version that torch was built for, `visible` the value of CUDA_VISIBLE_DEVICES, `failure` the
+    error of the query for GPUs.
     """
     if driver is None and failure is None:
         return Finding("gpu", OK, "none; runs use the CPU, which is enough for small models")
-    if cuda and hidden is not None and failure is None:
-        return Finding("gpu", WARNING, f"CUDA_VISIBLE_DEVICES={hidden} hides all GPUs", "unset it to use them")
-    seen = f"failed: {failure}" if failure else "sees no GPU"
-    text = f"driver {driver or 'unknown'}, but torch, built for {f'CUDA {cuda}' if cuda else 'the CPU'}, {seen}"
+    if cuda and visible is not None and failure is None:
+        fix = "unset CUDA_VISIBLE_DEVICES to use them"
+        return Finding("gpu", WARNING, f"CUDA_VISIBLE_DEVICES={visible} hides all GPUs", fix)
+    build = f"CUDA {cuda}" if cuda else "the CPU"
+    problem = f"failed: {failure}" if failure else "sees no GPU"
+    text = f"driver {driver or 'unknown'}, but torch, built for {build}, {problem}"
     fix = "install a torch build for this driver (pytorch.org/get-started/locally), or a newer driver"
     return Finding("gpu", PROBLEM, text, fix)
 
 
 def judge_gpus(gpus: Sequence[Gpu]) -> list[Finding]:
     """Judge memory, arithmetic and bfloat16."""
-    findings = [
-        judge("gpu", f"{i}: {g.name}, {gb(g.free)} of {gb(g.total)} free", g.free / g.total, ok=0.85, warning=0.5)
-        for i, g in enumerate(gpus)
-    ]
-    sick = "; ".join(f"GPU {i}: {g.error}" for i, g in enumerate(gpus) if g.error)
-    findings.append(judge("matmul", sick or "correct on every GPU, in every dtype it supports", not sick, warning=1))
-    old = ", ".join(str(i) for i, g in enumerate(gpus) if not g.bf16)
-    text = f"not supported by GPU {old}" if old else "supported by every GPU"
-    return [*findings, judge("bfloat16", text, not old)]
+    findings = []
+    for i, gpu in enumerate(gpus):
+        text = f"{i}: {gpu.name}, {gb(gpu.free)} of {gb(gpu.total)} free"
+        findings.append(judge("gpu", text, gpu.free / gpu.total, ok=0.85, warning=0.5))
+    errors = "; ".join(f"GPU {i}: {gpu.error}" for i, gpu in enumerate(gpus) if gpu.error)
+    text = errors or "correct on every GPU, in every dtype that it supports"
+    findings.append(judge("matmul", text, not errors, warning=1))
+    without_bf16 = ", ".join(str(i) for i, gpu in enumerate(gpus) if not gpu.bf16)
+    text = f"not supported by GPU {without_bf16}" if without_bf16 else "supported by every GPU"
+    findings.append(judge("bfloat16", text, not without_bf16))
+    return findings
 
 
 def check_all_reduce() -> list[Finding]:
-    n_gpus = len(visible_gpus()[0])
+    gpus, _ = visible_gpus()
+    n_gpus = len(gpus)
     backend, n = ("nccl", n_gpus) if n_gpus else ("gloo", 2)
     try:
         return [judge_all_reduce(run_probe(f"probe_all_reduce({backend!r}, {n})", REDUCE_LIMIT), backend)]
@@ -284,12 +311,14 @@ def check_all_reduce() -> list[Finding]:
 
 def judge_all_reduce(results: Sequence[Mapping[str, float]], backend: str) -> Finding:
     """Judge the sums of all ranks, and the speed of the slowest."""
-    size, seconds = results[0]["bytes"], max(r["seconds"] for r in results)
-    wrong = ", ".join(f"{r['wrong']:.0f} elements on rank {rank}" for rank, r in enumerate(results) if r["wrong"])
-    speed = f"{size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(size / seconds)}/s"
-    text = f"the sum is wrong in {wrong}" if wrong else f"correct, {speed}"
-    text = f"{backend} over {count(len(results), 'process', 'processes')}: {text}"
-    return judge("all-reduce", text, not wrong, warning=1, fix=FIXES[backend])
+    n_bytes, seconds = results[0]["bytes"], max(result["seconds"] for result in results)
+    errors = ", ".join(
+        f"{result['wrong']:.0f} elements on rank {rank}" for rank, result in enumerate(results) if result["wrong"]
+    )
+    speed = f"{n_bytes / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(n_bytes / seconds)}/s"
+    outcome = f"the sum is wrong in {errors}" if errors else f"correct, {speed}"
+    text = f"{backend} over {count(len(results), 'process', 'processes')}: {outcome}"
+    return judge("all-reduce", text, not errors, warning=1, fix=FIXES[backend])
 
 
 # --- checks of the host -----------------------------------------------------------------------------------------------
@@ -315,8 +344,8 @@ def check_disk() -> list[Finding]:
     from dpo.system.run_directory import get_local_dir
 
     config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text("utf-8"))
-    wanted = Path(get_local_dir(config["local_dirs"])).absolute()
-    folder = next(path for path in (wanted, *wanted.parents) if path.exists())
+    local_dir = Path(get_local_dir(config["local_dirs"])).absolute()
+    folder = next(path for path in (local_dir, *local_dir.parents) if path.exists())  # where runs will be made
     if not os.access(folder, os.W_OK | os.X_OK):
         return [Finding("disk", PROBLEM, f"{folder} is not writable", FIXES["disk"])]
     free = shutil.disk_usage(folder).free
@@ -331,24 +360,26 @@ def check_hub() -> list[Finding]:
     if constants.HF_HUB_OFFLINE:
         return [Finding("hub", OK, "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set: only local and cached files")]
     fetch = "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=4)"
-    try:  # in a child process, because DNS look-ups ignore our timeout
-        ask(sys.executable, "-P", "-c", fetch, f"{constants.ENDPOINT}/api/models?limit=1", limit=HUB_LIMIT)
+    url = f"{constants.ENDPOINT}/api/models?limit=1"
+    try:  # in a child process, because DNS look-ups ignore the timeout of urlopen
+        ask(sys.executable, "-P", "-c", fetch, url, limit=HUB_LIMIT)
         return [Finding("hub", OK, f"{host} answers")]
     except ChildError as error:
-        reason = re.sub(r"^[\w.]+: |<urlopen error |>$", "", str(error))
+        reason = re.sub(r"^[\w.]+: |<urlopen error |>$", "", str(error))  # without the exception's name
         return [Finding("hub", WARNING, f"{host}: {reason}", FIXES["hub"])]
 
 
 def check_wandb() -> list[Finding]:
     """Look for an API key of W&B, without showing or trying it."""
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc.split("@")[-1]
-    files = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
-    files = [os.path.expanduser(file) for file in files]
     if (mode := os.environ.get("WANDB_MODE")) in ("offline", "disabled"):
         return [Finding("wandb", OK, f"WANDB_MODE={mode}")]
     if os.environ.get("WANDB_API_KEY"):
         return [Finding("wandb", OK, "an API key is in the environment")]
-    for file in [file for file in files if os.path.exists(file)]:
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc.split("@")[-1]
+    files = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    for file in map(os.path.expanduser, files):
+        if not os.path.exists(file):
+            continue
         try:
             if netrc.netrc(file).authenticators(host):
                 return [Finding("wandb", OK, f"an API key for {host} is in {file}")]
@@ -390,14 +421,15 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
 
 
 def examine(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
-    """Run all checks; an exception in one becomes a finding."""
+    """Run all checks. An exception in a check becomes a finding."""
     findings = []
     for name, check in checks.items():
         try:
             findings += check()
         except Exception as error:
             text = f"could not be checked: {type(error).__name__}: {error}"
-            findings.append(Finding(name, PROBLEM, text, "if there is a software problem, fix that; else report this"))
+            fix = "if the check of software found a problem, fix that first; else report this as a bug"
+            findings.append(Finding(name, PROBLEM, text, fix))
     return findings
 
 
@@ -426,12 +458,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--model", choices=MODELS, default="pythia28", help="model to recommend for (%(default)s)")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     findings = examine(CHECKS)
-    gpus = visible_gpus()[0]
-    advice = recommend(gpus, memory=host_memory().total, model=arguments.model)
-    if arguments.json:
-        report = {"findings": [f._asdict() for f in findings], "recommendation": advice._asdict()}
+    gpus, _ = visible_gpus()
+    advice = recommend(gpus, memory=host_memory().total, model=options.model)
+    if options.json:
+        report = {"findings": [finding._asdict() for finding in findings], "recommendation": advice._asdict()}
         print(json.dumps(report, indent=2, allow_nan=False))
     else:
         print(format_report(findings, advice))

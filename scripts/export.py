@@ -1,12 +1,12 @@
 """Export a checkpoint as a model of transformers, with a model card.
 
     python -m scripts.export CHECKPOINT OUT [--dtype bfloat16]
-    python -m scripts.export CHECKPOINT OUT --merge [--dtype bfloat16]     # of an adapter: with its base, as one model
+    python -m scripts.export CHECKPOINT OUT --merge [--dtype bfloat16]     # adapter and base as one model
 
-CHECKPOINT is a run's directory (its LATEST), one of its step-N, LATEST or BEST, or a policy.pt, also one of the
-published reference. A policy.pt without its run's config.yaml beside it needs `--model`, its base model. The weights
-keep their dtype unless `--dtype` is given. Without `--merge` an adapter is exported in PEFT's format; `--merge` also
-takes an adapter's directory from elsewhere. Exit status: 0 written, 1 could not be written, 2 bad input.
+CHECKPOINT is a run's directory (which means its LATEST), one of its step-N, LATEST or BEST, or a policy.pt, also one
+that the reference code wrote. A policy.pt without its run's config.yaml beside it needs `--model`, its base model. The
+weights keep their dtype unless `--dtype` is given. Without `--merge` an adapter is exported in PEFT's format; `--merge`
+also takes the directory of an adapter in PEFT's format. Exit status: 0 written, 1 could not be written, 2 bad input.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--merge", action="store_true", help="add an adapter to its base, for a model that needs no adapter"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the exported weights (default: as they are)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the exported weights (default: unchanged)")
     parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="the base model, instead of that of the run's config")
     add_trust_option(parser)
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
-    import transformers  # with torch: not for --help
+    import transformers  # here, so that --help need not wait for torch
 
     from dpo.models.export import export
 
     transformers.utils.logging.disable_progress_bar()
     try:
         out = export(
-            asked.checkpoint,
-            asked.out,
-            dtype=asked.dtype,
-            model=asked.model,
-            merge=asked.merge,
-            trust_remote_code=asked.trust_remote_code,
+            options.checkpoint,
+            options.out,
+            dtype=options.dtype,
+            model=options.model,
+            merge=options.merge,
+            trust_remote_code=options.trust_remote_code,
         )
     except (InputError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)

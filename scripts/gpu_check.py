@@ -1,10 +1,9 @@
 """The acceptance run on a GPU: the tests in `tests/gpu`.
 
-Each is in a process of its own; `make gpu-check` runs it.
-
     python -m scripts.gpu_check [--quick] [--only NAME,NAME] [options of pytest]
 
-Figures go to `.cache/gpu-check.xml` (JUnit) too. Without a GPU, tests that make sense on a CPU run small.
+`make gpu-check` runs it. Each test has its own process. The measured numbers are printed, and written to
+`.cache/gpu-check.xml` (JUnit). Without a GPU, the tests that make sense on a CPU run on small models.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ NAMES = ("layouts", "demo", "fsdp", "syncs", "compile", "shapes", "memory", "rep
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_check", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer models, shapes and updates")
-    parser.add_argument("--only", metavar="NAME,NAME", default=",".join(NAMES), help=f"of {', '.join(NAMES)}")
-    asked, others = parser.parse_known_args()
-    names = asked.only.replace("-", "_").split(",")
+    parser.add_argument("--only", metavar="NAME,NAME", default=",".join(NAMES), help=f"some of {', '.join(NAMES)}")
+    options, pytest_options = parser.parse_known_args()
+    names = options.only.replace("-", "_").split(",")
     if unknown := [name for name in names if name not in NAMES]:
         parser.error(f"--only: unknown checks {', '.join(unknown)}; the checks are {', '.join(NAMES)}")
-    if asked.quick:
+    if options.quick:
         os.environ["GPU_CHECK_QUICK"] = "1"
     os.chdir(Path(__file__).resolve().parents[1])
     import pytest
 
-    chosen = ["-m", "gpu", "-k", " or ".join(f"test_{name}" for name in names)]
-    return pytest.main(["tests/gpu", *chosen, "-v", "-s", "--junitxml=.cache/gpu-check.xml", *others])
+    selection = ["-m", "gpu", "-k", " or ".join(f"test_{name}" for name in names)]
+    return pytest.main(["tests/gpu", *selection, "-v", "-s", "--junitxml=.cache/gpu-check.xml", *pytest_options])
 
 
 if __name__ == "__main__":

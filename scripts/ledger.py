@@ -1,9 +1,9 @@
-"""The findings of a ledger: suspected label noise, lengths, drift.
+"""Summary of a ledger: suspected label noise, lengths, drift.
 
     python -m scripts.ledger RUN [--top 10] [--no-texts] [--json] [--trust-remote-code]
 
-For runs with `ledger=true`, also while they train or after a kill. The texts come from the run's datasets, if they can
-be loaded here; those of pairs that the policy drew are in the ledger. docs/metrics.md explains the counts. Exit status:
+For runs with `ledger=true`, also while they train or after a kill. The texts of pairs come from the run's datasets, if
+these can be loaded here; the texts of drawn pairs are in the ledger. docs/metrics.md explains the counts. Exit status:
 0, or 2 if RUN has no ledger. Changes nothing.
 """
 
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from dpo.analysis.ledger import LedgerSummary, Pair, Table
     from dpo.analysis.runs import Run
 
-CUT = 300  # characters of a text
-SPLITS = {"train": "train", "eval": "test"}  # in a ledger, in a dataset
+LONGEST_TEXT = 300  # characters
+SPLITS = {"train": "train", "eval": "test"}  # a split's name in a ledger: its name in a dataset
 
 
 def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = False) -> Mapping[str, Mapping[str, str]]:
     """Find the texts of pairs, by example, in the run's datasets.
 
-    Own data also needs a tokenizer, as it may hold chats; its code runs only with `trust_remote_code`, whatever the
-    run's config says. Raises InputError if the run's config is unusable, or the data cannot be loaded.
+    Custom data also needs a tokenizer, as it may hold chats. A tokenizer's own code runs only with
+    `trust_remote_code`, whatever the run's config says. Raises InputError if the config is unusable, or the data cannot
+    be loaded.
     """
     from dpo.data.examples import text_digest  # tokenizers and datasets take seconds to import
     from dpo.data.table import iterate_prompts
@@ -41,41 +42,42 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
     from dpo.settings.recorded import plan_recorded
     from preference_datasets import BUILT_IN, get_dataset
 
-    wanted: dict[tuple[str, str], set[str]] = {}  # digests of examples, by split and dataset
+    digests: dict[tuple[str, str], set[str]] = {}  # of the wanted pairs, by split and dataset
     for pair in pairs:
-        wanted.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
-    has_own_data = any(name not in BUILT_IN for _, name in wanted)
-    tokenizer_keys = ("model.name_or_path", "model.tokenizer_name_or_path") if has_own_data else ()
+        digests.setdefault((SPLITS[pair.split], pair.dataset), set()).add(pair.example)
+    has_custom_data = any(dataset not in BUILT_IN for _, dataset in digests)
     if not run.config:
         problems = [problem for problem in run.problems if problem.startswith("config.yaml")]
         raise InputError(problems[0] if problems else "config.yaml is empty")
+    tokenizer_keys = ("model.name_or_path", "model.tokenizer_name_or_path") if has_custom_data else ()
     keys = ("local_dirs", "dataset_sources", *tokenizer_keys)
     plan = plan_recorded({"local_run_dir": str(run.path), **run.config}, where="config.yaml", keys=keys)
     cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
-    if has_own_data:
+    if has_custom_data:
         tokenizer = load_tokenizer(plan.model.tokenizer, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
         options["tokenizer"] = tokenizer
     texts = {}
-    for (split, name), digests in wanted.items():
-        for prompt in iterate_prompts(get_dataset, [name], split, trains_on="pairs", **options):
+    for (split, dataset), wanted_digests in digests.items():
+        # only pairs have margins, so a ledger lists no other kind of example
+        for prompt in iterate_prompts(get_dataset, [dataset], split, trains_on="pairs", **options):
             for index in range(len(prompt.examples)):
                 responses = prompt.texts(index)
                 digest = text_digest(prompt.text, responses)
-                if digest in digests:
+                if digest in wanted_digests:
                     texts[digest] = {"prompt": prompt.text, **responses}
     return texts
 
 
 def make_lines(summary: LedgerSummary) -> list[str]:
-    """Lines to print, without control characters, which could steer the terminal."""
+    """Format a summary, without control characters that could change the terminal."""
     lines = [str(summary)]
-    for listed in summary.lists():
-        lines += ["", f"{listed.title}: {listed.text}"]
-        for pair in listed.pairs:
+    for pair_list in summary.lists():
+        lines += ["", f"{pair_list.title}: {pair_list.text}"]
+        for pair in pair_list.pairs:
             lines.append(f"  {pair}, {pair.describe_margins()}")
             for name, text in (pair.texts or {}).items():
-                lines.append(f"    {name:<9} {cut(text, keep_end=name == 'prompt')}")
+                lines.append(f"    {name:<9} {shorten(text, keep_end=name == 'prompt')}")
     for table in summary.tables():
         lines += ["", table.title, *align(table)]
     if summary.note:
@@ -83,15 +85,16 @@ def make_lines(summary: LedgerSummary) -> list[str]:
     return ["".join(c if c.isprintable() else " " for c in line) for line in lines]
 
 
-def cut(text: str, *, keep_end: bool) -> str:
-    """A text on one line, without start or end if long."""
+def shorten(text: str, *, keep_end: bool) -> str:
+    """Put a text on one line, without start or end if long."""
     text = " ".join(text.split())
-    if len(text) <= CUT:
+    if len(text) <= LONGEST_TEXT:
         return text
-    return f"... {text[-CUT:]}" if keep_end else f"{text[:CUT]} ..."
+    return f"... {text[-LONGEST_TEXT:]}" if keep_end else f"{text[:LONGEST_TEXT]} ..."
 
 
 def align(table: Table) -> list[str]:
+    """Align a table's first column left, its others right."""
     widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
     lines = []
     for name, *values in (table.columns, *table.rows):
@@ -109,26 +112,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_trust_option(parser)
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.top < 1:
+        parser.error(f"--top {options.top} must be 1 or more")
+
     from dpo.analysis.ledger import summarize
     from dpo.analysis.ledger_file import read_ledger
     from dpo.analysis.runs import read_config
 
-    if asked.top < 1:
-        parser.error(f"--top {asked.top} must be 1 or more")
     try:
-        table = read_ledger(asked.run)
+        table = read_ledger(options.run)
     except InputError as error:
         parser.error(str(error))
     if table is None:
-        parser.error(f"{asked.run} has no ledger.parquet: give the directory of a run with ledger=true")
-    summary = summarize(table, top=asked.top)
-    if asked.no_texts:
+        parser.error(f"{options.run} has no ledger.parquet: give the directory of a run with ledger=true")
+    run = read_config(options.run)
+    summary = summarize(table, top=options.top)
+    if options.no_texts:
         summary = summary.with_texts(lambda pair: None)
     else:
-        find = partial(find_texts, trust_remote_code=asked.trust_remote_code)
-        summary = summary.find_texts(read_config(asked.run), find)
-    if asked.json:
+        summary = summary.find_texts(run, partial(find_texts, trust_remote_code=options.trust_remote_code))
+    summary = summary.explain_missing_pairs(run)
+    if options.json:
         print(json.dumps(dataclasses.asdict(summary), indent=2))
     else:
         print("\n".join(make_lines(summary)))

@@ -2,11 +2,12 @@
 
     python -m scripts.report RUN [RUN ...] [--out DIR]
 
-RUN is the directory of a run that is complete, still trains, or crashed; or of a sweep: its runs. The page has the
-curves, findings and warnings, samples of policy and reference, differences between the runs, hardware, time and cost.
-Without --out it is in RUN/report, or, for several runs, in report. The texts of a ledger's pairs are in the report of
-one run if its data is on this machine; a comparison loads no data, as that can take minutes. Exit status: 0 written, 2
-bad input. Changes nothing else, and uses no network.
+RUN is the directory of a run that is complete, still trains, or crashed. The directory of a sweep stands for its runs.
+The page has curves, findings and warnings, samples of policy and reference, differences between the runs, hardware,
+time and cost. Without --out it is in RUN/report or, for several runs, in report.
+
+The report of one run shows the texts of its ledger's pairs if their data is on this machine; a comparison of runs loads
+no data, as that can take minutes. Exit status: 0 written, 2 bad input. Changes nothing else, and uses no network.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from dpo.system.run_directory import REPORT, SWEEP
 from scripts.trust import add_trust_option
 
 
-def runs_in(path: Path) -> list[Path]:
-    """Directories of the runs that a path names: perhaps a sweep's."""
+def list_runs(path: Path) -> list[Path]:
+    """List the directory of a run, or those of a sweep's runs."""
     if not (path / SWEEP).is_file():
         return [path]
     return sorted(file.parent for file in path.glob("*/config.yaml"))
@@ -35,16 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; of several runs: report")
     add_trust_option(parser)
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+
     from dpo.analysis.page import write_report  # here, so that --help need not wait a second for matplotlib
     from scripts.ledger import find_texts
 
-    runs = [run for named in asked.runs for run in runs_in(named.expanduser())]
-    find = partial(find_texts, trust_remote_code=asked.trust_remote_code)
-    default = (runs[0] / REPORT if len(runs) == 1 else REPORT).parent
-    texts = find if len(runs) == 1 else None
+    runs = [run for path in options.runs for run in list_runs(path.expanduser())]
+    find = None
+    out = REPORT.parent
+    if len(runs) == 1:
+        find = partial(find_texts, trust_remote_code=options.trust_remote_code)
+        out = runs[0] / REPORT.parent
+    if options.out is not None:
+        out = options.out.expanduser()
     try:
-        page = write_report(runs, (asked.out or default).expanduser(), find_texts=texts)
+        page = write_report(runs, out, find_texts=find)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

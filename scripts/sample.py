@@ -3,15 +3,16 @@
     python -m scripts.sample CHECKPOINT_OR_DIR [...]
     python -m scripts.sample CHECKPOINT_OR_DIR [...] --file prompts.jsonl --out answers.jsonl
 
-CHECKPOINT_OR_DIR is a run's directory (its LATEST), one of its step-N, LATEST or BEST, a policy.pt, a directory in
-Hugging Face's format or PEFT's, or a Hub id. The reference is what the run started from, or `--reference`. The reward
-of a policy's answer is beta * (log pi - log ref), with the run's beta or `--beta`; the reward of the reference's answer
-takes pi from the first policy. An answer depends on `--seed` and the prompt's number, not on its batch.
+CHECKPOINT_OR_DIR is a run's directory (which means its LATEST), one of its step-N, LATEST or BEST, a policy.pt, a
+directory in Hugging Face's format or PEFT's, or a Hub id. The reference is the model that the run started from, or
+`--reference`. The reward of a policy's answer is beta * (log pi - log ref), with the run's beta or `--beta`; for the
+reference's answer, pi is the first policy. An answer depends on `--seed` and the prompt's number, not on its batch.
 
 A prompt that is a string is put into the form that the model was trained on: hh is "\\n\\nHuman: ...
-\\n\\nAssistant:", chat the tokenizer's chat template, raw the string as it is. If the form is not known, it is chat, or
-raw without a template. The script prints the form, and `--format` chooses another.
-Records of the file have `prompt`: a string, or a list of chat messages. Exit status: 0, 1 if the answers cannot be
+\\n\\nAssistant:", chat the tokenizer's chat template, raw the string as it is. If the form is not known, it is chat if
+the tokenizer has a template, else raw. The script prints the form, and `--format` chooses another.
+
+Each record of `--file` has `prompt`: a string, or a list of chat messages. Exit status: 0, 1 if the answers cannot be
 written, 2 bad input, 130 if Ctrl-C ended a file's answers early.
 """
 
@@ -39,43 +40,46 @@ if TYPE_CHECKING:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line, or exit with status 2."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.sample",
         description=__doc__.replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    option, at_least_1 = parser.add_argument, _value(int, "int >= 1")
-    temperature, share = _value(float, "number >= 0"), _value(float, "number (0, 1]")
+    option = parser.add_argument
+    at_least_1, at_least_0 = _make_parser(int, "int >= 1"), _make_parser(float, "number >= 0")
+    above_0, share = _make_parser(float, "number > 0"), _make_parser(float, "number (0, 1]")
     option("paths", nargs="+", metavar="CHECKPOINT_OR_DIR")
     option("--reference", metavar="DIR", help="reference, instead of the model that the run started from")
-    option("--no-reference", action="store_true", help="ask the policies alone")
-    option("--beta", type=_value(float, "number > 0"), help="beta of the rewards, instead of the run's loss.beta")
+    option("--no-reference", action="store_true", help="show no answers of a reference, and no rewards")
+    option("--beta", type=above_0, help="beta of the rewards, instead of the run's loss.beta")
     option("--file", type=Path, help="prompts, one JSON object per line")
-    option("--out", type=Path, help="where the answers go, one JSON object per line; written anew")
+    option("--out", type=Path, help="file for the answers, one JSON object per line; it is overwritten")
     option("--batch-size", "--batch_size", type=at_least_1, default=8, help="prompts of --file at a time (default: 8)")
-    option("--temperature", type=temperature, default=1.0, help="0: the most probable token (default: 1)")
+    option("--temperature", type=at_least_0, default=1.0, help="0: the most probable token (default: 1)")
     option("--top-p", "--top_p", type=share, default=1.0, help="0.9: only the most probable 90 percent")
-    option("--seed", type=_value(int, "int [0, 4294967295]"), default=0)
+    option("--seed", type=_make_parser(int, "int [0, 4294967295]"), default=0)
     option("--max-new-tokens", "--max_new_tokens", type=at_least_1, default=256, help="(default: 256)")
     option("--format", choices=FORMATS, default=AUTO, help="form of prompts; see above")
     option("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
     option("--model", metavar="DIR_OR_HUB_ID", help="base model of a policy.pt without a config.yaml")
     add_trust_option(parser)
-    asked = parser.parse_args(arguments)
-    if (asked.file is None) != (asked.out is None):
+    options = parser.parse_args(arguments)
+    if (options.file is None) != (options.out is None):
         parser.error("--file and --out go together")
-    if asked.no_reference and asked.reference:
+    if options.no_reference and options.reference:
         parser.error("--reference and --no-reference exclude each other")
-    return asked
+    return options
 
 
-def _value(kind: type, spec: str) -> Callable[[str], Any]:
-    """Parser of an option's value, by a spec like a config key's."""
+def _make_parser(kind: type, spec: str) -> Callable[[str], Any]:
+    """Make the parser of an option from a config key's spec."""
     rule = read_rule(spec)
 
     def parse_value(text: str) -> Any:
         with contextlib.suppress(ValueError):
-            if rule.holds(value := kind(text)):
+            value = kind(text)
+            if rule.holds(value):
                 return value
         raise argparse.ArgumentTypeError(f"{text} is not {rule.wanted}")
 
@@ -83,13 +87,13 @@ def _value(kind: type, spec: str) -> Callable[[str], Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    asked = parse(arguments)
+    options = parse(arguments)
     try:
-        sample(asked)
+        sample(options)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # InputError names unreadable files
+    except OSError as error:  # a file that cannot be read raises InputError, so it was a write
         print(f"error: the answers cannot be written: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -98,8 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def sample(asked: argparse.Namespace) -> None:
-    records = [] if asked.file is None else read_prompts(asked.file, asked.out)  # before models are loaded
+def sample(options: argparse.Namespace) -> None:
+    """Load models, and answer prompts of a file or typed ones."""
+    # before models are loaded, as a wrong file is found at once
+    records = [] if options.file is None else read_prompts(options.file, options.out)
 
     import transformers
 
@@ -109,22 +115,25 @@ def sample(asked: argparse.Namespace) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     choices = Choices(
-        reference=asked.reference,
-        with_reference=not asked.no_reference,
-        beta=asked.beta,
-        form=asked.format,
-        model=asked.model,
-        trust_remote_code=asked.trust_remote_code,
+        reference=options.reference,
+        with_reference=not options.no_reference,
+        beta=options.beta,
+        form=options.format,
+        model=options.model,
+        trust_remote_code=options.trust_remote_code,
     )
-    sampling = Sampling(asked.max_new_tokens, asked.temperature, asked.top_p, asked.seed)
-    panel = load_panel(asked.paths, choices, log=lambda line: print(line, file=sys.stderr))
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
+    panel = load_panel(options.paths, choices, log=lambda line: print(line, file=sys.stderr))
     form = f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)"
-    if asked.file is None:
+    if options.file is None:
         converse(panel, sampling, form)
-    else:
-        prompts = [panel.encode(r, f"record {n} of {asked.file}", sampling) for n, r in enumerate(records, start=1)]
-        print(form)
-        answer_all(panel, sampling, records, prompts, asked)
+        return
+    prompts = [
+        panel.encode(record, f"record {number} of {options.file}", sampling)
+        for number, record in enumerate(records, start=1)
+    ]
+    print(form)
+    answer_file(panel, sampling, records, prompts, out=options.out, batch_size=options.batch_size)
 
 
 # --- a file of prompts ---------------------------------------------------------------------------------------------
@@ -145,49 +154,53 @@ def read_prompts(file: Path, out: Path) -> list[Any]:
     if out.resolve() == file.resolve():
         raise InputError(f"--out {out} is the file of prompts itself: give another")
     rows = load_rows(Source(str(file)), "train")
-    return [get_field(row, "prompt", f"record {n} of {file}", (str, list)) for n, row in enumerate(rows, start=1)]
+    return [
+        get_field(row, "prompt", f"record {number} of {file}", (str, list)) for number, row in enumerate(rows, start=1)
+    ]
 
 
-def answer_all(
-    panel: Panel, sampling: Sampling, records: list[Any], prompts: list[Tokens], asked: argparse.Namespace
+def answer_file(
+    panel: Panel, sampling: Sampling, records: list[Any], prompts: list[Tokens], *, out: Path, batch_size: int
 ) -> None:
     """Write each record's answers, with rewards and numbers of tokens."""
     from tqdm import tqdm
 
-    finite: dict[str, list[float]] = {}  # finite rewards, by the name of the side
-    with asked.out.open("w", encoding="utf-8") as out:
-        for start in tqdm(range(0, len(prompts), asked.batch_size), unit="batch", disable=None):
-            batch = prompts[start : start + asked.batch_size]
-            answers = panel.answer(batch, range(start, start + len(batch)), sampling)
-            rewards = panel.rewards(batch, answers)
-            for record, prompt, by_side, reward in zip(records[start:], batch, answers, rewards, strict=False):
-                kept = {name: value for name, value in reward.items() if value is not None and math.isfinite(value)}
-                for name, value in kept.items():
-                    finite.setdefault(name, []).append(value)
-                texts: dict[str, str | None] = {name: answer.text for name, answer in by_side.items()}
+    all_rewards: dict[str, list[float]] = {}  # by model
+    with out.open("w", encoding="utf-8") as file:
+        for start in tqdm(range(0, len(prompts), batch_size), unit="batch", disable=None):
+            end = min(start + batch_size, len(prompts))
+            answers_by_prompt = panel.answer(prompts[start:end], range(start, end), sampling)
+            rewards_by_prompt = panel.rewards(prompts[start:end], answers_by_prompt)
+            for i, answers, rewards in zip(range(start, end), answers_by_prompt, rewards_by_prompt, strict=True):
+                json_rewards: dict[str, float | None] = dict.fromkeys(rewards)  # null for NaN, infinity and no reward
+                for name, reward in rewards.items():
+                    if reward is not None and math.isfinite(reward):
+                        json_rewards[name] = reward
+                        all_rewards.setdefault(name, []).append(reward)
+                texts: dict[str, str | None] = {name: answer.text for name, answer in answers.items()}
                 texts.setdefault("reference", None)
-                tokens = {"prompt": len(prompt), **{name: len(answer.tokens) for name, answer in by_side.items()}}
-                nullable = {name: kept.get(name) for name in reward}  # JSON has no NaN and no infinity
-                line = {"prompt": record, **texts, "rewards": nullable, "tokens": tokens}
-                out.write(json.dumps(line, ensure_ascii=False) + "\n")
-            out.flush()
+                tokens = {"prompt": len(prompts[i])} | {name: len(answer.tokens) for name, answer in answers.items()}
+                line = {"prompt": records[i], **texts, "rewards": json_rewards, "tokens": tokens}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
     means = ""
-    for name, values in finite.items():
-        means += f"; mean reward of the {name} {fmean(values):.4g}"
-        if len(values) < len(prompts):
-            means += f" over {len(values)}"
-    print(f"{count(len(prompts), 'prompt')} answered in {asked.out}{means}")
+    for name, rewards in all_rewards.items():
+        means += f"; mean reward of the {name} {fmean(rewards):.4g}"
+        if len(rewards) < len(prompts):
+            means += f" over {len(rewards)} answers"
+    print(f"{count(len(prompts), 'prompt')} answered in {out}{means}")
 
 
 # --- prompts that are typed ----------------------------------------------------------------------------------------
 
 
 def converse(panel: Panel, sampling: Sampling, form: str) -> None:
+    """Answer prompts while they are typed, or read from a pipe."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if on_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (arrow keys in input())
-        print("Type a prompt and Enter; one of several lines comes from --file.")
+        print("Type a prompt of one line, then Enter; --file takes prompts of several lines.")
         print("Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at the prompt, ends the session.")
     print(form)
     show = show_columns if on_terminal else show_lines
@@ -199,7 +212,7 @@ def converse(panel: Panel, sampling: Sampling, form: str) -> None:
         except KeyboardInterrupt:
             if not on_terminal:
                 raise
-            print("ended")
+            print("ended")  # this answer; the next prompt follows
 
 
 def iterate_typed(on_terminal: bool) -> Iterator[str]:
@@ -227,7 +240,7 @@ def show_columns(panel: Panel, prompt: Tokens, number: int, sampling: Sampling) 
 
 
 def show_lines(panel: Panel, prompt: Tokens, number: int, sampling: Sampling) -> None:
-    """Show answers one below the other, for programs."""
+    """Show answers one below the other, for a pipe."""
     [answers] = panel.answer([prompt], [number], sampling)
     for name, text in describe(panel, prompt, answers).items():
         print(f"--- {name}: {text} ---\n{answers[name].text.strip()}")
@@ -235,12 +248,13 @@ def show_lines(panel: Panel, prompt: Tokens, number: int, sampling: Sampling) ->
 
 
 def describe(panel: Panel, prompt: Tokens, answers: Answers) -> dict[str, str]:
-    """Reward and length of each answer, by the name of its side."""
+    """Describe reward and length of each model's answer."""
     [rewards] = panel.rewards([prompt], [answers])
-    texts = {name: count(len(answer.tokens), "token") for name, answer in answers.items()}
-    return {
-        name: text if rewards[name] is None else f"reward {rewards[name]:+.4g}, {text}" for name, text in texts.items()
-    }
+    texts = {}
+    for name, answer in answers.items():
+        length = count(len(answer.tokens), "token")
+        texts[name] = length if rewards[name] is None else f"reward {rewards[name]:+.4g}, {length}"
+    return texts
 
 
 if __name__ == "__main__":

@@ -10,5 +10,5 @@ def add_trust_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="run the Python code that a model or tokenizer brings; a run's config.yaml does not count",
+        help="run the Python code that comes with a model or tokenizer; a run's config.yaml cannot allow it",
     )

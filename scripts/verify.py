@@ -2,9 +2,9 @@
 
     python -m scripts.verify RUN_OR_CHECKPOINT [...] [--json]
 
-A run's directory means all of its `step-N`, newest first. Prints one line per checkpoint. Exit status: 0 all are
-intact, 1 one is damaged, 2 a path is neither a run nor a checkpoint. Changes nothing. Resuming does the same with the
-checkpoint it continues from.
+A run's directory means all of its `step-N`, newest first. Prints one line per checkpoint. Exit status: 0 if all are
+intact, 1 if one is damaged, 2 if a path is neither a run nor a checkpoint. Changes nothing. Resuming verifies the
+checkpoint that it continues from in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpo.checkpoint.files import MANIFEST, STEP, DamagedCheckpoint, check_comple
 
 
 def list_checkpoints(path: Path) -> list[Path]:
-    """List the checkpoint that a path names, or all of a run."""
+    """List the checkpoint at a path, or all checkpoints of a run."""
     path = path.expanduser().resolve()
     if path.is_dir() and (STEP.fullmatch(path.name) or (path / MANIFEST).exists()):
         return [path]
@@ -30,15 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.verify", description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of text")
-    asked = parser.parse_args(arguments)
-    checkpoints: list[Path] = []
-    for path in asked.paths:
-        found = list_checkpoints(path)
-        if not found:
+    options = parser.parse_args(arguments)
+    checkpoints: dict[Path, None] = {}  # without repetition, in order
+    for path in options.paths:
+        checkpoints_at_path = list_checkpoints(path)
+        if not checkpoints_at_path:
             parser.error(f"{path} is neither a checkpoint nor a directory with a step-N")
-        checkpoints += found
+        checkpoints |= dict.fromkeys(checkpoints_at_path)
     report = []
-    for checkpoint in dict.fromkeys(checkpoints):
+    for checkpoint in checkpoints:
         try:
             n_bytes = sum(file["bytes"] for file in check_complete(checkpoint)["files"].values())
             report.append({"checkpoint": str(checkpoint), "whole": True, "bytes": n_bytes})
@@ -46,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except DamagedCheckpoint as error:
             report.append({"checkpoint": str(checkpoint), "whole": False, "reason": str(error)})
             line = f"damaged  {error}"
-        if not asked.json:
+        if not options.json:
             print(line, flush=True)
-    if asked.json:
+    if options.json:
         print(json.dumps(report, indent=2))
-    return 0 if all(checkpoint["whole"] for checkpoint in report) else 1
+    return 0 if all(entry["whole"] for entry in report) else 1
 
 
 if __name__ == "__main__":

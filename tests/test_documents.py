@@ -24,7 +24,7 @@ NAMES = {page: str(page.relative_to(ROOT)) for page in PAGES}
 FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 PLACEHOLDER = re.compile(r"\b[A-Z]{2,}\b(?!\.md)")
-# by readers who follow CONTRIBUTING.md (tests/runs/test_seams.py does) or docs/online.md
+# by readers who follow CONTRIBUTING.md (tests/runs/test_extensions.py does) or docs/online.md
 TO_BE_WRITTEN = ("config/loss/cpo.yaml", "loss=cpo", "rewards.py")
 GPUS = 4  # of the imagined machine, for commands that leave it the number of processes
 

@@ -1,6 +1,6 @@
-"""The shape of the code: which file may know which.
+"""Structure of the code: which module may import which, and how functions are named.
 
-What fails here is drawn in docs/architecture.md.
+docs/architecture.md describes the structure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from support.runs import ROOT, run_python
 
-ROOMS = (
+PACKAGES = (  # of `dpo`; each imports itself and those before it
     "errors",
     "numbers",
     "losses",
@@ -34,57 +34,58 @@ FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("._
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 
-def imports_of(name: str) -> set[str]:
-    """The modules a file imports, also inside functions, with dots."""
-    found = set()
-    for node in ast.walk(TREES[name]):
+def find_imports(module: str) -> set[str]:
+    """Find the full names that a module imports, also inside functions."""
+    imports = set()
+    for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name} has a relative import"
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            assert node.level == 0, f"{module} has a relative import"
+            imports |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return imports
 
 
-OURS = {name: imports_of(name) & FILES.keys() for name in FILES}
+DEPENDENCIES = {module: find_imports(module) & FILES.keys() for module in FILES}  # among our own modules
 
 
-def importers_of(module: str) -> set[str]:
-    return {name for name in FILES if module in {found.split(".")[0] for found in imports_of(name)}}
+def find_importers(library: str) -> set[str]:
+    return {module for module in FILES if library in {name.split(".")[0] for name in find_imports(module)}}
 
 
-def room_of(name: str) -> str:
-    return name.split(".")[1]
+def get_rank(module: str) -> int:
+    """Place of a module's package in PACKAGES; the public modules come last."""
+    return len(PACKAGES) if module in PUBLIC else PACKAGES.index(module.split(".")[1])
 
 
-def test_the_house_has_no_other_rooms():
+def test_every_module_is_public_or_in_a_package():
     assert {path.stem for path in ROOT.glob("*.py")} == set(PUBLIC)
-    assert {path.stem for path in (ROOT / "dpo").iterdir() if path.name not in ("__pycache__", "__init__.py")} == set(
-        ROOMS
-    )
+    packages = {path.stem for path in (ROOT / "dpo").iterdir() if path.name not in ("__pycache__", "__init__.py")}
+    assert packages == set(PACKAGES)
 
 
-def test_a_room_imports_itself_and_the_rooms_before_it():
+def test_a_package_imports_itself_and_the_packages_before_it():
     upward = {
-        f"{name} imports {other}"
-        for name in OURS
-        for other in OURS[name] - {"dpo"}
-        if name.startswith("dpo.") and (other in PUBLIC or ROOMS.index(room_of(other)) > ROOMS.index(room_of(name)))
+        f"{module} imports {other}"
+        for module in DEPENDENCIES
+        for other in DEPENDENCIES[module] - {"dpo"}
+        if module != "dpo" and get_rank(other) > get_rank(module)
     }
     assert upward == set()
 
 
 def test_there_is_no_cycle():
-    order = list(graphlib.TopologicalSorter(OURS).static_order())  # raises CycleError, which names the files
+    order = list(graphlib.TopologicalSorter(DEPENDENCIES).static_order())  # raises CycleError, which names the modules
     assert set(order) == FILES.keys()
 
 
-def test_each_foreign_world_has_one_door():
-    assert importers_of("wandb") == {"dpo.reporting.wandb"}
-    assert importers_of("hydra") == {"train", "dpo.settings.command_line"}
-    assert {name for name in importers_of("omegaconf") if not name.startswith("dpo.settings.")} == {"train", "trainers"}
-    knows_shards = {name for name, file in FILES.items() if re.search("DTensor|DeviceMesh", file.read_text("utf-8"))}
-    assert {name.rpartition(".")[0] for name in knows_shards} == {"dpo.parallel"}
+def test_each_of_these_libraries_is_known_in_one_place():
+    assert find_importers("wandb") == {"dpo.reporting.wandb"}
+    assert find_importers("hydra") == {"train", "dpo.settings.command_line"}
+    outside_settings = {module for module in find_importers("omegaconf") if not module.startswith("dpo.settings.")}
+    assert outside_settings == {"train", "trainers"}
+    name_shards = {module for module, file in FILES.items() if re.search("DTensor|DeviceMesh", file.read_text("utf-8"))}
+    assert {module.rpartition(".")[0] for module in name_shards} == {"dpo.parallel"}
 
 
 def test_data_and_losses_know_no_processes():
@@ -128,23 +129,23 @@ def test_nothing_depends_on_where_the_project_lies():
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")
-    places = {"neighbour": b".." + b"/shared", "absolute": b"/wo" + b"rk/"}  # in two parts, for this file is read too
-    found = {
+    paths = {"neighbour": b".." + b"/shared", "absolute": b"/wo" + b"rk/"}  # in two parts, as this file is read too
+    mentions = {
         f"{name}: {kind}"
         for name in listed.stdout.decode().split("\0")
         if name and (ROOT / name).is_file()
-        for kind, text in places.items()
-        if text in (ROOT / name).read_bytes()
+        for kind, path in paths.items()
+        if path in (ROOT / name).read_bytes()
     }
-    assert found == set()  # tests/support/runs.py finds the maintainers' data as ROOT.parent / "shared"
+    assert mentions == set()  # tests/support/runs.py finds the maintainers' data as ROOT.parent / "shared"
 
 
-DESCRIBED = (*PUBLIC, "dpo", "scripts", "benchmarks", "experiments")  # files and folders of what is not a test
+NOT_TESTS = (*PUBLIC, "dpo", "scripts", "benchmarks", "experiments")  # files and folders
 
 
-def list_documented() -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef | ast.Module]]:
-    """Everything that may have a docstring, with where it is."""
-    for name in DESCRIBED:
+def iterate_definitions() -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef | ast.Module]]:
+    """Yield (location, node) of everything that may have a docstring."""
+    for name in NOT_TESTS:
         for path in [ROOT / f"{name}.py"] if name in PUBLIC else sorted((ROOT / name).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
@@ -152,12 +153,12 @@ def list_documented() -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef | as
 
 
 def test_functions_are_named_after_what_they_do_and_docstrings_say_it_in_a_dozen_words():
-    badly_named, wordy = [], []
-    for place, node in list_documented():
+    badly_named, badly_described = [], []
+    for location, node in iterate_definitions():
         if isinstance(node, ast.FunctionDef) and re.search("^_?of_|(?<!out)(?<!best)_of(_|$)", node.name):
-            badly_named.append(place)
+            badly_named.append(location)
         words = (ast.get_docstring(node) or "-").splitlines()[0].split()
         if len(words) > 12 or words[0] in ("Of", "What", "Whether"):
-            wordy.append(f"{place}: {' '.join(words)}")
+            badly_described.append(f"{location}: {' '.join(words)}")
     assert badly_named == []
-    assert wordy == []
+    assert badly_described == []

@@ -2,7 +2,8 @@
 
     python -m dpo.analysis RUN OUT [--ended]
 
-`--ended`: the run has ended, though it may hold its lock. People use `scripts.report`.
+A run starts this for itself; people use `scripts.report`. `--ended`: the run has ended, though it may still hold its
+lock.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dpo.analysis.page import write_report
 from dpo.errors import InputError
 
 if __name__ == "__main__":
-    os.nice(10)  # the run comes first
+    os.nice(10)  # the run has priority
     run, out, *options = sys.argv[1:]
     try:
         write_report([Path(run)], Path(out), ended="--ended" in options)

@@ -1,7 +1,7 @@
 """Curves of runs, as SVG for light and dark pages, and PNG.
 
-Every update is a thin line under the running mean, evaluations are dots. Drawn with matplotlib's own canvas: no window,
-no state of pyplot.
+Every update is a thin line under the running mean, evaluations are dots. Drawn on a canvas of matplotlib, without
+pyplot, so that no window opens and no global state changes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from matplotlib.image import imsave
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from dpo.analysis.runs import Run
-from dpo.numbers import figure as in_words
+from dpo.numbers import figure as format_number
 from dpo.numbers import percent
 
-SIZE, DPI = (4.8, 3.0), 200
-FEWEST_TO_SMOOTH = 8  # values: with fewer, the values themselves are the curve
-MOST_POINTS = 500  # of a line: a picture's width shows no more
+SIZE, DPI = (4.8, 3.0), 200  # inches
+FEWEST_TO_SMOOTH = 8  # with fewer values, the values themselves are the curve
+MOST_POINTS = 500  # points of a line; a picture's width shows no more
 
 
 @dataclass(frozen=True)
@@ -62,25 +62,28 @@ DARK = Theme(
 )
 
 
-_light, _dark = ("".join(f"{name}:{c};" for name, c in theme.variables().items()) for theme in (LIGHT, DARK))
+def _format_css(theme: Theme) -> str:
+    return "".join(f"{name}:{color};" for name, color in theme.variables().items())
+
+
 # CSS for pages and pictures of either theme
-COLORS = f":root{{{_light}}}@media(prefers-color-scheme:dark){{:root{{{_dark}}}}}"
+COLORS = f":root{{{_format_css(LIGHT)}}}@media(prefers-color-scheme:dark){{:root{{{_format_css(DARK)}}}}}"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of one metric, perhaps for both sides of pairs."""
+    """Content of a picture: a metric, or several in one picture."""
 
-    name: str  # of the file
+    name: str  # of its file
     title: str
     metrics: tuple[str, ...]  # SPLIT stands for train and eval
     unit: str = ""
     log_scale: bool = False  # used if values span a wide range
-    share: bool = False  # values are from 0 to 1, shown in percent
-    level: float | None = None  # height of a line to compare with: 0, or the share that chance gives
-    from_zero: bool = False
-    smooth: bool = True
-    loss: str | None = None  # None: of all runs; else only of runs with this loss
+    in_percent: bool = False  # values are from 0 to 1, shown in percent
+    baseline: float | None = None  # height of a horizontal line: 0, or the accuracy of chance
+    from_zero: bool = False  # the vertical axis begins at 0
+    smooth: bool = True  # show a running mean
+    loss: str | None = None  # show only runs with this loss; None: all runs
 
 
 class Picture(NamedTuple):
@@ -90,7 +93,7 @@ class Picture(NamedTuple):
     title: str
     alt: str
     svg: bytes
-    png: bytes  # in light colours
+    png: bytes  # in the light theme's colours
 
 
 class Line(NamedTuple):
@@ -104,41 +107,44 @@ class Line(NamedTuple):
     def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
         """(examples, values) of evaluations."""
         examples, values = self.run.eval.points(self.metric.replace("SPLIT", "eval"))
-        # equal models have an accuracy of 0, as every pair is a tie
-        ties = (examples == 0) & (values == 0) & self.metric.endswith("accuracies")
-        return examples[~ties], values[~ties]
+        if not self.metric.endswith("accuracies"):
+            return examples, values
+        # before training, policy and reference are equal: all pairs tie, and an accuracy of 0 says nothing
+        is_all_ties = (examples == 0) & (values == 0)
+        return examples[~is_all_ties], values[~is_all_ties]
 
 
 def list_charts(runs: Sequence[Run]) -> list[Chart]:
     """List the charts that runs may have, in the page's order."""
     charts = [
         Chart("loss", "Loss", ("loss/SPLIT",)),
-        Chart("accuracy", "Reward accuracy", ("rewards_SPLIT/accuracies",), share=True, level=0.5),
-        Chart("margin", "Reward margin", ("rewards_SPLIT/margins",), level=0.0),
-        Chart("rewards", "Rewards", ("rewards_SPLIT/chosen", "rewards_SPLIT/rejected"), level=0.0),
+        Chart("accuracy", "Reward accuracy", ("rewards_SPLIT/accuracies",), in_percent=True, baseline=0.5),
+        Chart("margin", "Reward margin", ("rewards_SPLIT/margins",), baseline=0.0),
+        Chart("rewards", "Rewards", ("rewards_SPLIT/chosen", "rewards_SPLIT/rejected"), baseline=0.0),
         Chart("logps", "Log-probabilities", ("logps_SPLIT/chosen", "logps_SPLIT/rejected")),
         Chart("grad_norm", "Gradient norm", ("grad_norm",), log_scale=True),
         Chart("lr", "Learning rate", ("lr",), log_scale=True, smooth=False),
         Chart("online_score", "Scores of answers", ("online/score_best", "online/score", "online/score_worst")),
-        Chart("online_kl", "KL to the reference, estimated", ("online/kl",), unit="nats", level=0.0),
+        Chart("online_kl", "KL to the reference, estimated", ("online/kl",), unit="nats", baseline=0.0),
         Chart("online_length", "Length of answers", ("online/length",), unit="tokens"),
-        Chart("online_answers", "Answers that end, prompts that tie", ("online/eos", "online/ties"), share=True),
-        Chart("online_time", "Share of the time", ("online/sampling_share", "online/scoring_share"), share=True),
+        Chart("online_answers", "Answers that end, prompts that tie", ("online/eos", "online/ties"), in_percent=True),
+        Chart("online_time", "Share of the time", ("online/sampling_share", "online/scoring_share"), in_percent=True),
         Chart("throughput", "Throughput", ("tokens_per_second",), unit="tokens per second", from_zero=True),
         Chart("memory", "Peak memory", ("memory/peak_gb",), unit="GB", from_zero=True, smooth=False),
     ]
     losses = list(dict.fromkeys(run.loss for run in runs))
-    found = []
+    if len(losses) <= 1:
+        return charts
+    split_charts = []
     for chart in charts:
-        if len(losses) > 1 and chart.name in ("loss", "logps"):
-            files = [re.sub(r"\W", "_", loss) or "_" for loss in losses]
-            found += [
-                replace(chart, name=f"{chart.name}-{file}", title=f"{chart.title}, {loss}", loss=loss)
-                for file, loss in zip(files, losses, strict=True)
-            ]
-        else:
-            found.append(chart)
-    return found
+        if chart.name not in ("loss", "logps"):
+            split_charts.append(chart)
+            continue
+        for loss in losses:  # values of different losses cannot be compared, so each loss has a chart
+            name_in_file = re.sub(r"\W", "_", loss) or "_"
+            name, title = f"{chart.name}-{name_in_file}", f"{chart.title}, {loss}"
+            split_charts.append(replace(chart, name=name, title=title, loss=loss))
+    return split_charts
 
 
 def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
@@ -150,30 +156,34 @@ def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
 
 
 def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
-    """Make a chart's lines: a colour per run, or per side."""
-    several, found = len(runs) > 1, []
-    for i, run in enumerate(runs):
+    """Make a chart's lines.
+
+    Each run has a colour; with one run, each metric has one.
+    """
+    several, lines = len(runs) > 1, []
+    for run_index, run in enumerate(runs):
         if chart.loss is not None and chart.loss != run.loss:
             continue
-        for side, metric in enumerate(chart.metrics):
-            if any(len(log.points(metric.replace("SPLIT", split))[1]) for split, log in run.splits):
-                names = [run.name] if several else []
-                names += [metric.rpartition("/")[2]] if len(chart.metrics) > 1 else []
-                label = " ".join(names)
-                found.append(Line(run, metric, i if several else side, label))
-    return found
+        for metric_index, metric in enumerate(chart.metrics):
+            if not any(np.isfinite(log[metric.replace("SPLIT", split)]).any() for split, log in run.splits):
+                continue
+            words = [run.name] if several else []
+            if len(chart.metrics) > 1:
+                words.append(metric.rpartition("/")[2])
+            lines.append(Line(run, metric, run_index if several else metric_index, " ".join(words)))
+    return lines
 
 
 def smooth(values: np.ndarray, *, width: int | None = None, robust: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Running mean, or median if `robust`.
+    """Compute a running mean, or a running median if `robust`.
 
     Returns at most MOST_POINTS indices, and the means there.
 
-    A mean is over the window of `width` values around its index, by default an odd number of at least 5, about a
-    fifteenth of all. At both ends the window is smaller. NaN does not count.
+    A mean is over the window of `width` values around its index: by default an odd number of at least 5, about a
+    fifteenth of all values. At both ends the window is smaller. NaN does not count.
     """
     n = len(values)
-    indices = np.unique(np.linspace(0, max(n - 1, 0), min(n, MOST_POINTS)).astype(int))
+    indices = np.unique(np.linspace(0, max(n - 1, 0), min(n, MOST_POINTS)).astype(int))  # evenly spaced
     half = (width or max(5, n // 15 | 1)) // 2  # `| 1` makes it odd
     average = np.median if robust else np.mean
     smoothed = []
@@ -185,22 +195,26 @@ def smooth(values: np.ndarray, *, width: int | None = None, robust: bool = False
 
 
 def find_extremes(values: np.ndarray) -> np.ndarray:
-    """Indices to draw: both extremes of each part of a long run."""
+    """Choose indices to draw: the extremes of parts of a long run."""
     if len(values) <= 2 * MOST_POINTS:
         return np.arange(len(values))
-    found = []
-    for part in np.array_split(np.arange(len(values)), MOST_POINTS):  # indices
-        finite = part[np.isfinite(values[part])]
+    chosen_indices = []
+    for indices in np.array_split(np.arange(len(values)), MOST_POINTS):
+        finite = indices[np.isfinite(values[indices])]
         if len(finite):
-            found += [finite[values[finite].argmin()], finite[values[finite].argmax()]]
-        else:  # a gap of the line
-            found.append(part[0])
-    return np.unique(found)
+            chosen_indices += [finite[values[finite].argmin()], finite[values[finite].argmax()]]
+        else:  # a NaN leaves a gap in the line
+            chosen_indices.append(indices[0])
+    return np.unique(chosen_indices)
 
 
 STYLE = {
-    **{"font.size": 9, "font.sans-serif": ["DejaVu Sans"], "text.parse_math": False},  # names hold no formulas
-    **{"svg.fonttype": "none", "svg.hashsalt": "curves", "path.simplify_threshold": 0.5},  # equal runs, equal files
+    "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans"],
+    "text.parse_math": False,  # a $ in a run's name begins no formula
+    "svg.fonttype": "none",
+    "svg.hashsalt": "curves",  # without it, two pictures of the same run would differ
+    "path.simplify_threshold": 0.5,
 }
 
 
@@ -210,13 +224,15 @@ def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, 
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in a script that the font lacks
         picture = Figure(figsize=SIZE, dpi=DPI, facecolor=LIGHT.background, layout="constrained")
         canvas = FigureCanvasAgg(picture)
-        by_metric = [[line for line in lines if line.metric == metric] for metric in chart.metrics]
-        panels: list[list[Line]] = [panel for panel in by_metric if panel] if several else [list(lines)]
-        axes: Any = picture.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        panels: list[list[Line]] = [list(lines)]
+        if several:  # a panel for each metric that a run has
+            by_metric = ([line for line in lines if line.metric == metric] for metric in chart.metrics)
+            panels = [panel for panel in by_metric if panel]
+        [axes] = picture.subplots(1, len(panels), sharey=True, squeeze=False)
         for axis, panel in zip(axes, panels, strict=True):
             for line in panel:
                 _draw_line(axis, chart, line, several=several)
-            _dress(axis, chart, panel)
+            _style_axis(axis, chart, panel)
             if len(panels) > 1:
                 axis.set_title(panel[0].metric.rpartition("/")[2], color=LIGHT.muted, fontsize=9, loc="left")
         _add_title_and_legend(picture, chart, lines, several=several)
@@ -234,51 +250,79 @@ def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, 
 
 
 def _draw_line(axis: Any, chart: Chart, line: Line, *, several: bool) -> None:
-    color = LIGHT.colors[line.color % len(LIGHT.colors)]
-    style = "-" if line.color < len(LIGHT.colors) else (0, (4, 1.5))
-    examples, values = line.run.train.examples, line.run.train[line.metric.replace("SPLIT", "train")]
-    n, drawn = int(np.isfinite(values).sum()), find_extremes(values)
-    if n >= FEWEST_TO_SMOOTH and chart.smooth:
-        at, course = smooth(values, robust=line.metric == "grad_norm")
-        axis.plot(examples[drawn], values[drawn], color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
-        axis.plot(examples[at], course, style, color=color, linewidth=1.7)
-    elif n:
-        axis.plot(examples[drawn], values[drawn], style, color=color, linewidth=1.7, marker="." if n == 1 else None)
+    """Draw a metric's updates, and its evaluations if it has any."""
+    _draw_updates(axis, chart, line, several=several)
     if "SPLIT" in line.metric:
-        examples, held_out = line.evaluations()
-        axis.plot(
-            *(examples, held_out),
-            color=color,
-            linestyle=(0, (1, 1.8)) if len(examples) > 2 else "none",  # two points are not a course
-            linewidth=1.1,
-            marker="o",
-            markersize=4.6 if len(examples) <= 30 else 2.6,
-            markeredgewidth=1.2,
-            markerfacecolor=LIGHT.background,
-            markeredgecolor=color,
-            zorder=3,
-        )
+        _draw_evaluations(axis, line)
 
 
-def _dress(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
-    """Set scales and ticks, and draw the line to compare with."""
+def _draw_updates(axis: Any, chart: Chart, line: Line, *, several: bool) -> None:
+    """Draw the value of every update, and a running mean of many."""
+    color = LIGHT.colors[line.color % len(LIGHT.colors)]
+    dashed = (0, (4, 1.5))
+    style = "-" if line.color < len(LIGHT.colors) else dashed  # once all colours are used
+    examples, values = line.run.train.examples, line.run.train[line.metric.replace("SPLIT", "train")]
+    n_finite = int(np.isfinite(values).sum())
+    if n_finite == 0:
+        return
+    drawn = find_extremes(values)
+    if chart.smooth and n_finite >= FEWEST_TO_SMOOTH:
+        axis.plot(examples[drawn], values[drawn], color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
+        indices, means = smooth(values, robust=line.metric == "grad_norm")  # spikes would bend a mean
+        axis.plot(examples[indices], means, style, color=color, linewidth=1.7)
+    else:
+        marker = "." if n_finite == 1 else None  # a line through one point is invisible
+        axis.plot(examples[drawn], values[drawn], style, color=color, linewidth=1.7, marker=marker)
+
+
+def _draw_evaluations(axis: Any, line: Line) -> None:
+    """Draw evaluations as circles, three or more joined by a dotted line."""
+    examples, values = line.evaluations()
+    color = LIGHT.colors[line.color % len(LIGHT.colors)]
+    dotted = (0, (1, 1.8))
+    axis.plot(
+        examples,
+        values,
+        color=color,
+        linestyle=dotted if len(examples) > 2 else "none",
+        linewidth=1.1,
+        marker="o",
+        markersize=4.6 if len(examples) <= 30 else 2.6,
+        markeredgewidth=1.2,
+        markerfacecolor=LIGHT.background,
+        markeredgecolor=color,
+        zorder=3,  # above the lines of updates
+    )
+
+
+def _style_axis(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
+    """Set scales, ticks and colours, and draw the baseline."""
     if chart.log_scale and _spans_decades(lines):
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
-    if chart.share:
-        axis.set_ylim(_find_least(lines) - 0.06 if chart.level else -0.03, 1.03)
+    if chart.in_percent:
+        bottom = _find_lowest_accuracy(lines) - 0.06 if chart.baseline else -0.03
+        axis.set_ylim(bottom, 1.03)
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
     if chart.from_zero:
         axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_words(value)))
-    if chart.level is not None:
-        axis.axhline(chart.level, color=LIGHT.muted, linewidth=0.8, alpha=0.7)
-    if chart.level:
-        above = {"xycoords": ("axes fraction", "data"), "xytext": (0, 2), "textcoords": "offset points", "ha": "right"}
-        axis.annotate("chance", (1, chart.level), color=LIGHT.muted, fontsize=8, **above)
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_number(value)))
+    if chart.baseline is not None:
+        axis.axhline(chart.baseline, color=LIGHT.muted, linewidth=0.8, alpha=0.7)
+    if chart.baseline:  # not 0, so the accuracy of chance
+        axis.annotate(
+            "chance",
+            (1, chart.baseline),  # at the right end, two points above the baseline
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="right",
+            color=LIGHT.muted,
+            fontsize=8,
+        )
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axis.xaxis.set_major_formatter(FuncFormatter(_abbreviate))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _abbreviate(value)))
     axis.set_facecolor(LIGHT.background)
     axis.grid(True, color=LIGHT.grid, linewidth=0.8)
     axis.set_axisbelow(True)
@@ -291,23 +335,25 @@ def _dress(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
 
 def _spans_decades(lines: Sequence[Line]) -> bool:
     """Return whether all values are above 0 and span a wide range."""
-    values = [line.run.train.points(line.metric)[1] for line in lines]
-    lowest, highest = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
-    usual = min(float(np.median(v)) for v in values)
-    return lowest > 0 and highest > 20 * usual
+    values_by_line = [line.run.train.points(line.metric)[1] for line in lines]
+    all_values = np.concatenate(values_by_line)
+    lowest_median = min(float(np.median(values)) for values in values_by_line)
+    return bool(all_values.min() > 0 and all_values.max() > 20 * lowest_median)
 
 
-def _find_least(lines: Sequence[Line]) -> float:
-    """Lowest accuracy of evaluations and smoothed training curves; at most 0.45."""
-    found = [0.45]
+def _find_lowest_accuracy(lines: Sequence[Line]) -> float:
+    """Find the lowest accuracy that the lines show; at most 0.45."""
+    accuracies = [0.45]  # so that the baseline of chance is inside the picture
     for line in lines:
-        values = line.run.train.points(line.metric.replace("SPLIT", "train"))[1]
-        found += [*line.evaluations()[1], *smooth(values)[1]]
-    return float(min(found))
+        _, updates = line.run.train.points(line.metric.replace("SPLIT", "train"))
+        _, running_means = smooth(updates)
+        _, evaluations = line.evaluations()
+        accuracies += [*running_means, *evaluations]
+    return float(min(accuracies))
 
 
-def _abbreviate(value: float, _: Any = None) -> str:
-    """Label of a tick in examples: 800, 2k, 1.5M."""
+def _abbreviate(value: float) -> str:
+    """Abbreviate a number of examples: 800, 2k, 1.5M."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{letter}"
@@ -320,25 +366,36 @@ def _add_title_and_legend(picture: Any, chart: Chart, lines: Sequence[Line], *, 
 
     title = f"{chart.title} ({chart.unit})" if chart.unit else chart.title
     picture.suptitle(printable(title), color=LIGHT.ink, fontsize=10.5, fontweight="bold", x=0.02, ha="left")
-    shown = {line.color: (line.run.name if several else line.label) for line in lines}
-    if not several and len(shown) == 1:
+    name_by_color = {line.color: (line.run.name if several else line.label) for line in lines}
+    if not several and len(name_by_color) == 1:  # the title says what the only line is
         return
-    handles = [mpl.lines.Line2D([], [], color=LIGHT.colors[i % len(LIGHT.colors)], linewidth=2.2) for i in shown]
-    names = [printable(name if len(name) <= 24 else f"{name[:22]}...") for name in shown.values()]
-    place = {"loc": "outside lower left", "ncols": min(len(names), 3), "frameon": False}
-    picture.legend(handles, names, fontsize=8, labelcolor=LIGHT.ink, **place)
+    handles = [
+        mpl.lines.Line2D([], [], color=LIGHT.colors[color % len(LIGHT.colors)], linewidth=2.2)
+        for color in name_by_color
+    ]
+    names = [printable(name if len(name) <= 24 else f"{name[:22]}...") for name in name_by_color.values()]
+    picture.legend(
+        handles,
+        names,
+        fontsize=8,
+        labelcolor=LIGHT.ink,
+        loc="outside lower left",
+        ncols=min(len(names), 3),
+        frameon=False,
+    )
 
 
 def describe(chart: Chart, lines: Sequence[Line]) -> str:
     """Describe a picture in words, for readers who cannot see it."""
-    say = percent if chart.share else in_words
-    parts = []
+    format_value = percent if chart.in_percent else format_number
+    sentences = []
     for line in lines:
-        courses = []
+        clauses = []
         for (split, log), name in zip(line.run.splits, ("training", "evaluation"), strict=True):
             values = log.points(line.metric.replace("SPLIT", split))[1]
             if len(values) and (split == "train" or "SPLIT" in line.metric):
-                first, last, least, most = (say(v) for v in (values[0], values[-1], values.min(), values.max()))
-                courses.append(f"{name} from {first} to {last}, between {least} and {most}")
-        parts.append((f"{line.label}: " if line.label else "") + "; ".join(courses))
-    return f"{chart.title} against examples. " + ". ".join(parts) + "."
+                numbers = (values[0], values[-1], values.min(), values.max())
+                first, last, lowest, highest = map(format_value, numbers)
+                clauses.append(f"{name} from {first} to {last}, between {lowest} and {highest}")
+        sentences.append((f"{line.label}: " if line.label else "") + "; ".join(clauses))
+    return f"{chart.title} against examples. " + ". ".join(sentences) + "."

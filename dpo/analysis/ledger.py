@@ -11,21 +11,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dpo.analysis.ledger_file import TEXTS, encode
+from dpo.analysis.ledger_file import RECURRING, encode
+from dpo.analysis.measures import SIDES
 from dpo.analysis.runs import Run
 from dpo.errors import InputError
 from dpo.numbers import count, figure, percent, signed
 
 PERIODS = 10  # equal parts of a run's updates
 LENGTHS = (-64, -16, 0, 1, 17, 65)  # lower ends of the classes of length differences, in tokens
-LARGEST_ROUNDING = 0.01  # of a reward, if policy and reference differ only in dtype
+LARGEST_ROUNDING = 0.01  # rounding error of a reward, if policy and reference differ only in dtype
 
 
 @dataclass(frozen=True)
 class Pair:
     """A pair, over its visits after the first update.
 
-    Margins before the first update are 0 or rounding errors, and are ignored.
+    Earlier margins are 0 or rounding errors, and are ignored.
     """
 
     example: str
@@ -43,6 +44,7 @@ class Pair:
         return f"{self.example} {self.dataset} ({self.split})"
 
     def describe_margins(self) -> str:
+        """Describe how the margin moved and, for a drawn pair, its scores."""
         text = (
             f"{count(self.visits, 'visit')}: margin {signed(self.first_margin)} at first, {signed(self.last_margin)} "
             f"at last; on average {figure(self.relative_margin, 2)} times the median size of margins at that time"
@@ -53,8 +55,8 @@ class Pair:
         return text
 
 
+# a function that finds the texts of a run's pairs, by example; it raises InputError if they cannot be loaded
 FindTexts = Callable[[Run, Sequence[Pair]], Mapping[str, Mapping[str, str]]]
-"""Finds the texts of a run's pairs, by example; raises InputError if they cannot be loaded."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,16 @@ class Period:
 
 
 class PairList(NamedTuple):
+    """Pairs to print, the worst first."""
+
     title: str
     text: str
     pairs: list[Pair]
 
 
 class Table(NamedTuple):
+    """A table to print."""
+
     title: str
     columns: tuple[str, ...]
     rows: list[list[str]]
@@ -113,12 +119,12 @@ class Table(NamedTuple):
 class LedgerSummary:
     """Summary of a ledger.
 
-    Lists of pairs are cut to the number asked for; `n_` fields count all.
+    Lists of pairs are cut to the worst ones, whose number is an option; the counts in `n_` fields are of all pairs.
     """
 
     rows: int
     examples: int
-    truncated: int  # examples
+    truncated: int  # number of truncated examples
     n_seen_again: int  # pairs with at least two visits after the first update
     n_never_flipped: int  # pairs seen again whose margin was never above 0
     never_flipped: list[Pair]
@@ -137,40 +143,52 @@ class LedgerSummary:
         return [*self.never_flipped, *self.suspected_noise]
 
     def with_texts(self, texts: Callable[[Pair], Mapping[str, str] | None], note: str | None = None) -> LedgerSummary:
-        """Put `texts(pair)` into each listed pair."""
+        """Replace the texts of each listed pair by `texts(pair)`."""
 
-        def add_texts(pairs: list[Pair]) -> list[Pair]:
+        def replace_texts(pairs: list[Pair]) -> list[Pair]:
             return [replace(pair, texts=texts(pair)) for pair in pairs]
 
-        never, noise = add_texts(self.never_flipped), add_texts(self.suspected_noise)
-        return replace(self, never_flipped=never, suspected_noise=noise, note=note)
+        return replace(
+            self,
+            never_flipped=replace_texts(self.never_flipped),
+            suspected_noise=replace_texts(self.suspected_noise),
+            note=note,
+        )
 
     def find_texts(self, run: Run, find: FindTexts) -> LedgerSummary:
-        """Put texts into the listed pairs, or explain why any are missing."""
-        wanted = [pair for pair in self.listed if pair.texts is None]
-        if not wanted:
+        """Put texts into the listed pairs, or note why some are missing."""
+        without_texts = [pair for pair in self.listed if pair.texts is None]
+        if not without_texts:
             return self
         try:
-            texts = find(run, wanted)
+            texts = find(run, without_texts)
         except (InputError, OSError) as error:
             return replace(self, note=f"Texts are not shown: {error}")
-        examples = {pair.example for pair in wanted}
+        examples = {pair.example for pair in without_texts}
         n_missing = len(examples - texts.keys())
         note = None
         if n_missing:
-            note = f"Its datasets have changed, and lack {n_missing} of these {count(len(examples), 'pair')}"
+            note = f"The run's datasets have changed, and lack {n_missing} of these {count(len(examples), 'pair')}"
         return self.with_texts(lambda pair: pair.texts or texts.get(pair.example), note)
 
+    def explain_missing_pairs(self, run: Run) -> LedgerSummary:
+        """Note it if the run's loss does not train on pairs."""
+        if run.trains_on in ("pairs", None):
+            return self
+        note = f"loss={run.loss} trains on {run.trains_on}: without pairs there are no margins to rank."
+        return replace(self, note=note)
+
     def lists(self) -> list[PairList]:
-        """Lists of pairs, worst first.
+        """Make the lists of pairs, worst first.
 
         There are none if no pair was visited after the first update.
         """
         if not self.lengths:
             return []
-        never = (
-            f"{self.n_never_flipped:,} of {count(self.n_seen_again, 'pair')} that were seen at least twice "
-            f"{'was' if self.n_never_flipped == 1 else 'were'} wrong each time: with a margin never above 0."
+        was = "was" if self.n_never_flipped == 1 else "were"
+        never_flipped = (
+            f"{self.n_never_flipped:,} of {count(self.n_seen_again, 'pair')} that were seen at least twice {was} wrong "
+            "each time: with a margin never above 0."
         )
         suspected = count(self.n_suspected_noise, "pair was", "pairs were")
         noise = f"{suspected} never ranked right, and wrong by at least the median size of margins at that time."
@@ -179,112 +197,107 @@ class LedgerSummary:
         if any(pair.scores is not None for pair in self.suspected_noise):
             noise += " Check whether the scorer is right about the drawn pairs."
         return [
-            PairList("Pairs that never flip", never, self.never_flipped),
+            PairList("Pairs that never flip", never_flipped, self.never_flipped),
             PairList("Suspected label noise", noise, self.suspected_noise),
         ]
 
     def tables(self) -> list[Table]:
-        """Tables of margins against length, and of drift."""
-        tables = []
-        for lengths in self.lengths:
-            correlation = "" if lengths.correlation is None else f", correlation {signed(lengths.correlation, 2)}"
-            rows = [[c.difference, f"{c.pairs:,}", signed(c.margin), percent(c.right)] for c in lengths.classes]
-            columns = ("chosen minus rejected tokens", "pairs", "mean margin", "ranked right")
-            tables.append(Table(f"Margin against length, {lengths.split}{correlation}", columns, rows))
-        has_pairs = any(period.margin is not None for period in self.drift)
-        names = ("margin", "right", "chosen_change", "rejected_change") if has_pairs else ("policy_chosen",)
-        rows = []
-        for period in self.drift:
-            updates = f"{period.first_update:,}"
-            if period.last_update > period.first_update:
-                updates += f" to {period.last_update:,}"
-            values = (getattr(period, name) for name in ("loss", *names))
-            shown = ("" if value is None else figure(value) for value in values)
-            rows.append([f"{period.dataset} ({period.split})", updates, f"{period.visits:,}", *shown])
-        columns = ("dataset", "updates", "visits", "loss", *(name.replace("_", " ") for name in names))
-        title = "Drift by dataset, means over the visits; a change is policy minus reference"
-        return [*tables, Table(title, columns, rows)]
+        """Make the tables of margins against length, and of drift."""
+        return [*map(_make_length_table, self.lengths), _make_drift_table(self.drift)]
 
 
 def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
     """Summarize a ledger, with `top` pairs in each list, worst first."""
     table = encode(table)
     pairs = _Pairs(table)
-    wrong = pairs.wrong
-    again = pairs.visits >= 2
-    noise = wrong & (pairs.relative <= -1)
+    is_seen_again = pairs.n_visits >= 2
+    never_flipped = pairs.always_wrong & is_seen_again
+    suspected_noise = pairs.always_wrong & (pairs.mean_relative_margins <= -1)
     truncated = table.filter(table["truncated"])
     return LedgerSummary(
         rows=len(table),
         examples=len(table["example"].unique()),
         truncated=len(truncated["example"].unique()),
-        n_seen_again=int(again.sum()),
-        n_never_flipped=int((wrong & again).sum()),
-        never_flipped=pairs.worst(wrong & again, top),
-        n_suspected_noise=int(noise.sum()),
-        suspected_noise=pairs.worst(noise, top),
-        lengths=pairs.lengths(),
-        drift=_drift(table),
+        n_seen_again=int(is_seen_again.sum()),
+        n_never_flipped=int(never_flipped.sum()),
+        never_flipped=pairs.list_worst(never_flipped, top),
+        n_suspected_noise=int(suspected_noise.sum()),
+        suspected_noise=pairs.list_worst(suspected_noise, top),
+        lengths=pairs.measure_lengths(),
+        drift=_measure_drift(table),
     )
 
 
 class _Pairs:
-    """Pairs of both splits, without ties: arrays of an entry per pair.
+    """The pairs of a ledger, as arrays with an entry per pair.
 
-    Visits before the first update are left out.
+    A visit is a row of the ledger's table. Ties, and visits before the first update, are left out.
     """
 
     def __init__(self, table: pa.Table) -> None:
         margins = _numbers(table, "margin")
-        is_first, finite = _is_before_first_update(table), np.isfinite(margins)
-        # margins of equal models are rounding errors, even with a float16 reference; the cap is for models that differ
-        rounding = min(abs(margins[finite & is_first]).max(initial=0.0), LARGEST_ROUNDING)
-        rows = (finite & ~is_first & ~_is_tie(table)).nonzero()[0]
-        self._table, margins = table, margins[rows]
-        splits, periods = _codes(table, "split")[rows], _periods(table)[rows]
-        # margins grow while training, so each is compared with those of its time
-        scale = np.maximum(_medians(abs(margins), periods * 2 + splits), rounding)
-        relative = np.divide(margins, scale, out=np.zeros_like(margins), where=scale > 0)
-        ids = _codes(table, "example")[rows] * 2 + splits  # one number per example and split
-        # from here on, indices into `rows` and `margins`: the pair of each visit, and the first and last of each pair
-        _, self._first, pair, self.visits = np.unique(ids, return_index=True, return_inverse=True, return_counts=True)
-        n = len(self.visits)
-        self._last = np.zeros(n, dtype=np.int64)
-        np.maximum.at(self._last, pair, np.arange(len(rows)))
-        self.highest = np.full(n, -np.inf)
-        np.maximum.at(self.highest, pair, margins)
-        self.wrong = self.highest <= -rounding
-        self.relative = np.bincount(pair, relative, n) / np.maximum(self.visits, 1)
-        self._rows, self._margins = rows, margins
+        is_finite, is_before_first_update = np.isfinite(margins), _is_before_first_update(table)
+        # before the first update policy and reference are equal, and margins are rounding errors; the cap is for a
+        # policy and reference that differ from the start
+        first_margins = margins[is_finite & is_before_first_update]
+        rounding = min(abs(first_margins).max(initial=0.0), LARGEST_ROUNDING)
 
-    def worst(self, is_listed: np.ndarray, top: int) -> list[Pair]:
-        """The `top` pairs of the lowest relative margins, among those listed."""
-        pairs = is_listed.nonzero()[0]
-        pairs = pairs[np.argsort(self.relative[pairs], kind="stable")][:top]
-        rows = self._table.take(self._rows[self._first[pairs]]).to_pylist()
+        self._table = table
+        [self._rows] = (is_finite & ~is_before_first_update & ~_is_tie(table)).nonzero()  # rows of the visits
+        self._margins = margins[self._rows]  # of the visits
+        splits = _codes(table, "split")[self._rows]  # 0 or 1
+
+        # margins grow while training, so each is compared with the margins of its period and split
+        typical_margins = _find_group_medians(abs(self._margins), _periods(table)[self._rows] * 2 + splits)
+        scales = np.maximum(typical_margins, rounding)
+        relative_margins = np.divide(self._margins, scales, out=np.zeros_like(self._margins), where=scales > 0)
+
+        pair_ids = _codes(table, "example")[self._rows] * 2 + splits  # one number per example and split
+        # `_first_visits` and `_last_visits` are indices into `_rows` and `_margins`
+        _, self._first_visits, pair_of_visit, self.n_visits = np.unique(
+            pair_ids, return_index=True, return_inverse=True, return_counts=True
+        )
+        n_pairs = len(self.n_visits)
+        self._last_visits = np.zeros(n_pairs, dtype=np.int64)
+        np.maximum.at(self._last_visits, pair_of_visit, np.arange(len(self._rows)))
+        self.highest_margins = np.full(n_pairs, -np.inf)
+        np.maximum.at(self.highest_margins, pair_of_visit, self._margins)
+        self.always_wrong = self.highest_margins <= -rounding
+        self.mean_relative_margins = np.bincount(pair_of_visit, relative_margins, n_pairs) / np.maximum(
+            self.n_visits, 1
+        )
+
+    def list_worst(self, is_listed: np.ndarray, top: int) -> list[Pair]:
+        """List the `top` pairs of the lowest relative margins, where `is_listed`."""
+        [indices] = is_listed.nonzero()
+        indices = indices[np.argsort(self.mean_relative_margins[indices], kind="stable")][:top]
+        rows = self._table.take(self._rows[self._first_visits[indices]]).to_pylist()
         return [
             Pair(
-                **{name: row[name] for name in TEXTS},
-                visits=int(self.visits[pair]),
-                first_margin=float(self._margins[self._first[pair]]),
-                last_margin=float(self._margins[self._last[pair]]),
-                highest_margin=float(self.highest[pair]),
-                relative_margin=float(self.relative[pair]),
-                **_drawn_parts(row),
+                **{name: row[name] for name in RECURRING},
+                visits=int(self.n_visits[i]),
+                first_margin=float(self._margins[self._first_visits[i]]),
+                last_margin=float(self._margins[self._last_visits[i]]),
+                highest_margin=float(self.highest_margins[i]),
+                relative_margin=float(self.mean_relative_margins[i]),
+                **_get_drawn_texts(row),
             )
-            for row, pair in zip(rows, pairs, strict=True)
+            for row, i in zip(rows, indices, strict=True)
         ]
 
-    def lengths(self) -> list[Lengths]:
-        """Margins against lengths, for each split that has pairs."""
-        rows, margins = self._rows[self._last], self._margins[self._last]
-        difference = _numbers(self._table, "chosen_tokens")[rows] - _numbers(self._table, "rejected_tokens")[rows]
+    def measure_lengths(self) -> list[Lengths]:
+        """Relate margins to lengths, for each split that has pairs."""
+        rows, margins = self._rows[self._last_visits], self._margins[self._last_visits]
+        chosen_tokens, rejected_tokens = (_numbers(self._table, f"{side}_tokens")[rows] for side in SIDES)
+        differences = chosen_tokens - rejected_tokens
         is_train = _is_train(self._table)[rows]
         masks = {"train": is_train, "eval": ~is_train}
-        return [_lengths(split, difference[mask], margins[mask]) for split, mask in masks.items() if mask.any()]
+        return [
+            _relate_to_lengths(split, differences[mask], margins[mask]) for split, mask in masks.items() if mask.any()
+        ]
 
 
-def _drawn_parts(row: Mapping[str, Any]) -> dict[str, Any]:
+def _get_drawn_texts(row: Mapping[str, Any]) -> dict[str, Any]:
     """Texts and scores of a row, if its pair was drawn."""
     if row.get("tie") is None:
         return {}
@@ -292,44 +305,69 @@ def _drawn_parts(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"texts": texts, "scores": (row["score_chosen"], row["score_rejected"])}
 
 
-def _lengths(split: str, difference: np.ndarray, margins: np.ndarray) -> Lengths:
-    varies = len(difference) > 1 and difference.std() > 0 and margins.std() > 0
+def _relate_to_lengths(split: str, differences: np.ndarray, margins: np.ndarray) -> Lengths:
+    """Average margins by length difference, and correlate them, (pairs,) each."""
     ranges = [f"{low} to {high - 1}" if high - low > 1 else f"{low}" for low, high in pairwise(LENGTHS)]
     names = [f"below {LENGTHS[0]}", *ranges, f"{LENGTHS[-1]} and more"]
-    class_of_pair = np.searchsorted(LENGTHS, difference, side="right")
+    class_of_pair = np.searchsorted(LENGTHS, differences, side="right")
     classes = []
     for i, name in enumerate(names):
         in_class = margins[class_of_pair == i]
         if len(in_class):
             classes.append(LengthClass(name, len(in_class), float(in_class.mean()), float((in_class > 0).mean())))
-    return Lengths(split, float(np.corrcoef(difference, margins)[0, 1]) if varies else None, classes)
+    correlation = None
+    if len(differences) > 1 and differences.std() > 0 and margins.std() > 0:
+        correlation = float(np.corrcoef(differences, margins)[0, 1])
+    return Lengths(split, correlation, classes)
 
 
-def _drift(table: pa.Table) -> list[Period]:
-    """Means of each dataset and split by period."""
+def _measure_drift(table: pa.Table) -> list[Period]:
+    """Average each dataset and split by period."""
     keys = np.stack([_codes(table, "dataset"), _codes(table, "split"), _periods(table)])  # (3, rows)
-    groups, group_of_row = np.unique(keys, axis=1, return_inverse=True)
+    groups, group_of_row = np.unique(keys, axis=1, return_inverse=True)  # (3, groups), (rows,)
     columns = {name: _numbers(table, name) for name in ("loss", "margin", "policy_chosen", "policy_rejected")}
-    for side in ("chosen", "rejected"):
+    for side in SIDES:
         columns[f"{side}_change"] = columns[f"policy_{side}"] - _numbers(table, f"reference_{side}")
     # visits before the first update, and ties, are neither right nor wrong
-    undecided = np.isnan(columns["margin"]) | _is_before_first_update(table) | _is_tie(table)
-    columns["right"] = np.where(undecided, np.nan, columns["margin"] > 0)
+    is_undecided = np.isnan(columns["margin"]) | _is_before_first_update(table) | _is_tie(table)
+    columns["right"] = np.where(is_undecided, np.nan, columns["margin"] > 0)
     updates = _numbers(table, "update")
-    datasets, splits = (_take_dictionary(table, name).dictionary.to_pylist() for name in ("dataset", "split"))
-    found = []
-    for group, (dataset, split, _) in enumerate(groups.T):
-        rows = (group_of_row.ravel() == group).nonzero()[0]
-        first, last = int(updates[rows].min()), int(updates[rows].max())
+    datasets, splits = (_get_dictionary_column(table, name).dictionary.to_pylist() for name in ("dataset", "split"))
+    periods = []
+    for group_index, (dataset, split, _) in enumerate(groups.T):
+        [rows] = (group_of_row.ravel() == group_index).nonzero()
+        first_update, last_update = int(updates[rows].min()), int(updates[rows].max())
         means = {name: _mean(values[rows]) for name, values in columns.items()}
-        found.append(Period(datasets[dataset], splits[split], first, last, len(rows), **means))
-    return found
+        periods.append(Period(datasets[dataset], splits[split], first_update, last_update, len(rows), **means))
+    return periods
+
+
+def _make_length_table(lengths: Lengths) -> Table:
+    correlation = "" if lengths.correlation is None else f", correlation {signed(lengths.correlation, 2)}"
+    rows = [[c.difference, f"{c.pairs:,}", signed(c.margin), percent(c.right)] for c in lengths.classes]
+    columns = ("chosen minus rejected tokens", "pairs", "mean margin", "ranked right")
+    return Table(f"Margin against length, {lengths.split}{correlation}", columns, rows)
+
+
+def _make_drift_table(drift: Sequence[Period]) -> Table:
+    has_pairs = any(period.margin is not None for period in drift)
+    fields = ("margin", "right", "chosen_change", "rejected_change") if has_pairs else ("policy_chosen",)
+    rows = []
+    for period in drift:
+        updates = f"{period.first_update:,}"
+        if period.last_update > period.first_update:
+            updates += f" to {period.last_update:,}"
+        means = [getattr(period, field) for field in ("loss", *fields)]
+        cells = ["" if mean is None else figure(mean) for mean in means]
+        rows.append([f"{period.dataset} ({period.split})", updates, f"{period.visits:,}", *cells])
+    columns = ("dataset", "updates", "visits", "loss", *(field.replace("_", " ") for field in fields))
+    return Table("Drift by dataset, means over the visits; a change is policy minus reference", columns, rows)
 
 
 def _mean(values: np.ndarray) -> float | None:
     """Mean of the finite values; None if there are none.
 
-    A skipped update has NaN.
+    The loss of a skipped update is NaN.
     """
     values = values[np.isfinite(values)]
     return float(values.mean()) if len(values) else None
@@ -341,11 +379,12 @@ def _numbers(table: pa.Table, name: str) -> np.ndarray:
 
 
 def _codes(table: pa.Table, name: str) -> np.ndarray:
-    return _take_dictionary(table, name).indices.to_numpy().astype(np.int64)
+    """Codes of a column of texts, (rows,), equal for equal texts."""
+    return _get_dictionary_column(table, name).indices.to_numpy().astype(np.int64)
 
 
-def _take_dictionary(table: pa.Table, name: str) -> pa.DictionaryArray:
-    return table[name].chunk(0)
+def _get_dictionary_column(table: pa.Table, name: str) -> pa.DictionaryArray:
+    return table[name].chunk(0)  # `encode` made a single chunk
 
 
 def _is_train(table: pa.Table) -> np.ndarray:
@@ -367,17 +406,18 @@ def _is_tie(table: pa.Table) -> np.ndarray:
 
 
 def _periods(table: pa.Table) -> np.ndarray:
-    """Tenth of the run that each row is in, (rows,).
+    """Number of the period of each row, (rows,), from 1.
 
     An evaluation belongs to the updates before it, so one before the first update is in period 0.
     """
     updates = _numbers(table, "update")
-    last = max(int(updates.max()), 1) if len(updates) else 1
-    return np.ceil(updates * min(PERIODS, last) / last).astype(np.int64)
+    last_update = max(int(updates.max()), 1) if len(updates) else 1
+    n_periods = min(PERIODS, last_update)
+    return np.ceil(updates * n_periods / last_update).astype(np.int64)
 
 
-def _medians(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """For each value the median of its group, (values,)."""
+def _find_group_medians(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Find for each value the median of its group, (values,)."""
     medians = np.empty_like(values)
     for group in np.unique(groups):
         medians[groups == group] = np.median(values[groups == group])

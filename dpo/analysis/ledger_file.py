@@ -19,7 +19,7 @@ from dpo.errors import InputError, explaining
 from dpo.system.plain_files import check_readable, replacing
 from dpo.system.run_directory import PARQUET, STREAM
 
-TEXTS = ("example", "dataset", "split")
+RECURRING = ("example", "dataset", "split")  # columns of recurring texts
 SCHEMA = pa.schema(
     {
         "example": pa.string(),
@@ -55,13 +55,17 @@ ROW_GROUP = 2**16  # rows in memory at a time while a file is written
 
 
 def make_schema(names: Collection[str]) -> pa.Schema:
-    """The schema of a ledger with these columns."""
+    """Make the schema of a ledger that has these columns."""
     return ONLINE_SCHEMA if "tie" in names else SCHEMA
 
 
 def encoded(schema: pa.Schema) -> pa.Schema:
-    """The schema with recurring texts dictionary-encoded."""
-    return pa.schema([(f.name, pa.dictionary(pa.int32(), f.type) if f.name in TEXTS else f.type) for f in schema])
+    """Return a schema with recurring texts dictionary-encoded."""
+    fields = []
+    for field in schema:
+        dtype = pa.dictionary(pa.int32(), field.type) if field.name in RECURRING else field.type
+        fields.append((field.name, dtype))
+    return pa.schema(fields)
 
 
 def begin(stream: Path, schema: pa.Schema = SCHEMA) -> None:
@@ -76,14 +80,15 @@ def append(stream: Path, columns: Mapping[str, Any]) -> None:
 
     `columns` has lists or tensors by name, None for a column without values.
     """
-    n, schema = len(columns["example"]), make_schema(columns)
+    n_rows, schema = len(columns["example"]), make_schema(columns)
+    arrays = [_make_column(field, columns[field.name], n_rows) for field in schema]
     with stream.open("ab") as file:
-        file.write(pa.record_batch([_column(f, columns[f.name], n) for f in schema], schema=schema).serialize())
+        file.write(pa.record_batch(arrays, schema=schema).serialize())
 
 
-def _column(field: pa.Field, values: Any, n: int) -> pa.Array:
+def _make_column(field: pa.Field, values: Any, n_rows: int) -> pa.Array:
     if values is None:
-        return pa.nulls(n, field.type)
+        return pa.nulls(n_rows, field.type)
     if pa.types.is_floating(field.type) and not isinstance(values, list):  # a tensor
         values = np.asarray(values, dtype=np.float64)
     return pa.array(values, field.type)
@@ -92,17 +97,17 @@ def _column(field: pa.Field, values: Any, n: int) -> pa.Array:
 def write_parquet(stream: Path, target: Path) -> int:
     """Write a stream's rows as Parquet, atomically and in constant memory.
 
-    Returns their number.
+    Returns the number of rows.
     """
-    n, schema = 0, encoded(_schema_in(stream))
+    n_rows, schema = 0, encoded(_read_schema(stream))
     with (
-        replacing(target) as beside,
-        pq.ParquetWriter(beside, schema, compression="zstd", use_dictionary=list(TEXTS)) as writer,
+        replacing(target) as unfinished,
+        pq.ParquetWriter(unfinished, schema, compression="zstd", use_dictionary=list(RECURRING)) as writer,
     ):
-        for table in _groups(stream):
+        for table in _read_row_groups(stream):
             writer.write_table(table, row_group_size=ROW_GROUP)
-            n += len(table)
-    return n
+            n_rows += len(table)
+    return n_rows
 
 
 def read_ledger(run_dir: Path) -> pa.Table | None:
@@ -110,35 +115,38 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
 
     Raises InputError for another kind of file.
     """
-    if (run_dir / STREAM).exists():
-        empty = encoded(_schema_in(run_dir / STREAM)).empty_table()
-        table = pa.concat_tables([empty, *_groups(run_dir / STREAM)])
-    elif (run_dir / PARQUET).exists():
-        check_readable(run_dir / PARQUET)
-        with _explaining(run_dir / PARQUET):
-            table = pq.read_table(run_dir / PARQUET)
+    stream, parquet = run_dir / STREAM, run_dir / PARQUET
+    if stream.exists():
+        empty = encoded(_read_schema(stream)).empty_table()  # there may be no rows yet
+        table = pa.concat_tables([empty, *_read_row_groups(stream)])
+    elif parquet.exists():
+        check_readable(parquet)
+        with _explaining_errors(parquet):
+            table = pq.read_table(parquet)
             table = table.cast(encoded(make_schema(table.schema.names)))
     else:
         return None
     return table.unify_dictionaries().combine_chunks()
 
 
-def _groups(stream: Path) -> Iterator[pa.Table]:
-    """Yield the rows in tables of ROW_GROUP, the last perhaps smaller.
+def _read_row_groups(stream: Path) -> Iterator[pa.Table]:
+    """Yield a stream's rows in tables of ROW_GROUP, the last perhaps smaller.
 
     How the rows were appended does not change the tables.
     """
-    waiting, n = [], 0
-    for batch in _batches(stream):
-        waiting.append(batch)
-        n += len(batch)
-        while n >= ROW_GROUP:
-            table = pa.Table.from_batches(waiting)
+    buffered, n_rows = [], 0
+    for batch, _ in _read_appends(stream):
+        if batch is None:
+            continue
+        buffered.append(batch)
+        n_rows += len(batch)
+        while n_rows >= ROW_GROUP:
+            table = pa.Table.from_batches(buffered)
             yield encode(table.slice(0, ROW_GROUP))
-            waiting = table.slice(ROW_GROUP).to_batches()
-            n -= ROW_GROUP
-    if n:
-        yield encode(pa.Table.from_batches(waiting))
+            buffered = table.slice(ROW_GROUP).to_batches()
+            n_rows -= ROW_GROUP
+    if n_rows:
+        yield encode(pa.Table.from_batches(buffered))
 
 
 def encode(table: pa.Table) -> pa.Table:
@@ -148,13 +156,13 @@ def encode(table: pa.Table) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def _schema_in(stream: Path) -> pa.Schema:
+def _read_schema(stream: Path) -> pa.Schema:
     """Read the schema at the start of a stream.
 
     Raises InputError if it is not a ledger's.
     """
     check_readable(stream)
-    with stream.open("rb") as file, _explaining(stream):
+    with stream.open("rb") as file, _explaining_errors(stream):
         schema = pa.ipc.open_stream(file).schema
         if schema not in (SCHEMA, ONLINE_SCHEMA):
             raise pa.ArrowInvalid("its columns are not those of a ledger")
@@ -162,32 +170,27 @@ def _schema_in(stream: Path) -> pa.Schema:
 
 
 def find_end(stream: Path, size: int) -> int:
-    """End of the last whole append within the first `size` bytes.
+    """Find the end of the last append within the first `size` bytes.
 
     0 if the stream does not begin like a ledger.
     """
-    end = 0
+    last_end = 0
     with suppress(InputError):
-        _schema_in(stream)
-        for _, end_of_append in _appends(stream):
-            if end_of_append > size:
+        _read_schema(stream)
+        for _, end in _read_appends(stream):
+            if end > size:
                 break
-            end = end_of_append
-    return end
+            last_end = end
+    return last_end
 
 
-def _batches(stream: Path) -> Iterator[pa.RecordBatch]:
-    """Yield the batches appended, up to the first that is incomplete."""
-    return (batch for batch, _ in _appends(stream) if batch is not None)
+def _read_appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
+    """Yield each append and its end, up to the first incomplete one.
 
-
-def _appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
-    """Yield each whole append of a stream, with its end.
-
-    The first item is None, with the end of the schema.
+    The first item is None, with the end of the schema in bytes.
     """
     with stream.open("rb") as file:
-        with _explaining(stream):
+        with _explaining_errors(stream):
             reader = pa.ipc.open_stream(file)
         yield None, file.tell()
         try:
@@ -201,6 +204,7 @@ def _appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
                 raise
 
 
-def _explaining(path: Path) -> AbstractContextManager[None]:
+def _explaining_errors(path: Path) -> AbstractContextManager[None]:
+    """Raise InputError where Arrow cannot read a file."""
     errors = (pa.ArrowInvalid, pa.ArrowKeyError, ValueError)
     return explaining(errors, lambda why: InputError(f"{path} is not a ledger of this version: {why}"))

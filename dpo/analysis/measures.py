@@ -1,4 +1,4 @@
-"""Numbers derived from a run: chance, start, margins, cost."""
+"""Numbers derived from a run: intervals, its start, margins, cost."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpo.analysis.course import Means, updates_at_start
-from dpo.analysis.runs import Run, first_tenth, number
+from dpo.analysis.instability import Means, updates_at_start
+from dpo.analysis.runs import Log, Run, first_tenth, number
 
 USEFUL = 0.55  # below this accuracy nothing useful was learned
 SIDES = ("chosen", "rejected")
-Z, Z98 = 1.959964, 2.326348  # standard errors of a 95 % and a 98 % interval
+Z_95, Z_98 = 1.959964, 2.326348  # half the width of a 95 % and a 98 % interval, in standard errors
 
 
 def wilson_interval(share: float, n: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share measured on n examples.
+    """Compute Wilson's 95 % interval of a share measured on n examples.
 
     It is valid also for small n and near 0 and 1.
     """
     share = min(max(share, 0.0), 1.0)
-    middle, half = share + Z**2 / (2 * n), Z * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
-    return (middle - half) / (1 + Z**2 / n), (middle + half) / (1 + Z**2 / n)
+    middle = share + Z_95**2 / (2 * n)
+    half_width = Z_95 * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n**2))
+    scale = 1 + Z_95**2 / n
+    return (middle - half_width) / scale, (middle + half_width) / scale
 
 
 def is_inconclusive(accuracy: float, n: float) -> bool:
@@ -45,18 +47,20 @@ def difference_error(first: np.ndarray, last: np.ndarray) -> float:
 def mean_and_bound(differences: np.ndarray) -> tuple[float, float]:
     """Mean of differences, and half the width of its 98 % interval.
 
-    That is Student's t times the standard error. Not 95 %: with few samples of skewed lengths, that would miss by
-    chance in slightly more than one run of twenty.
+    A 95 % interval would be too narrow: with few samples of skewed lengths it misses the mean in slightly more than one
+    run of twenty.
     """
     n = len(differences)
-    z, freedom = Z98, n - 1
-    student = (  # its 99 % quantile, within 1 % from 5 degrees of freedom on (Cornish and Fisher)
+    z, degrees = Z_98, n - 1  # degrees of freedom
+    # the 99 % quantile of Student's t, within 1 % from 5 degrees of freedom on (expansion by Cornish and Fisher)
+    quantile = (
         z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+        + (z**3 + z) / (4 * degrees)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
     )
-    return float(differences.mean()), student * float(differences.std(ddof=1)) / math.sqrt(n)
+    standard_error = float(differences.std(ddof=1)) / math.sqrt(n)
+    return float(differences.mean()), quantile * standard_error
 
 
 def binomial_tail(heads: int, tosses: int) -> float:
@@ -66,56 +70,71 @@ def binomial_tail(heads: int, tosses: int) -> float:
 
 def n_evaluated(run: Run) -> float:
     """Number of different examples in an evaluation."""
-    n, available = number(run.setting("n_eval_examples", 256)), run.count("test.examples")
-    n = n if n > 0 else 256.0
-    return min(n, available) if available > 0 else n
+    n_asked, n_available = number(run.setting("n_eval_examples")), run.count("test.examples")
+    n = n_asked if n_asked > 0 else 256.0  # the default, if the config is lost
+    return min(n, n_available) if n_available > 0 else n
 
 
 def evaluation_loss_error(run: Run) -> float:
     """Two standard errors of `loss/eval`; 0 with fewer than 20 updates.
 
-    The spread of an example's loss is estimated from the training batches, in the tenth of the run where it is widest:
-    towards the end, training examples may be learned, and their losses nearly equal.
+    The standard deviation of an example's loss is estimated from the training batches, in the tenth of the run where it
+    is largest: towards the end, training examples may be learned, and their losses nearly equal.
     """
     losses = run.train.points("loss/train")[1]
     if len(losses) < 20:
         return 0.0
     batch_size = max(1.0, number(run.setting("batch_size", 1)))
-    spread_of_batches = max(float(tenth.std(ddof=1)) for tenth in np.array_split(losses, 10))
-    return 2 * spread_of_batches * math.sqrt(batch_size) / math.sqrt(n_evaluated(run))
+    batch_deviation = max(float(tenth.std(ddof=1)) for tenth in np.array_split(losses, 10))
+    example_deviation = batch_deviation * math.sqrt(batch_size)
+    return 2 * example_deviation / math.sqrt(n_evaluated(run))
 
 
 def find_start(run: Run) -> Means | None:
-    """Mean loss and margin before, or else in, the first updates."""
+    """Find mean loss and margin at the start; None if not logged.
+
+    They are those of an evaluation before the first update or, without one, of the first updates.
+    """
+    if len(run.eval) and run.eval.updates[0] == 0:
+        start = _average_first_rows(run.eval, "eval", 1)
+        if start is not None:
+            return start
     n = updates_at_start(run.has_reference)
-    # number of rows, and the `updates` of the last of them; a log that begins later does not show the start
-    for split, log, n_rows, last_update in (("eval", run.eval, 1, 0), ("train", run.train, n, n)):
-        losses, margins = log[f"loss/{split}"][:n_rows], log[f"rewards_{split}/margins"][:n_rows]
-        has_start = len(log) >= n_rows and log.updates[n_rows - 1] == last_update
-        if has_start and np.isfinite(losses).all() and np.isfinite(margins).all():
-            return Means(float(losses.mean()), float(margins.mean()))
-    return None
+    is_logged = len(run.train) >= n and run.train.updates[n - 1] == n  # a log may begin later
+    return _average_first_rows(run.train, "train", n) if is_logged else None
+
+
+def _average_first_rows(log: Log, split: str, n: int) -> Means | None:
+    """Average loss and margin of the first rows.
+
+    None if a value is missing.
+    """
+    losses, margins = log[f"loss/{split}"][:n], log[f"rewards_{split}/margins"][:n]
+    if not (np.isfinite(losses).all() and np.isfinite(margins).all()):
+        return None
+    return Means(float(losses.mean()), float(margins.mean()))
 
 
 def mean_near(run: Run, name: str, examples: float) -> float:
-    """Mean over the tenth of the updates that ends at `examples`.
+    """Mean over the updates just before `examples`: a tenth of all.
 
-    Before the first update: over the first tenth.
+    If there are none before, the mean over the first tenth.
     """
     examples_trained, values = run.train.points(name)
-    tenth = values[examples_trained <= examples][-max(10, len(values) // 10) :]
-    if not len(tenth):
-        tenth = first_tenth(values)
-    return float(tenth.mean()) if len(tenth) else math.nan
+    tenth = max(10, len(values) // 10)
+    nearest = values[examples_trained <= examples][-tenth:]
+    if not len(nearest):
+        nearest = first_tenth(values)
+    return float(nearest.mean()) if len(nearest) else math.nan
 
 
 class Change(NamedTuple):
-    """Change of the means of both sides since the start."""
+    """Change of the means of chosen and rejected since the start."""
 
     split: str
     chosen_before: float
     chosen_after: float
-    rejected: float  # change of the rejected side
+    rejected: float  # change, as `chosen` and `margin`
 
     @property
     def chosen(self) -> float:
@@ -130,27 +149,28 @@ def find_change(run: Run, stem: str = "logps") -> Change | None:
     """Change from the first evaluation to the last, or over the updates."""
     for split, log in (("eval", run.eval), ("train", run.train)):
         chosen, rejected = (log.points(f"{stem}_{split}/{side}")[1] for side in SIDES)
-        n = 1 if split == "eval" else max(10, len(chosen) // 10)  # values at either end
-        if min(len(chosen), len(rejected)) < 2 * n:
+        n_averaged = 1 if split == "eval" else max(10, len(chosen) // 10)  # single updates vary more
+        if min(len(chosen), len(rejected)) < 2 * n_averaged:
             continue
-        rejected_change = float(rejected[-n:].mean()) - float(rejected[:n].mean())
-        return Change(split, float(chosen[:n].mean()), float(chosen[-n:].mean()), rejected_change)
+        chosen_before, rejected_before = (float(values[:n_averaged].mean()) for values in (chosen, rejected))
+        chosen_after, rejected_after = (float(values[-n_averaged:].mean()) for values in (chosen, rejected))
+        return Change(split, chosen_before, chosen_after, rejected_after - rejected_before)
     return None
 
 
 class MarginParts(NamedTuple):
-    """Mean rewards of both sides, whose difference is the margin.
+    """Mean rewards of chosen and rejected, whose difference is the margin.
 
     They are relative to the reference or, under a loss without one, changes since the start.
     """
 
     chosen: float
     rejected: float
-    since_start: bool = False
+    since_start: bool = False  # the loss has no reference
     chosen_tokens: float = math.nan
     rejected_tokens: float = math.nan
     length: float = math.nan  # part of the margin due to length; NaN if unknown, or if rewards are per token
-    by_pair: bool = False  # `length` was computed for each pair of the ledger, not from means
+    by_pair: bool = False  # `length` is a mean over the ledger's pairs, not computed from the four means
 
     @property
     def margin(self) -> float:
@@ -158,7 +178,7 @@ class MarginParts(NamedTuple):
 
 
 def margin_parts(run: Run) -> MarginParts | None:
-    """Parts of the margin at the last evaluation or updates.
+    """Take the margin of the last evaluation or updates apart.
 
     None without pairs, and for a loss without a reference if there are no earlier values to compare with.
     """
@@ -169,33 +189,34 @@ def margin_parts(run: Run) -> MarginParts | None:
         return None
     if not run.has_reference:
         change = find_change(run, "rewards")
-        return change and MarginParts(change.chosen, change.rejected, since_start=True)
+        return None if change is None else MarginParts(change.chosen, change.rejected, since_start=True)
     if run.is_per_token:
         return MarginParts(chosen, rejected)
-    m, n = (run.count(f"{'test' if split == 'eval' else 'train'}.mean_{side}_tokens") for side in SIDES)
+    data_split = "test" if split == "eval" else "train"
+    chosen_tokens, rejected_tokens = (run.count(f"{data_split}.mean_{side}_tokens") for side in SIDES)
     length = length_by_pair(run) if split == "eval" else math.nan
     by_pair = math.isfinite(length)
-    if not by_pair and m > 0 and n > 0:
-        length = float(length_part(chosen, rejected, m, n))
-    return MarginParts(chosen, rejected, False, m, n, length, by_pair)
+    if not by_pair and chosen_tokens > 0 and rejected_tokens > 0:
+        length = float(length_part(chosen, rejected, chosen_tokens, rejected_tokens))
+    return MarginParts(chosen, rejected, False, chosen_tokens, rejected_tokens, length, by_pair)
 
 
 def length_part(chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: Any) -> Any:
     """Margin due to length: mean reward per token times the extra tokens.
 
-    With a reward per token of a on the chosen side and b on the rejected one, and lengths m and n, the margin is
-    a m - b n = (a - b) (m + n) / 2 + (a + b) / 2 (m - n), of which the second term is 0 for equal lengths.
+    With a reward per token of a for chosen and b for rejected, and lengths m and n, the margin is
+    a m - b n = (a - b) (m + n) / 2 + (a + b) / 2 (m - n). Its second term, which is 0 for equal lengths, is the result.
     """
-    per_token = chosen / chosen_tokens + rejected / rejected_tokens
-    return per_token / 2 * (chosen_tokens - rejected_tokens)
+    mean_per_token = (chosen / chosen_tokens + rejected / rejected_tokens) / 2
+    return mean_per_token * (chosen_tokens - rejected_tokens)
 
 
 def length_by_pair(run: Run) -> float:
-    """Mean length part over the ledger's pairs of the last evaluation.
+    """Average `length_part` over the ledger's pairs at the last evaluation.
 
     NaN without a ledger, or if rewards are not beta times the change of log-probabilities.
     """
-    beta, margin = number(run.setting("loss.beta")), run.eval.last("rewards_eval/margins")
+    beta, logged_margin = number(run.setting("loss.beta")), run.eval.last("rewards_eval/margins")
     if run.ledger is None or not beta > 0:
         return math.nan
     import pyarrow.compute as pc  # most runs have no ledger
@@ -203,21 +224,23 @@ def length_by_pair(run: Run) -> float:
     table = run.ledger.filter(pc.equal(run.ledger["split"], "eval"))
     if not len(table):
         return math.nan
-    updates = table["update"].to_numpy()
-    names = [f"{kind}_{side}" for kind in ("policy", "reference") for side in SIDES] + [f"{s}_tokens" for s in SIDES]
-    last = {name: table[name].to_numpy()[updates == updates.max()] for name in names}
-    chosen, rejected = (beta * (last[f"policy_{side}"] - last[f"reference_{side}"]) for side in SIDES)
-    # under another kind of reward, this mean is not the margin that the run logged
-    if not math.isclose(float((chosen - rejected).mean()), margin, rel_tol=0.01, abs_tol=1e-6):
+    table = table.filter(pc.equal(table["update"], pc.max(table["update"])))
+    rewards = {}
+    for side in SIDES:
+        log_ratio = table[f"policy_{side}"].to_numpy() - table[f"reference_{side}"].to_numpy()
+        rewards[side] = beta * log_ratio
+    margin = float((rewards["chosen"] - rewards["rejected"]).mean())
+    if not math.isclose(margin, logged_margin, rel_tol=0.01, abs_tol=1e-6):  # the loss has other rewards
         return math.nan
-    return float(length_part(chosen, rejected, last["chosen_tokens"], last["rejected_tokens"]).mean())
+    chosen_tokens, rejected_tokens = (table[f"{side}_tokens"].to_numpy() for side in SIDES)
+    return float(length_part(rewards["chosen"], rewards["rejected"], chosen_tokens, rejected_tokens).mean())
 
 
 class Cost(NamedTuple):
     """Time, tokens and devices of a run; NaN where unknown."""
 
     updating_secs: float  # in updates alone, without loading, evaluating, sampling and saving
-    elapsed_secs: float  # from the last start to the end, or till now; NaN if the run did not end in order
+    elapsed_secs: float  # from the last start to the end, or until now; NaN if the run crashed
     tokens: float
     devices: float
     kind: str  # GPU or CPU
@@ -239,19 +262,23 @@ class Cost(NamedTuple):
 
 
 def measure_cost(run: Run) -> Cost:
-    seconds = update_seconds(run)
-    tokens = seconds * run.train["tokens_per_second"]
     gpus, processes = run.env.get("gpus"), number(run.env.get("processes"))
     if isinstance(gpus, list) and gpus:
         # several processes use a GPU each, a single one uses all it sees
         devices, kind = (processes if processes > 1 else float(len(gpus))), "GPU"
     else:
         devices, kind = number(run.env.get("cpus")), "CPU"
-    ended = datetime.now(UTC) if run.state.word == "training" else _time(run.env.get("ended"))
-    started = _time(run.env.get("started"))
+    started = _parse_time(run.env.get("started"))
+    ended = datetime.now(UTC) if run.state.word == "training" else _parse_time(run.env.get("ended"))
     elapsed = max(0.0, (ended - started).total_seconds()) if started and ended else math.nan
-    updating, processed = (float(np.nansum(v)) if np.isfinite(v).any() else math.nan for v in (seconds, tokens))
-    return Cost(updating, elapsed, processed, devices, kind)
+    seconds = update_seconds(run)
+    tokens = seconds * run.train["tokens_per_second"]
+    return Cost(_sum_known(seconds), elapsed, _sum_known(tokens), devices, kind)
+
+
+def _sum_known(values: np.ndarray) -> float:
+    """Sum the values that are numbers; NaN if there are none."""
+    return float(np.nansum(values)) if np.isfinite(values).any() else math.nan
 
 
 def update_seconds(run: Run) -> np.ndarray:
@@ -262,7 +289,7 @@ def update_seconds(run: Run) -> np.ndarray:
         return np.where(speed > 0, examples / speed, np.nan)
 
 
-def _time(text: Any) -> datetime | None:
+def _parse_time(text: Any) -> datetime | None:
     """Parse a time with its zone; None for anything else."""
     try:
         time = datetime.fromisoformat(str(text))

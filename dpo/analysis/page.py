@@ -1,7 +1,7 @@
-"""The report of runs: curves, and `report.html`, one file.
+"""The report of runs: `report.html`, and its curves as PNG files.
 
-The page needs no network and runs no code: every text is escaped, and its content policy forbids scripts and requests,
-because samples and settings come from models and users. The template is `page.html.jinja`.
+The page is a single file that needs no network and runs no code: every text is escaped, and its content policy forbids
+scripts and requests, because samples and settings come from models and users. The template is `page.html.jinja`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dpo.system.run_directory import REPORT
 if TYPE_CHECKING:
     from dpo.analysis.ledger import FindTexts, LedgerSummary
 
-MEASURED_ON = ("datasets", "n_eval_examples")
+EVALUATION_SETTINGS = ("datasets", "n_eval_examples")  # equal in all runs whose evaluations are compared
 FIRST_SAMPLES = 4  # shown before the reader asks for more
-LEDGER_PAIRS = 5  # in each list
+LEDGER_PAIRS = 5  # pairs in each list
 
 
 class Lead(NamedTuple):
@@ -69,11 +69,12 @@ def write_report(
     find_texts: FindTexts | None = None,
     ended: bool = False,
 ) -> Path:
-    """Write the curves of runs and `report.html` into `out`.
+    """Write the report of some run directories into `out`.
 
     Returns the page's path.
 
-    `find_texts` finds the texts of a ledger's pairs. `ended`: the runs have ended, though they may hold their locks.
+    `lead` is a picture above everything else. `find_texts` finds the texts of a ledger's pairs. `ended` says that the
+    runs have ended, though they may still hold their locks.
 
     Raises InputError for a path that is not a run's, and if `out` cannot be written.
     """
@@ -82,11 +83,12 @@ def write_report(
         out.mkdir(parents=True, exist_ok=True)
         pictures = list(draw_all(read))
         for picture in pictures:
-            with replacing(out / f"{picture.name}.png") as file:
-                file.write_bytes(picture.png)
+            with replacing(out / f"{picture.name}.png") as unfinished:
+                unfinished.write_bytes(picture.png)
         page = out / REPORT.name
-        with replacing(page) as file:
-            file.write_bytes(render(read, pictures, lead, find_texts).encode("utf-8", "replace"))
+        html = render(read, pictures, lead, find_texts)
+        with replacing(page) as unfinished:
+            unfinished.write_bytes(html.encode("utf-8", "replace"))
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error}; choose another directory with --out") from error
     return page
@@ -98,12 +100,13 @@ def render(
     lead: Lead | None = None,
     find_texts: FindTexts | None = None,
 ) -> str:
+    """Render the page of runs as HTML."""
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters["data_uri"] = lambda image, kind: f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
     jinja.filters |= {"shortened": shortened, "figure": figure, "signed": signed}
     costs = [measure_cost(run) for run in runs]
-    sections = [_make_section(i, run, cost, find_texts) for i, (run, cost) in enumerate(zip(runs, costs, strict=True))]
+    sections = [_make_section(i, run, costs[i], find_texts) for i, run in enumerate(runs)]
     context: dict[str, Any] = {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         "sections": sections,
@@ -126,6 +129,7 @@ def render(
 
 def _make_section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Section:
     findings = find_all(run)
+    margin = margin_parts(run)
     return Section(
         run,
         color=f"--plot-{i % len(LIGHT.colors)}",
@@ -134,44 +138,47 @@ def _make_section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) ->
         tiles={tile.label: tile for tile in summary.make_tiles(run, cost)},
         warnings=[finding for finding in findings if finding.level == WARNING],
         notes=[finding for finding in findings if finding.level != WARNING],
-        margin=(parts := margin_parts(run)),
-        margin_bars=summary.list_margin_parts(parts),
-        settings=summary.setting_rows([run], different=False),
+        margin=margin,
+        margin_bars=summary.list_margin_parts(margin),
+        settings=summary.setting_rows([run], all_settings=True),
         ledger=summarize_ledger(run, find_texts),
     )
 
 
 def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSummary | None:
-    """Summary of a run's ledger, if any, perhaps with texts."""
+    """Summarize a run's ledger, with texts if `find_texts` is given.
+
+    None without a ledger.
+    """
     if run.ledger is None:
         return None
     from dpo.analysis.ledger import summarize  # needs pyarrow, which most runs do not
 
-    found = summarize(run.ledger, top=LEDGER_PAIRS)
+    ledger = summarize(run.ledger, top=LEDGER_PAIRS).explain_missing_pairs(run)
     if find_texts is not None:
-        found = found.find_texts(run, find_texts)
-    from_data = [pair for pair in found.listed if pair.scores is None]  # texts of drawn pairs are in the ledger
+        ledger = ledger.find_texts(run, find_texts)
+    from_data = [pair for pair in ledger.listed if pair.scores is None]  # texts of drawn pairs are in the ledger
     if from_data and not any(pair.texts for pair in from_data):
         command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
-        found = replace(found, note=f"{found.note}; {command}" if found.note else command)
-    return found
+        ledger = replace(ledger, note=f"{ledger.note}; {command}" if ledger.note else command)
+    return ledger
 
 
 def _find_best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
-    """(run, label) of the best tiles among two or more comparable ones.
+    """Find (run, label) of the best tiles among comparable ones.
 
     Tiles of one label are comparable if their runs agree in the settings that the value depends on.
     """
-    comparable: dict[tuple[str, str], dict[Path, float]] = {}  # worth by run, for each label and those settings
+    comparable: dict[tuple[str, str], list[tuple[float, Path]]] = {}  # (value, run) by label and settings
     for section in sections:
         for label, tile in section.tiles.items():
-            if section.run.config and math.isfinite(tile.worth):
-                settings = [section.run.setting(key) for key in (*MEASURED_ON, *tile.scale)]
-                runs = comparable.setdefault((label, json.dumps(settings, sort_keys=True)), {})
-                runs[section.run.path] = tile.worth
+            if section.run.config and math.isfinite(tile.rank_by):
+                settings = [section.run.setting(key) for key in (*EVALUATION_SETTINGS, *tile.depends_on)]
+                group = comparable.setdefault((label, json.dumps(settings, sort_keys=True)), [])
+                group.append((tile.rank_by, section.run.path))
     best = set()
-    for (label, _), worth_by_run in comparable.items():
-        if len(worth_by_run) > 1:
-            highest = max(worth_by_run.values())
-            best |= {(path, label) for path, worth in worth_by_run.items() if worth == highest}
+    for (label, _), group in comparable.items():
+        highest, _ = max(group)
+        if len(group) > 1:  # a single run is not the best of anything
+            best |= {(path, label) for value, path in group if value == highest}
     return best

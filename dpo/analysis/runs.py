@@ -1,7 +1,7 @@
 """A run as read from its directory.
 
-A run may still train, have crashed, or lack files: unreadable parts are listed in `Run.problems`, and left out.
-Imports no torch.
+A run may still train, have crashed, or lack files: parts that cannot be read are left out, and listed in
+`Run.problems`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.redaction import redact
 from dpo.system.run_directory import PARQUET, STREAM, is_locked
 
-RECORDS = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of them
-MOST = 1e100  # larger numbers count as missing: their sums and pictures would overflow
+MARKS_OF_A_RUN = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of these files
+LARGEST_NUMBER = 1e100  # larger numbers count as missing: their sums and pictures would overflow
 
 
 def number(value: Any) -> float:
     """A number as a float; NaN for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MOST:
-        return math.nan
-    return float(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < LARGEST_NUMBER else math.nan
 
 
 def first_tenth(values: np.ndarray) -> np.ndarray:
@@ -53,8 +52,8 @@ class Log:
         self.lines = lines
         self._columns: dict[str, np.ndarray] = {}
         self.examples, self.updates = self["examples"], self["updates"]
-        # names of metrics, in order of appearance
-        self.names = list(dict.fromkeys(name for line in (*lines[:1], *lines[-1:]) for name in line))
+        # names of metrics; the first and last line have all of them
+        self.names = list(dict.fromkeys([*lines[0], *lines[-1]])) if lines else []
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -68,14 +67,18 @@ class Log:
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(examples, values) where the metric is a number."""
         values = self[name]
-        finite = np.isfinite(values)
-        return self.examples[finite], values[finite]
+        is_finite = np.isfinite(values)
+        return self.examples[is_finite], values[is_finite]
 
     def first(self, name: str) -> float:
-        return float(next(iter(self.points(name)[1]), math.nan))
+        """The first value that is a number; NaN if there is none."""
+        _, values = self.points(name)
+        return float(values[0]) if len(values) else math.nan
 
     def last(self, name: str) -> float:
-        return float(next(iter(self.points(name)[1][::-1]), math.nan))
+        """The last value that is a number; NaN if there is none."""
+        _, values = self.points(name)
+        return float(values[-1]) if len(values) else math.nan
 
 
 class State(NamedTuple):
@@ -90,7 +93,7 @@ NOTHING = State("empty", "nothing was logged")
 
 @dataclass
 class Run:
-    """Content of a run's directory. Secrets in settings and environment are replaced."""
+    """Content of a run's directory, without secrets in settings and environment."""
 
     path: Path
     name: str
@@ -101,7 +104,7 @@ class Run:
     eval: Log = field(default_factory=Log)
     samples: list[dict[str, Any]] = field(default_factory=list)
     drawn: list[dict[str, Any]] = field(default_factory=list)  # prompts with scored answers, by the last updates
-    nonfinite: list[int] = field(default_factory=list)  # updates whose examples were set aside: NaN or infinite
+    nonfinite: list[int] = field(default_factory=list)  # updates with NaN or infinity, whose examples were saved
     saved: list[int] = field(default_factory=list)  # number of examples at each checkpoint
     best: int | None = None  # number of examples at the checkpoint that BEST names
     ledger: Any = None  # a pyarrow.Table, if the run has one
@@ -113,23 +116,24 @@ class Run:
         return ("train", self.train), ("eval", self.eval)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key."""
-        return _inside(self.config, key, default)
+        """The value of a dotted key of the config."""
+        return _get_nested(self.config, key, default)
 
     def count(self, key: str) -> float:
-        """A preflight number by its dotted key; NaN if missing."""
-        return number(_inside(self.preflight, key, None))
+        """A number of preflight.json by its dotted key; NaN if missing."""
+        return number(_get_nested(self.preflight, key, None))
 
     @property
     def parameters(self) -> tuple[float, float]:
         """(trainable, all) of the policy; NaN if they were not recorded."""
-        trainable, total = (number(_inside(self.env, f"parameters.{which}", None)) for which in ("trainable", "total"))
-        return trainable, total
+        trainable = number(_get_nested(self.env, "parameters.trainable", None))
+        return trainable, number(_get_nested(self.env, "parameters.total", None))
 
     @property
     def has_pairs(self) -> bool:
         """Return whether chosen and rejected responses were compared."""
-        return any(name.startswith("rewards_") for _, log in self.splits for name in log.names)
+        has_rewards = any(name.startswith("rewards_") for _, log in self.splits for name in log.names)
+        return has_rewards and self.trains_on in ("pairs", None)
 
     @property
     def loss(self) -> str:
@@ -138,13 +142,18 @@ class Run:
 
     @property
     def objective(self) -> Loss | None:
-        """The run's row in the table of losses; None if unknown."""
+        """The run's loss with its options; None if unknown."""
         config = self.setting("loss")
         if not isinstance(config, Mapping) or str(config.get("name")) not in LOSSES:
             return None
-        weights = config.get("weights", {})  # only loss=mix has them: by the names of its parts
-        is_known = isinstance(weights, Mapping) and weights.keys() <= LOSSES.keys()
-        return find_loss(config) if is_known else None
+        weights = config.get("weights", {})  # only loss=mix has them, by the names of other losses
+        are_known = isinstance(weights, Mapping) and weights.keys() <= LOSSES.keys()
+        return find_loss(config) if are_known else None
+
+    @property
+    def trains_on(self) -> str | None:
+        """A key of TRAINS_ON; None if the loss is unknown."""
+        return None if self.objective is None else self.objective.trains_on
 
     @property
     def is_per_token(self) -> bool:
@@ -178,25 +187,25 @@ class Run:
 
     def ends(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The first and last tenth of a training metric's values."""
-        values = self.train.points(name)[1]
+        _, values = self.train.points(name)
         return first_tenth(values), last_tenth(values)
 
     def tail(self, split: str, name: str) -> float:
         """Value at the last evaluation, or mean over the last updates."""
         if split == "eval":
             return self.eval.last(name)
-        values = self.ends(name)[1]
-        return float(values.mean()) if len(values) else math.nan
+        _, last_values = self.ends(name)
+        return float(last_values.mean()) if len(last_values) else math.nan
 
-    def samples_at(self, end: int) -> list[dict[str, Any]]:
-        """Samples of the first (`end` 0) or the last (`end` -1) evaluation."""
-        return [sample for sample in self.samples if sample["examples"] == self.samples[end]["examples"]]
+    def samples_at(self, index: int) -> list[dict[str, Any]]:
+        """Samples of the first (`index` 0) or the last (`index` -1) evaluation."""
+        return [sample for sample in self.samples if sample["examples"] == self.samples[index]["examples"]]
 
 
 def read_run(path: Path, *, ended: bool = False) -> Run:
     """Read a run's directory.
 
-    `ended`: the run has ended, though its process still holds the lock: it asks for its own last report.
+    `ended` says that the run has ended although its process still holds the lock, as when it makes its last report.
 
     Raises InputError if the path is not a run's directory.
     """
@@ -208,6 +217,7 @@ def read_run(path: Path, *, ended: bool = False) -> Run:
 
 
 def read_config(path: Path) -> Run:
+    """Read the config of a run, and nothing else."""
     run = Run(path.resolve(), path.resolve().name)
     run.config = redact(_read_mapping(run, "config.yaml"))
     return run
@@ -226,9 +236,9 @@ def _read(path: Path, *, ended: bool) -> Run:
     run.ledger = _read_ledger(run)
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
     run.nonfinite, run.saved = _find_numbers(folders, "nonfinite-"), _find_numbers(folders, "step-")
-    best = (run.path / "BEST").resolve().name
+    best_folder = (run.path / "BEST").resolve().name
     # the link may lead nowhere, or to a checkpoint that was deleted
-    run.best = next((n for n in run.saved if f"step-{n}" == best), None)
+    run.best = next((n for n in run.saved if f"step-{n}" == best_folder), None)
     name = run.setting("exp_name")
     run.name = redact(name if isinstance(name, str) and name.strip() else run.path.name)
     run.state = _find_state(run, locked=not ended and is_locked(run.path), ended=ended)
@@ -236,7 +246,7 @@ def _read(path: Path, *, ended: bool) -> Run:
 
 
 def _find_numbers(names: Sequence[str], prefix: str) -> list[int]:
-    """Numbers in the names of the form PREFIX-N, sorted."""
+    """Numbers in the names that are the prefix and a number, sorted."""
     return sorted(int(name.removeprefix(prefix)) for name in names if re.fullmatch(rf"{prefix}\d+", name))
 
 
@@ -245,8 +255,8 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
 
     Runs with equal names are called by their directories' names or, if these are equal too, by their paths.
     """
-    read = [read_run(path, ended=ended) for path in paths]
-    runs = list({run.path: run for run in read}.values())
+    run_by_path = {run.path: run for run in (read_run(path, ended=ended) for path in paths)}
+    runs = list(run_by_path.values())
     for names in ([run.name for run in runs], [run.path.name for run in runs], [str(run.path) for run in runs]):
         if len(set(names)) == len(runs):
             for run, name in zip(runs, names, strict=True):
@@ -256,10 +266,13 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
 
 
 def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
-    """State of a run, `locked` by a process or `ended` in order."""
+    """Find the state of a run.
+
+    `locked`: a process holds its lock. `ended`: it has told that it ended in order.
+    """
     done, total = run.updates, run.total_updates
     progress = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
-    if total and done >= total and _largest(run.eval.updates) >= total:
+    if total and done >= total and _largest(run.eval.updates) >= total:  # the last evaluation comes after all updates
         return State("complete", f"complete after {progress}")
     if locked:
         return State("training", f"still training, {progress} so far")
@@ -272,24 +285,25 @@ def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
     if done and run.saved and run.saved[-1] == run.examples:
         return State("stopped", f"stopped after {progress}, and saved there: resume=auto continues it")
     if total is None:
-        return State("ended", f"ended after {progress}; of how many, preflight.json would say")
-    lost = f", the last checkpoint is of {count(run.saved[-1], 'example')}" if run.saved else ", without a checkpoint"
-    return State("ended", f"crashed or killed after {progress}{lost}")
+        return State("ended", f"ended after {progress}; without preflight.json the planned number is not known")
+    checkpoint = f"last checkpoint after {count(run.saved[-1], 'example')}" if run.saved else "without a checkpoint"
+    return State("ended", f"crashed or killed after {progress}, {checkpoint}")
 
 
 def _check_is_run(path: Path) -> None:
     if not path.is_dir():
-        what = "is not a directory" if os.path.lexists(path) else "does not exist"
-        raise InputError(f"{path} {what}: give the directory of a run, which has config.yaml and metrics.jsonl")
+        problem = "is not a directory" if os.path.lexists(path) else "does not exist"
+        raise InputError(f"{path} {problem}: give the directory of a run, which has config.yaml and metrics.jsonl")
     if re.fullmatch(r"step-\d+", path.resolve().name):
         raise InputError(f"{path} is a checkpoint: give the directory of its run, {path.resolve().parent}")
-    if not any((path / name).is_file() for name in RECORDS):
-        raise InputError(f"{path} is no run: it has neither {' nor '.join(RECORDS)}; give the directory of a run")
+    if not any((path / name).is_file() for name in MARKS_OF_A_RUN):
+        files = " nor ".join(MARKS_OF_A_RUN)
+        raise InputError(f"{path} is no run: it has neither {files}; give the directory of a run")
 
 
 @contextmanager
 def _noting_problems(run: Run, name: str) -> Iterator[None]:
-    """Inside, an unreadable part becomes one of the run's problems."""
+    """Turn an unreadable file's error into one of the run's problems."""
     try:
         yield
     except FileNotFoundError:
@@ -300,27 +314,27 @@ def _noting_problems(run: Run, name: str) -> Iterator[None]:
 
 def _read_mapping(run: Run, name: str) -> dict[str, Any]:
     """Read the mapping in a YAML or JSON file; empty without one."""
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     with _noting_problems(run, name):
         value = read_json(run.path / name) if name.endswith(".json") else read_yaml(run.path / name)
         if not isinstance(value, dict):
             raise InputError("it holds no mapping")
         try:
-            found = json.loads(json.dumps(value, default=str))  # no dates
-        except TypeError as error:  # keys of a mapping that are not names
+            mapping = json.loads(json.dumps(value, default=str))  # turns YAML's dates into texts
+        except TypeError as error:  # a key that is not a text
             raise InputError(str(error)) from error
-    return found
+    return mapping
 
 
 def _read_lines(run: Run, name: str, is_valid: Callable[[dict], bool]) -> list[dict[str, Any]]:
-    """Read a file's valid objects, one per line; note other lines."""
+    """Read a JSONL file's valid objects; other lines are a problem."""
     content = b""
     with _noting_problems(run, name):
         check_readable(run.path / name)
         content = (run.path / name).read_bytes()
-    objects, unreadable = [], []  # `unreadable`: numbers of lines
+    objects, unreadable_line_numbers = [], []
     lines = content.decode("utf-8", "replace").split("\n")
-    for i, line in enumerate(lines, start=1):
+    for line_number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -329,13 +343,15 @@ def _read_lines(run: Run, name: str, is_valid: Callable[[dict], bool]) -> list[d
             value = None
         if isinstance(value, dict) and is_valid(value):
             objects.append(value)
-        elif i < len(lines):  # a last line without a newline is still being written, or was when the run died
-            unreadable.append(i)
-    if unreadable:
-        shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
-        are = "is" if len(unreadable) == 1 else "are"
-        how_many = f"{len(unreadable)} of {count(len(lines) - 1, 'line')}"
-        run.problems.append(f"{name}: {how_many} cannot be read, and {are} left out ({shown})")
+        elif line_number < len(lines):  # a last line without a newline is being written, or was when the run died
+            unreadable_line_numbers.append(line_number)
+    if unreadable_line_numbers:
+        n = len(unreadable_line_numbers)
+        shown = ", ".join(map(str, unreadable_line_numbers[:5])) + (", ..." if n > 5 else "")
+        are = "is" if n == 1 else "are"
+        run.problems.append(
+            f"{name}: {n} of {count(len(lines) - 1, 'line')} cannot be read, and {are} left out ({shown})"
+        )
     return objects
 
 
@@ -345,11 +361,11 @@ def _read_ledger(run: Run) -> Any:
     from dpo.analysis.ledger_file import read_ledger
 
     with _noting_problems(run, "the ledger"):
-        return read_ledger(run.path) or None
+        return read_ledger(run.path) or None  # a table without rows is false
 
 
 def _has(value: Any, *, numbers: Sequence[str] = (), **types: Any) -> bool:
-    """Return whether an object has finite `numbers` and these types."""
+    """Return whether a value is a mapping with these keys and types."""
     return (
         isinstance(value, Mapping)
         and all(math.isfinite(number(value.get(name))) for name in numbers)
@@ -364,29 +380,33 @@ def _is_sample(line: Mapping[str, Any]) -> bool:
 
 def _is_drawn(line: Mapping[str, Any]) -> bool:
     """Return whether a line is a prompt with drawn answers."""
-    return (
-        _has(line, numbers=["examples", "best", "worst"], prompt=str, completions=list, best=int, worst=int)
-        and all(_has(a, numbers=["score", "tokens"], text=str, ended=bool) for a in line["completions"])
-        and all(0 <= line[which] < len(line["completions"]) for which in ("best", "worst"))
+    if not _has(line, numbers=["examples", "best", "worst"], prompt=str, completions=list, best=int, worst=int):
+        return False
+    answers = line["completions"]
+    has_best_and_worst = all(0 <= line[name] < len(answers) for name in ("best", "worst"))  # indices
+    return has_best_and_worst and all(
+        _has(answer, numbers=["score", "tokens"], text=str, ended=bool) for answer in answers
     )
 
 
 def rank_answers(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """(name, answer) of a drawn record: best, others in order, worst."""
-    answers, best, worst = record["completions"], record["best"], record["worst"]
-    names = {worst: "worst", best: "best"}  # an answer that is both is the best
-    others = [i for i in range(len(answers)) if i not in names]
-    order = dict.fromkeys((best, *others, worst))  # without repetition
-    return [(names.get(i, "another"), answers[i]) for i in order]
+    """List (name, answer) of a drawn record: best, others in order, worst."""
+    answers, best, worst = record["completions"], record["best"], record["worst"]  # the last two are indices
+    others = [i for i in range(len(answers)) if i not in (best, worst)]
+    ranked = [("best", answers[best]), *(("another", answers[i]) for i in others)]
+    if worst != best:
+        ranked.append(("worst", answers[worst]))
+    return ranked
 
 
-def _inside(node: Any, key: str, default: Any) -> Any:
+def _get_nested(mapping: Any, key: str, default: Any) -> Any:
     """The value of a dotted key in nested mappings."""
+    value = mapping
     for part in key.split("."):
-        if not isinstance(node, Mapping) or part not in node:
+        if not isinstance(value, Mapping) or part not in value:
             return default
-        node = node[part]
-    return node
+        value = value[part]
+    return value
 
 
 def _largest(values: np.ndarray) -> int:

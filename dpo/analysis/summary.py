@@ -1,4 +1,4 @@
-"""The page's content beside curves and findings."""
+"""Content of the report's page, apart from curves and findings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpo.analysis.findings import WARNING, Finding
@@ -20,15 +20,17 @@ from dpo.system.redaction import redact
 ABSENT = "\N{EN DASH}"
 MOST_SAMPLES = 32
 MOST_DRAWN = 4  # prompts of each run
-REFERENCE = ("model.name_or_path", "model.archive", "model.random_init", "lora.reference")  # settings that define it
+REFERENCE_SETTINGS = ("model.name_or_path", "model.archive", "model.random_init", "lora.reference")
 
 
 class Tile(NamedTuple):
+    """A number at the top of the page."""
+
     label: str
     value: str
     detail: str
-    worth: float = math.nan  # higher is better; NaN: cannot be ranked
-    scale: tuple[str, ...] = ()  # settings that must be equal in runs compared by it
+    rank_by: float = math.nan  # higher is better; NaN: runs are not ranked by this tile
+    depends_on: tuple[str, ...] = ()  # settings that must be equal in runs ranked by this tile
 
 
 class Row(NamedTuple):
@@ -42,11 +44,12 @@ def describe_run(run: Run) -> str:
     """Loss, adapter, model and data in a line."""
     beta, datasets, model = run.setting("loss.beta"), run.setting("datasets"), run.setting("model.name_or_path")
     facts = [f"loss={run.loss}" + (f" with beta {beta}" if beta is not None else "")]
+    if run.trains_on not in ("pairs", None):
+        facts.append(f"trains on {run.trains_on}, so accuracy and margins do not apply")
     adapter = str(run.setting("lora.name") or "none")
     if adapter != "none":
         kind = {"lora": "LoRA", "qlora": "QLoRA"}.get(adapter, adapter)
-        has_reference = run.loss in LOSSES and LOSSES[run.loss].reference
-        reference = f", reference {run.setting('lora.reference')}" if has_reference else ""
+        reference = f", reference {run.setting('lora.reference')}" if run.has_reference else ""
         facts.append(f"{kind} with r {run.setting('lora.r')}, alpha {run.setting('lora.alpha')}{reference}")
     if run.online:
         facts.append(f"online, {run.setting('online.n_samples')} answers scored by {run.setting('online.scorer')}")
@@ -58,54 +61,52 @@ def describe_run(run: Run) -> str:
 
 
 def give_verdict(run: Run, findings: Sequence[Finding]) -> str:
-    """The run in a few short sentences."""
-    n = sum(finding.level == WARNING for finding in findings)
+    """Sum up a run in a few short sentences."""
+    n_warnings = sum(finding.level == WARNING for finding in findings)
     accuracy = run.eval.last("rewards_eval/accuracies")
     is_unclear = math.isfinite(accuracy) and is_inconclusive(accuracy, n_evaluated(run))
     if not len(run.train) and not len(run.eval):
-        looks = ""
-    elif n:
-        looks = f"{count(n, 'warning')} below."
+        judgement = ""
+    elif n_warnings:
+        judgement = f"{count(n_warnings, 'warning')} below."
     else:
-        looks = "No warnings." if is_unclear else "Nothing looks wrong."
-    return " ".join([f"{run.state.text.capitalize()}.", _describe_result(run), looks])
+        judgement = "No warnings." if is_unclear else "Nothing looks wrong."
+    return " ".join([f"{run.state.text.capitalize()}.", _describe_result(run), judgement])
 
 
 def _describe_result(run: Run) -> str:
-    """Sentence on held-out examples or, online, on the scores of answers."""
-    (first, last), nats = run.ends("online/score"), run.tail("train", "online/kl")
-    if len(first):
+    """Say how well held-out examples or, online, drawn answers do."""
+    first_scores, last_scores = run.ends("online/score")
+    if len(first_scores):
+        before, after, nats = first_scores.mean(), last_scores.mean(), run.tail("train", "online/kl")
         kl = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
-        return (
-            f"The mean score of its answers was {figure(first.mean())} at first and is {figure(last.mean())} now{kl}."
-        )
+        return f"The mean score of its answers was {figure(before)} at first and is {figure(after)} now{kl}."
     examples, losses = run.eval.points("loss/eval")
     accuracy, margin = (run.eval.last(f"rewards_eval/{name}") for name in ("accuracies", "margins"))
     if not len(losses) or examples[-1] == 0:
         return "It was not evaluated after an update yet."
     if math.isfinite(accuracy):
         n = n_evaluated(run)
-        few = ", too few to tell from chance," if is_inconclusive(accuracy, n) else ""
+        too_few = ", too few to tell from chance," if is_inconclusive(accuracy, n) else ""
         right = f"{percent(accuracy)} of {count(n, 'held-out pair')} are ranked right"
-        return f"{right}{few} by a mean reward margin of {figure(margin)}."
+        return f"{right}{too_few} by a mean reward margin of {figure(margin)}."
     if len(losses) == 1:
         return f"The held-out loss stayed at {figure(losses[0])}."
-    moved = "fell" if losses[-1] < losses[0] else "rose"
-    return f"The held-out loss {moved} from {figure(losses[0])} to {figure(losses[-1])}."
+    verb = "fell" if losses[-1] < losses[0] else "rose"
+    return f"The held-out loss {verb} from {figure(losses[0])} to {figure(losses[-1])}."
 
 
 def make_tiles(run: Run, cost: Cost) -> list[Tile]:
     """Make tiles with the numbers that readers look for first."""
-    return [*_drawn_tiles(run), *_quality_tiles(run), *_extent_tiles(run, cost)]
+    return [*_make_online_tiles(run), *_make_evaluation_tiles(run), *_make_cost_tiles(run, cost)]
 
 
-def _drawn_tiles(run: Run) -> list[Tile]:
-    """Tiles of an online run."""
+def _make_online_tiles(run: Run) -> list[Tile]:
     score, nats = run.tail("train", "online/score"), run.tail("train", "online/kl")
-    found = []
+    tiles = []
     if math.isfinite(score):
         first = figure(run.train.first("online/score"))
-        found.append(Tile("Score of answers", figure(score), f"now, {first} at first", score, ("online",)))
+        tiles.append(Tile("Score of answers", figure(score), f"now, {first} at first", score, ("online",)))
     if math.isfinite(nats):
         if number(run.setting("online.n_samples")) > 2:
             bias = "biased: of best and worst"
@@ -113,76 +114,87 @@ def _drawn_tiles(run: Run) -> list[Tile]:
             bias = "biased by temperature or top_p"
         else:
             bias = "estimated from the answers"
-        found.append(Tile("KL to the reference", figure(nats), f"nats, {bias}"))
-    return found
+        tiles.append(Tile("KL to the reference", figure(nats), f"nats, {bias}"))
+    return tiles
 
 
-def _quality_tiles(run: Run) -> list[Tile]:
+def _make_evaluation_tiles(run: Run) -> list[Tile]:
     if not len(run.eval):
         loss = run.tail("train", "loss/train")
         return [Tile("Training loss", figure(loss), "no evaluation yet")] if math.isfinite(loss) else []
-    found = []
-    for label, name, sign, say in (  # sign: +1 if higher is better, -1 if lower is, 0 if neither
-        ("Held-out accuracy", "rewards_eval/accuracies", +1, percent),
-        ("Held-out margin", "rewards_eval/margins", 0, figure),
-        ("Held-out loss", "loss/eval", -1, figure),
-    ):
-        examples, values = run.eval.points(name)
-        if not len(values):
-            continue
-        best_at, extreme = int((sign * values).argmax()), "highest" if sign > 0 else "lowest"
-        if sign == 0:
-            chosen, rejected = (run.eval.last(f"rewards_eval/{side}") for side in ("chosen", "rejected"))
-            detail = f"chosen {signed(chosen)}, rejected {signed(rejected)}"
-        elif len(values) == 1:
-            detail = "the first evaluation"
-        elif values[best_at] == values[-1]:
-            all_tied = sign > 0 and values[0] == 0 and examples[0] == 0
-            so_far = "" if run.state.word == "complete" else " so far"
-            detail = f"{extreme}{so_far}; at the start {'all tied' if all_tied else say(values[0])}"
-        else:
-            detail = f"{extreme} {say(values[best_at])} at {count(examples[best_at], 'example')}"
-        last = float(values[-1])
-        # a loss depends on its options, as DPO's does on beta; rewards depend on the reference
-        scale = (*(("loss",) if name == "loss/eval" else ()), *(REFERENCE if run.has_reference else ()))
-        found.append(Tile(label, say(last), detail, sign * last if sign else math.nan, scale))
-    return found
+    # rewards depend on the reference; a loss also depends on its options, as DPO's does on beta
+    reference_settings = REFERENCE_SETTINGS if run.has_reference else ()
+    tiles = []
+    _, accuracies = run.eval.points("rewards_eval/accuracies")
+    if len(accuracies):
+        detail = _describe_best(run, "rewards_eval/accuracies", sign=+1, format_value=percent)
+        accuracy = float(accuracies[-1])
+        tiles.append(Tile("Held-out accuracy", percent(accuracy), detail, accuracy, reference_settings))
+    margin, chosen, rejected = (run.eval.last(f"rewards_eval/{name}") for name in ("margins", "chosen", "rejected"))
+    if math.isfinite(margin):
+        detail = f"chosen {signed(chosen)}, rejected {signed(rejected)}"
+        tiles.append(Tile("Held-out margin", figure(margin), detail))
+    _, losses = run.eval.points("loss/eval")
+    if len(losses):
+        detail = _describe_best(run, "loss/eval", sign=-1, format_value=figure)
+        loss = float(losses[-1])
+        tiles.append(Tile("Held-out loss", figure(loss), detail, -loss, ("loss", *reference_settings)))
+    return tiles
 
 
-def _extent_tiles(run: Run, cost: Cost) -> list[Tile]:
+def _describe_best(run: Run, name: str, *, sign: int, format_value: Callable[[float], str]) -> str:
+    """Compare a metric's last evaluation with its best one.
+
+    `sign` is +1 if higher is better, -1 if lower is.
+    """
+    examples, values = run.eval.points(name)
+    if len(values) == 1:
+        return "the first evaluation"
+    best_index = int((sign * values).argmax())
+    extreme = "highest" if sign > 0 else "lowest"
+    if values[best_index] != values[-1]:
+        return f"{extreme} {format_value(values[best_index])} at {count(examples[best_index], 'example')}"
+    so_far = "" if run.state.word == "complete" else " so far"
+    # before training, policy and reference are equal: all pairs tie, which counts as an accuracy of 0
+    all_tied = sign > 0 and values[0] == 0 and examples[0] == 0
+    return f"{extreme}{so_far}; at the start {'all tied' if all_tied else format_value(values[0])}"
+
+
+def _make_cost_tiles(run: Run, cost: Cost) -> list[Tile]:
+    """Make tiles of examples, time, parameters and tokens."""
     total = run.total_updates
     updates = f"{run.updates:,} of {count(total, 'update')}" if total else count(run.updates, "update")
-    epochs = run.examples / run.count("train.examples")
-    passes = f", {figure(epochs)} epoch{'' if epochs == 1 else 's'}" if math.isfinite(epochs) else ""
-    found = [Tile("Examples", f"{run.examples:,}", f"{updates}{passes}")]
+    n_epochs = run.examples / run.count("train.examples")
+    epochs = f", {figure(n_epochs)} epoch{'' if n_epochs == 1 else 's'}" if math.isfinite(n_epochs) else ""
+    tiles = [Tile("Examples", f"{run.examples:,}", f"{updates}{epochs}")]
     if cost.secs > 0:
         details = ["in updates alone"] if cost.updates_alone else []
         if math.isfinite(cost.devices):
             details.append(f"{hours(cost.device_hours)} {cost.kind}-hours")
-        found.append(Tile("Time", duration(cost.secs), ", ".join(details)))
-    trainable, everything = run.parameters
-    if trainable < everything:  # false for NaN
-        part = f"{_share(trainable, everything)} of {large(everything)}"
-        found.append(Tile("Trainable parameters", large(trainable), part))
+        tiles.append(Tile("Time", duration(cost.secs), ", ".join(details)))
+    n_trainable, n_parameters = run.parameters
+    if n_trainable < n_parameters:  # false for NaN
+        share = f"{_format_share(n_trainable, n_parameters)} of {large(n_parameters)}"
+        tiles.append(Tile("Trainable parameters", large(n_trainable), share))
     if math.isfinite(cost.tokens):
         speed = cost.tokens / cost.updating_secs if cost.updating_secs > 0 else math.nan
-        found.append(Tile("Tokens", large(cost.tokens), f"{figure(speed)} per second"))
-    return found
+        tiles.append(Tile("Tokens", large(cost.tokens), f"{figure(speed)} per second"))
+    return tiles
 
 
 def list_margin_parts(parts: MarginParts | None) -> list[tuple[str, float, str]]:
-    """(label, value, kind) of each part of a margin, to be drawn."""
+    """List (label, value, CSS class) of the parts of a margin."""
     if parts is None:
         return []
-    found = [
+    bars = [
         ("chosen rising" if parts.chosen >= 0 else "chosen falling", parts.chosen, "chosen"),
         ("rejected falling" if parts.rejected <= 0 else "rejected rising", -parts.rejected, "rejected"),
         ("the margin's change" if parts.since_start else "the margin", parts.margin, "margin"),
     ]
     if math.isfinite(parts.length):
-        tiny = abs(parts.length) < 0.001 * abs(parts.margin)
-        found.append(("of which by length", 0.0 if tiny else parts.length, "length"))
-    return found
+        is_negligible = abs(parts.length) < 0.001 * abs(parts.margin)
+        bars.append(("of which by length", 0.0 if is_negligible else parts.length, "length"))
+    return bars
 
 
 class Text(NamedTuple):
@@ -201,46 +213,52 @@ class Prompted(NamedTuple):
 
 
 def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
-    """Newest samples by prompt, beside the reference's or the earliest."""
-    cards: dict[tuple[str, int], Prompted] = {}
-    several = len(runs) > 1
+    """Collect the newest samples of all runs, by prompt.
+
+    Beside each is the reference's or, without a reference, the policy's earliest sample.
+    """
+    cards: dict[tuple[str, int], Prompted] = {}  # by prompt and repetition
     for run in runs:
-        first, newest = run.samples_at(0), run.samples_at(-1)
-        seen: Counter[str] = Counter()
+        policy_name = f"{run.name}," if len(runs) > 1 else "Policy"
+        earliest, newest = run.samples_at(0), run.samples_at(-1)
+        repetitions: Counter[str] = Counter()
         for i, sample in enumerate(newest):
             prompt = sample["prompt"]
-            seen[prompt] += 1  # a prompt of several pairs is sampled for each
-            card = cards.setdefault((prompt, seen[prompt]), Prompted(_shorten_prompt(prompt), []))
-            whose = f"{run.name}, after" if several else "Policy after"
-            when = count(sample["examples"], "example")
-            card.texts.append(Text(f"{whose} {when}", "policy", shortened(sample["policy"])))
+            repetitions[prompt] += 1  # a prompt with several pairs is sampled once for each
+            card = cards.setdefault((prompt, repetitions[prompt]), Prompted(_shorten_prompt(prompt), []))
+            card.texts.append(_label_policy_sample(policy_name, sample, "policy"))
             if sample["reference"] is not None:
-                other = Text("Reference", "reference", shortened(sample["reference"]))
-            elif first != newest and i < len(first) and first[i]["prompt"] == prompt:
-                before = first[i]["examples"]
-                when = "before training" if before == 0 else f"after {count(before, 'example')}"
-                whose = f"{run.name}, " if several else "Policy "
-                other = Text(f"{whose}{when}", "reference", shortened(first[i]["policy"]))
+                beside = Text("Reference", "reference", shortened(sample["reference"]))
+            elif earliest != newest and i < len(earliest) and earliest[i]["prompt"] == prompt:
+                beside = _label_policy_sample(policy_name, earliest[i], "reference")
             else:
                 continue
             # compared runs may share a reference: its text is shown once
-            if not any(text.role == "reference" and text.text == other.text for text in card.texts):
-                card.texts.append(other)
+            if not any(text.role == "reference" and text.text == beside.text for text in card.texts):
+                card.texts.append(beside)
     return list(cards.values())[:MOST_SAMPLES]
 
 
+def _label_policy_sample(policy_name: str, sample: Mapping[str, Any], role: str) -> Text:
+    """Label a policy's sample with the examples trained on before."""
+    n_examples = sample["examples"]
+    is_untrained = role == "reference" and n_examples == 0
+    when = "before training" if is_untrained else f"after {count(n_examples, 'example')}"
+    return Text(f"{policy_name} {when}", role, shortened(sample["policy"]))
+
+
 def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
-    """Some prompts of each run with its last drawn answers."""
+    """Collect some prompts of each run, with its last drawn answers."""
     cards = []
     for run in runs:
         newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
         for record in newest[:MOST_DRAWN]:
             texts = []
-            for name, answer in rank_answers(record):
-                whose = f"{run.name}, {name}" if len(runs) > 1 else name
-                tokens = f"{count(answer['tokens'], 'token')}{'' if answer['ended'] else ', cut off'}"
-                role = {"best": "chosen", "worst": "rejected"}.get(name, "other")
-                label = f"{whose}: score {figure(answer['score'])}, {tokens}"
+            for rank, answer in rank_answers(record):
+                name = f"{run.name}, {rank}" if len(runs) > 1 else rank
+                length = count(answer["tokens"], "token") + ("" if answer["ended"] else ", cut off")
+                role = {"best": "chosen", "worst": "rejected"}.get(rank, "other")
+                label = f"{name}: score {figure(answer['score'])}, {length}"
                 texts.append(Text(label, role, shortened(answer["text"])))
             cards.append(Prompted(_shorten_prompt(record["prompt"]), texts))
     return cards
@@ -250,7 +268,7 @@ def _shorten_prompt(prompt: str) -> str:
     return re.sub(r"\n\s*\n", "\n", shortened(prompt))  # no blank lines between the turns of a dialogue
 
 
-DATA_COUNTS = {
+DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "examples": "examples",
     "prompts": "prompts",
     "mean_chosen_tokens": "mean tokens, chosen",
@@ -268,22 +286,25 @@ DATA_COUNTS = {
 
 def _make_rows(columns: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Make a table's rows from its columns, one for each run."""
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [Row(name, [_as_text(column[name]) if name in column else ABSENT for column in columns]) for name in names]
+    rows = []
+    for name in dict.fromkeys(name for column in columns for name in column):
+        rows.append(Row(name, [_as_text(column[name]) if name in column else ABSENT for column in columns]))
+    return rows
 
 
 def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def setting_rows(runs: Sequence[Run], *, different: bool = True) -> list[Row]:
-    """Settings that differ between runs, or from the defaults."""
+def setting_rows(runs: Sequence[Run], *, all_settings: bool = False) -> list[Row]:
+    """List settings that differ: between runs, or one run's from the defaults."""
     columns = [dict(dotted(run.config)) for run in runs]
     rows = _make_rows(columns)
-    if not different:
+    if all_settings:
         return rows
     if len(runs) == 1:
-        columns.append(dict(dotted(load_defaults(runs[0].loss if runs[0].loss in LOSSES else None))))
+        [run] = runs
+        columns.append(dict(dotted(load_defaults(run.loss if run.loss in LOSSES else None))))
     missing = object()
 
     def differs(name: str) -> bool:
@@ -294,53 +315,56 @@ def setting_rows(runs: Sequence[Run], *, different: bool = True) -> list[Row]:
 
 
 def data_rows(runs: Sequence[Run]) -> list[Row]:
-    """Preflight counts that are not 0 in all runs."""
-    columns: list[dict[str, str]] = []
-    for run in runs:
-        columns.append({})
-        for split in ("train", "test"):
-            for key, name in DATA_COUNTS.items():
-                value = run.count(f"{split}.{key}")
-                if not math.isfinite(value):
-                    continue
-                if key == "chosen_longer":
-                    text = percent(value)
-                else:
-                    text = figure(value) if key.startswith("mean") else f"{value:,.0f}"
-                columns[-1][f"{split}: {name}"] = text
-    return [row for row in _make_rows(columns) if not set(row.values) <= {"0", "0 %", ABSENT}]
+    """List the preflight's counts that are not 0 in all runs."""
+    rows = _make_rows([_format_data_counts(run) for run in runs])
+    return [row for row in rows if not set(row.values) <= {"0", "0 %", ABSENT}]
+
+
+def _format_data_counts(run: Run) -> dict[str, str]:
+    texts = {}
+    for split in ("train", "test"):
+        for key, name in DATA_COUNTS.items():
+            value = run.count(f"{split}.{key}")
+            if not math.isfinite(value):
+                continue
+            if key == "chosen_longer":
+                text = percent(value)
+            elif key.startswith("mean"):
+                text = figure(value)
+            else:
+                text = f"{value:,.0f}"
+            texts[f"{split}: {name}"] = text
+    return texts
 
 
 def machine_rows(runs: Sequence[Run], costs: Sequence[Cost]) -> list[Row]:
-    """Hardware, versions, time and cost."""
+    """List hardware, versions, time and cost."""
     columns = [_describe_machine(run, cost) for run, cost in zip(runs, costs, strict=True)]
     return _make_rows([{name: value for name, value in column.items() if value} for column in columns])
 
 
 def _describe_machine(run: Run, cost: Cost) -> dict[str, str]:
-    env, known = run.env, math.isfinite(cost.devices)
-    found, gpus = env.get("packages"), env.get("gpus")
-    packages = found if isinstance(found, Mapping) else {}
+    """Describe hardware, versions, time and cost; "" where unknown."""
+    env = run.env
+    packages = env.get("packages")
+    if not isinstance(packages, Mapping):
+        packages = {}
     versions = [f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages]
-    if isinstance(gpus, list) and gpus:
-        devices = ", ".join(f"{n} \N{MULTIPLICATION SIGN} {name}" for name, n in Counter(map(str, gpus)).items())
-    else:
-        devices = f"{figure(cost.devices)} CPU cores, no GPU" if known else ""
-    alone = ", updates alone" if cost.updates_alone else ""
-    per_device = f" ({figure(cost.devices)} {cost.kind}{'s' if cost.devices != 1 else ''}{alone})"
+    n_trainable, n_parameters = run.parameters
+    parameters = ""
+    if n_trainable < n_parameters:  # false for NaN
+        share = _format_share(n_trainable, n_parameters)
+        parameters = f"{n_trainable:,.0f} of {n_parameters:,.0f} ({share})"
+    elif n_trainable == n_parameters:
+        parameters = f"{n_parameters:,.0f}, all"
     commit = str(env.get("git_commit") or "")[:12]
     memory = run.train.last("memory/peak_gb")
-    trainable, total = run.parameters
-    parameters = ""
-    if trainable <= total:  # false for NaN
-        part = f"{trainable:,.0f} of {total:,.0f} ({_share(trainable, total)})"
-        parameters = part if trainable < total else f"{total:,.0f}, all"
     return {
         "trainable parameters": parameters,
-        "devices": devices,
+        "devices": _describe_devices(env.get("gpus"), cost),
         "time from start to end, or now": duration(cost.elapsed_secs) if math.isfinite(cost.elapsed_secs) else "",
         "time in updates": duration(cost.updating_secs) if math.isfinite(cost.updating_secs) else "",
-        f"{cost.kind}-hours": f"{hours(cost.device_hours)}{per_device}" if known and cost.secs > 0 else "",
+        f"{cost.kind}-hours": _describe_device_hours(cost),
         "tokens": f"{cost.tokens:,.0f}" if math.isfinite(cost.tokens) else "",
         "peak memory of rank 0": f"{figure(memory)} GB" if math.isfinite(memory) else "",
         "processes": _as_text(env.get("processes", "")),
@@ -352,6 +376,19 @@ def _describe_machine(run: Run, cost: Cost) -> dict[str, str]:
     }
 
 
-def _share(part: float, whole: float) -> str:
-    """A share in percent, with significant digits however small it is."""
-    return f"{figure(100 * part / whole)} %"
+def _describe_devices(gpus: Any, cost: Cost) -> str:
+    if isinstance(gpus, list) and gpus:
+        return ", ".join(f"{n} \N{MULTIPLICATION SIGN} {name}" for name, n in Counter(map(str, gpus)).items())
+    return f"{figure(cost.devices)} CPU cores, no GPU" if math.isfinite(cost.devices) else ""
+
+
+def _describe_device_hours(cost: Cost) -> str:
+    if not (math.isfinite(cost.devices) and cost.secs > 0):
+        return ""
+    devices = f"{figure(cost.devices)} {cost.kind}{'' if cost.devices == 1 else 's'}"
+    return f"{hours(cost.device_hours)} ({devices}{', updates alone' if cost.updates_alone else ''})"
+
+
+def _format_share(part: float, total: float) -> str:
+    """Format a share in percent, with significant digits however small it is."""
+    return f"{figure(100 * part / total)} %"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpo.analysis.course import WHAT_TO_TRY, Course, Means, updates_at_start
+from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means, updates_at_start
 from dpo.errors import RunError
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 
@@ -92,7 +92,7 @@ class NonFiniteGuard(Callback):
         self.skipped = state["skipped"]
 
 
-class CourseWarner(Callback):
+class InstabilityWarner(Callback):
     """Warnings about each spike, and one about a collapse."""
 
     def __init__(self, context: RunContext) -> None:
@@ -101,7 +101,7 @@ class CourseWarner(Callback):
         # `loss.wpo` (needs_squares) weights losses by the policy, so they cannot be compared with those at the start
         self._checks_collapse = loss.trains_on == "pairs" and not loss.needs_squares
         self._updates_at_start = updates_at_start(loss.reference)
-        self._detector = Course(context.plan.data.batch_size)
+        self._detector = InstabilityDetector(context.plan.data.batch_size)
         self._warned = False
 
     def on_evaluation(self, evaluation: Evaluation) -> None:

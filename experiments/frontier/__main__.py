@@ -1,15 +1,14 @@
 """The frontier of reward against KL, where the optimum is known.
 
-As in figure 2 (left) of the DPO paper:
-
     python -m experiments.frontier [--quick] [--out DIR] [OVERRIDES OF train.py ...]
 
-SFT, then every method of `methods.py` over its betas and three seeds, by train.py; expected true reward
-and KL(policy || reference) of each policy by enumeration, beside pi* and best-of-N. Writes `frontier.json` (a row for
-each method, beta and seed), `frontier.png` and `frontier-dark.png` to DIR (.cache/frontier), and prints a table.
---quick is smaller: one seed, two betas, a third of the pairs. `trainer=FSDPTrainer world_size=2` runs it on two
-processes.
-docs/frontier.md describes the task and the numbers.
+This is figure 2 (left) of the DPO paper on a task of its own, which docs/frontier.md describes. train.py runs SFT, then
+every method of `methods.py` with all its betas and three seeds. Expected true reward and KL(policy || reference) of
+each policy are computed by enumeration, and compared with pi* and best-of-N.
+
+Writes `frontier.json` (a row for each method, beta and seed), `frontier.png` and `frontier-dark.png` to DIR
+(.cache/frontier), and prints tables. --quick is smaller: one seed, two betas, a third of the pairs.
+`trainer=FSDPTrainer world_size=2` runs it on two processes.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from experiments.frontier.task import Pairs, Task, draw_pairs
 OUT = Path(__file__).resolve().parents[2] / ".cache" / "frontier"
 SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
 BATCH = 64  # pairs of an update
-OPTIMAL_BETAS = np.geomspace(50, 0.05, 61)  # close together, as the curve is interpolated between them
-DRAWS = tuple(2**k for k in range(1, 13))  # best-of-N
-TUNED_ON = 100  # the seed of --tune, used by no other run
+OPTIMAL_BETAS = np.geomspace(50, 0.05, 61)  # of pi*; close together, as the curve is interpolated between them
+DRAWS = tuple(2**k for k in range(1, 13))  # the N of best-of-N
+TUNING_SEED = 100  # the seed of --tune, used by no other run
 RATES = (1e-3, 2e-3, 4e-3)  # learning rates that --tune tries
 BUDGETS = np.linspace(0, 5, 51)  # of KL; --tune averages over them
 
@@ -73,7 +72,7 @@ class Run(NamedTuple):
 
     @property
     def data(self) -> str:
-        """Name of its pairs."""
+        """Name of the dataset of its pairs."""
         noise = f"_noise_{self.label_noise:g}".replace(".", "_") if self.label_noise else ""
         return f"pairs_{self.seed}{noise}"
 
@@ -97,7 +96,7 @@ class Sweep:
         root.mkdir(parents=True)
         runs.import_all()
         runs.write_model(root / "model", task)
-        train, test = (  # SFT reads the chosen ones alone
+        train, test = (  # SFT trains on the chosen responses alone
             Pairs(prompts, task.demonstrate(prompts, rng), task.demonstrate(prompts, rng))
             for prompts in (task.train_prompts, task.test_prompts)
         )
@@ -112,16 +111,21 @@ class Sweep:
 
     @cached_property
     def reference(self) -> Any:
+        """The model after SFT."""
         return runs.load_policy(self.root, self.root / "reference.pt")
 
     @cached_property
     def limit(self) -> exact.Limit:
+        """The reference's log-probabilities, and the true rewards."""
         prompts = self.task.test_prompts
         rewards = self.task.reward(prompts[:, None], self.task.leaves[None])
         return exact.Limit(exact.leaf_logps(self.reference, self.task, prompts), rewards)
 
     def write_preferences(self, wanted: Sequence[Run]) -> None:
-        """Write labelled pairs of each seed, the same for each noise."""
+        """Write the datasets of labelled pairs that the runs train on.
+
+        Datasets of one seed have the same responses, and differ in the share of flipped labels.
+        """
         for run in {run.data: run for run in wanted}.values():
             rng = np.random.default_rng([self.task.seed, 6, run.seed])
             write = partial(exact.draw, self.reference, self.task, rng=rng)
@@ -133,70 +137,78 @@ class Sweep:
 
     def make_job(self, run: Run) -> Job:
         """Make a run's job, with as many labels and updates as others."""
-        method, n = METHODS[run.method], self.size.epochs
-        epochs, batch_size = (1, BATCH // n) if method.once else (n, BATCH)  # the same number of updates
-        online = {"scorer": runs.write_scorer(self.root, self.task, run.seed), "longest": self.task.response_length}
+        method = METHODS[run.method]
+        epochs, batch_size = self.size.epochs, BATCH
+        if method.once:  # as many updates in a single epoch
+            epochs, batch_size = 1, BATCH // self.size.epochs
+        scorer = runs.write_scorer(self.root, self.task, run.seed)
+        longest = self.task.response_length
         overrides = (
             *runs.list_overrides(self.root, self.task, data=run.data),
-            *method.list_overrides(beta=run.beta, noise=run.label_noise, **online),
+            *method.list_overrides(beta=run.beta, noise=run.label_noise, scorer=scorer, longest=longest),
             *(f"seed={run.seed}", f"lr={run.lr}", f"model.archive={self.root / 'reference.pt'}"),
             *(f"n_epochs={epochs}", f"batch_size={batch_size}", "warmup_steps=10", *self.overrides),
         )
         return Job(self.root / "runs" / run.name, overrides)
 
     def judge(self, job: Job) -> None:
-        """Write the values of a run's row to `point.json`."""
+        """Measure a trained policy, and write the result to `point.json`."""
         model = runs.load_policy(self.root, job.directory / "LATEST" / "policy.pt")
-        found = exact.measure(exact.leaf_logps(model, self.task, self.task.test_prompts), self.task, self.limit)
-        metrics = (job.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        if ties := [line["online/ties"] for line in map(json.loads, metrics) if "online/ties" in line]:
-            found["ties"] = float(np.mean(ties))  # share of labels spent without effect
-        (job.directory / "point.json").write_text(json.dumps(found), encoding="utf-8")
+        point = exact.measure(exact.leaf_logps(model, self.task, self.task.test_prompts), self.task, self.limit)
+        lines = (job.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ties = [metrics["online/ties"] for metrics in map(json.loads, lines) if "online/ties" in metrics]
+        if ties:
+            point["ties"] = float(np.mean(ties))  # share of prompts that gave no pair
+        (job.directory / "point.json").write_text(json.dumps(point), encoding="utf-8")
 
     def train_all(self, wanted: Sequence[Run]) -> list[dict[str, Any]]:
         """Train all runs. Returns their rows, in the same order."""
-        jobs = {self.make_job(run): run for run in wanted}
-        rows, began = {}, time.perf_counter()
-        # `judge` runs in the job's process, so that rows of all cores' runs are computed at the same time
-        for job in runs.run_all([*jobs], self.judge, at_once=len(os.sched_getaffinity(0))):
-            run, point = jobs[job], json.loads((job.directory / "point.json").read_text(encoding="utf-8"))
+        run_of_job = {self.make_job(run): run for run in wanted}
+        rows, started = {}, time.perf_counter()
+        # `judge` runs in the job's process, so that policies are measured on all cores
+        for job in runs.run_all([*run_of_job], self.judge, at_once=len(os.sched_getaffinity(0))):
+            run, point = run_of_job[job], json.loads((job.directory / "point.json").read_text(encoding="utf-8"))
             row = make_row(run.method, run.beta, run.seed, **point, label_noise=run.label_noise, lr=run.lr)
             rows[run] = row
-            left = (time.perf_counter() - began) / len(rows) * (len(wanted) - len(rows))
+            secs_left = (time.perf_counter() - started) / len(rows) * (len(wanted) - len(rows))
             settings = (f" {key} {row[key]:g}" for key in ("beta", "seed") if row[key] is not None)
             text = f"{run.method}{''.join(settings)}: reward {row['reward']:.3f} at KL {row['kl']:.3f}"
-            print(f"{len(rows)}/{len(wanted)}  {text}  {left:.0f} s left", flush=True)
+            print(f"{len(rows)}/{len(wanted)}  {text}  {secs_left:.0f} s left", flush=True)
         return [rows[run] for run in wanted]
 
     def list_known(self) -> list[dict[str, Any]]:
-        """Rows of policies that are known without a run."""
+        """List the rows of policies that are known without a run."""
 
-        def known(method: str, logps: np.ndarray, beta: float | None = None, **more: Any) -> dict[str, Any]:
+        def measure(method: str, logps: np.ndarray, beta: float | None = None, **others: Any) -> dict[str, Any]:
             measured = exact.measure(logps, self.task, self.limit, optimal=method == "pi_star")
-            return make_row(method, beta, None, **measured, **more)
+            return make_row(method, beta, None, **measured, **others)
 
         return [
-            known("sft", self.limit.reference),
-            *(known("pi_star", exact.optimum(beta, *self.limit), beta) for beta in map(float, OPTIMAL_BETAS)),
-            *(known(f"best_of_{n}", exact.best_of(n, *self.limit), n=n) for n in DRAWS),
-            known("chosen", exact.chosen(*self.limit)),
+            measure("sft", self.limit.reference),
+            *(measure("pi_star", exact.optimum(beta, *self.limit), beta) for beta in map(float, OPTIMAL_BETAS)),
+            *(measure(f"best_of_{n}", exact.best_of(n, *self.limit), n=n) for n in DRAWS),
+            measure("chosen", exact.chosen(*self.limit)),
         ]
 
 
 def make_row(
-    method: str, beta: float | None, seed: int | None, reward: float, kl: float, **more: Any
+    method: str, beta: float | None, seed: int | None, reward: float, kl: float, **others: Any
 ) -> dict[str, Any]:
     """Make a row of exact values, whose standard errors are 0."""
-    exactly = {"reward": reward, "reward_se": 0.0, "kl": kl, "kl_se": 0.0}
-    return {"method": method, "beta": beta, "seed": seed, **exactly, **more}
+    values = {"reward": reward, "reward_se": 0.0, "kl": kl, "kl_se": 0.0}
+    return {"method": method, "beta": beta, "seed": seed, **values, **others}
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def wanted_runs(size: Size, noise: float) -> list[Run]:
+def list_runs(size: Size, noise: float) -> list[Run]:
+    """List a sweep's runs; without `noise`, noisy methods are left out."""
+
     def list_betas(method: Method) -> Sequence[float | None]:
-        return (method.betas[1::2] or method.betas) if size.few_betas else (*method.betas, *method.between)
+        if size.few_betas:
+            return method.betas[1::2] or method.betas  # SFT on the chosen has a single one, None
+        return (*method.betas, *method.between)
 
     return [
         Run(name, beta, seed, method.lr, noise if method.noisy else 0.0)
@@ -207,11 +219,14 @@ def wanted_runs(size: Size, noise: float) -> list[Run]:
     ]
 
 
-def rates_to_try() -> list[Run]:
-    """Runs of --tune: every learning rate with every second beta."""
-    methods = {name: method for name, method in METHODS.items() if not method.noisy}
+def list_tuning_runs() -> list[Run]:
+    """List the runs of --tune: every learning rate with every second beta."""
     return [
-        Run(name, beta, TUNED_ON, lr) for name, method in methods.items() for lr in RATES for beta in method.betas[::2]
+        Run(name, beta, TUNING_SEED, lr)
+        for name, method in METHODS.items()
+        if not method.noisy
+        for lr in RATES
+        for beta in method.betas[::2]
     ]
 
 
@@ -220,6 +235,7 @@ def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def run_sweep(sweep: Sweep, out: Path, wanted: Sequence[Run], *, tune: bool = False) -> None:
+    """Train and measure all runs, and write rows, pictures and tables."""
     from experiments.frontier.picture import draw
     from experiments.frontier.reading import format_rates, tables
 
@@ -237,6 +253,7 @@ def run_sweep(sweep: Sweep, out: Path, wanted: Sequence[Run], *, tune: bool = Fa
 
 
 def run_controls(sweep: Sweep, out: Path) -> None:
+    """Train and measure the controls, and write their rows and tables."""
     from experiments.frontier.controls import run_all
     from experiments.frontier.reading import format_controls
 
@@ -253,24 +270,29 @@ def run_controls(sweep: Sweep, out: Path) -> None:
 def read_rows(files: Sequence[Path]) -> str:
     """Format the tables of a sweep's file, a controls' file, or both.
 
-    With both, reweighted DPO is in the sweep's tables.
+    With both, the sweep's tables also have reweighted DPO.
     """
     from experiments.frontier.reading import format_controls, tables
 
     rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
     controls = [row for row in rows if "shortest" in row]
+    sweep = [row for row in rows if "shortest" not in row]
+    # a log-ratio times `scale` is that of a policy trained with beta / scale, if both were optimal
     reweighted = [{**row, "beta": row["beta"] / row["scale"]} for row in controls if "scale" in row]
-    found = [format_controls(controls)] if controls else []
-    if len(rows) > len(controls):
-        found += tables([row for row in rows if "shortest" not in row] + reweighted)
-    return "\n\n".join(found)
+    texts = [format_controls(controls)] if controls else []
+    if sweep:
+        texts += tables(sweep + reweighted)
+    return "\n\n".join(texts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.frontier", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller: one seed, two betas, a third of the pairs")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to write (default: .cache/frontier; -quick, -tune, -controls)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where to write (default: .cache/frontier, and -quick, -tune, -controls)",
     )
     parser.add_argument(
         "--label-noise",
@@ -283,25 +305,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--controls", action="store_true", help="only DPO without short responses, and reweighted DPO")
     parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="only print the tables of written rows")
     parser.add_argument("overrides", nargs="*", help="of train.py, such as trainer=FSDPTrainer world_size=2")
-    asked = parser.parse_intermixed_args(arguments)
-    if not 0 <= asked.label_noise < 0.5:
-        parser.error(f"--label-noise {asked.label_noise} must be in [0, 0.5): at 0.5 labels say nothing")
+    options = parser.parse_intermixed_args(arguments)
+    if not 0 <= options.label_noise < 0.5:
+        parser.error(f"--label-noise {options.label_noise} must be in [0, 0.5): at 0.5 labels say nothing")
     from dpo.settings.command_line import check_command_line
 
-    check_command_line(["exp_name=frontier", "model.name_or_path=MODEL", *asked.overrides])
-    default = OUT.with_name(OUT.name + "-quick" * asked.quick + "-tune" * asked.tune + "-controls" * asked.controls)
-    out, began = (asked.out or default).expanduser().resolve(), time.perf_counter()
+    # wrong overrides are refused before the first run
+    check_command_line(["exp_name=frontier", "model.name_or_path=MODEL", *options.overrides])
+    suffixes = [f"-{name}" for name in ("quick", "tune", "controls") if getattr(options, name)]
+    default_out = OUT.with_name(OUT.name + "".join(suffixes))
+    out, started = (options.out or default_out).expanduser().resolve(), time.perf_counter()
     try:
-        if asked.read:
-            print(read_rows(asked.read))
+        if options.read:
+            print(read_rows(options.read))
             return 0
         out.mkdir(parents=True, exist_ok=True)
-        sweep = Sweep(out / "frontier-runs", Task(), QUICK if asked.quick else FULL, asked.overrides)
-        if asked.controls:
+        sweep = Sweep(out / "frontier-runs", Task(), QUICK if options.quick else FULL, options.overrides)
+        if options.controls:
             run_controls(sweep, out)
         else:
-            wanted = rates_to_try() if asked.tune else wanted_runs(sweep.size, asked.label_noise)
-            run_sweep(sweep, out, wanted, tune=asked.tune)
+            wanted = list_tuning_runs() if options.tune else list_runs(sweep.size, options.label_noise)
+            run_sweep(sweep, out, wanted, tune=options.tune)
     except (OSError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -310,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    print(f"\n{time.perf_counter() - began:.0f} s; written to {os.path.relpath(out)}")
+    print(f"\n{time.perf_counter() - started:.0f} s; written to {os.path.relpath(out)}")
     return 0
 
 

@@ -19,11 +19,14 @@ class Method(NamedTuple):
     betas: tuple[float | None, ...]  # from the strongest hold on the policy to the weakest
     lr: float
     noisy: bool = False  # some of its labels are flipped
-    once: bool = False  # sees each pair once, in smaller batches: as many updates
-    between: tuple[float, ...] = ()  # betas of the whole sweep alone, where the others' policies lie far apart
+    once: bool = False  # sees each pair once, in smaller batches, so that it has as many updates as the others
+    between: tuple[float, ...] = ()  # more betas, left out with --quick, where the policies of `betas` lie far apart
 
     def list_overrides(self, *, beta: float | None, noise: float, **others: object) -> tuple[str, ...]:
-        """Overrides of a run; `noise` counts if the method is noisy."""
+        """List a run's overrides of train.py.
+
+        `noise` is the share of flipped labels if the method is noisy.
+        """
         smoothing = noise if self.noisy else SMOOTHING
         values = {"beta": beta, "gamma": (beta or 0) / 2, "smoothing": smoothing, **others}
         return tuple(text.format(**values) for text in self.overrides)

@@ -1,7 +1,7 @@
 """Runs of `experiments.frontier`: model, tokenizer, data, and processes.
 
-Every policy is trained by the command line of users, in a process forked from one with all imports done, and judged by
-`exact.py` in the process that trained it.
+Every policy is trained by the command line of train.py, in a process that is forked after all imports, and measured by
+`exact.py` in the same process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpo.errors import InputError, RunError
 from experiments.frontier.task import SYMBOLS, Pairs, Task
 
 EOS = "<eos>"
-ROW = ("prompt", "chosen", "rejected")
+COLUMNS = ("prompt", "chosen", "rejected")
 MODEL = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -41,8 +41,8 @@ IMPORTED = (
     "datasets", "hydra", "transformers.models.llama", "transformers.trainer_utils", "dpo.checkpoint.resume",
     "dpo.training.memory", "train", "trainers",
 )  # fmt: skip
-BAD_INPUT = 2  # status of train.py
-LAST_LINES = 15  # of a failed run's log
+BAD_INPUT = 2  # exit status of train.py
+LAST_LINES = 15  # number of lines shown of a failed run's log
 
 
 class Job(NamedTuple):
@@ -54,8 +54,8 @@ class Job(NamedTuple):
 
 def import_all() -> None:
     """Import the runs' modules before they are forked from this process."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the model is tiny: threads wait for each other
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # and no faster on a GPU
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the model is so small that threads only wait for each other
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it is no faster on a GPU
     os.environ["HF_HUB_OFFLINE"] = "1"
     from dpo.system.host import silence_bitsandbytes
 
@@ -77,13 +77,12 @@ def write_model(directory: Path, task: Task) -> None:
 
     letters = SYMBOLS[: task.symbols]
     vocabulary = {token: i for i, token in enumerate((*letters, EOS))}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=EOS))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
-    words.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token=EOS, pad_token=EOS).save_pretrained(
-        directory
-    )
-    special = {"bos_token_id": None, "eos_token_id": task.symbols, "pad_token_id": task.symbols}
+    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=EOS))
+    splitter.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")  # a token per letter
+    splitter.decoder = tokenizers.decoders.Fuse()  # joins them without spaces
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=splitter, eos_token=EOS, pad_token=EOS)
+    tokenizer.save_pretrained(directory)
+    special = {"bos_token_id": None, "eos_token_id": vocabulary[EOS], "pad_token_id": vocabulary[EOS]}
     config = transformers.LlamaConfig(**MODEL, **special, vocab_size=len(vocabulary))
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(directory)
@@ -93,22 +92,22 @@ def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
     """Write a dataset in a form that train.py reads."""
     directory.mkdir(parents=True)
     for split, pairs in (("train", train), ("test", test)):
-        rows = [{key: task.text(row) for key, row in zip(ROW, rows, strict=True)} for rows in zip(*pairs, strict=True)]
-        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (directory / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+        with (directory / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+            for pair in zip(pairs.prompts, pairs.chosen, pairs.rejected, strict=True):
+                file.write(json.dumps(dict(zip(COLUMNS, map(task.text, pair), strict=True))) + "\n")
 
 
 def write_scorer(root: Path, task: Task, seed: int) -> str:
     """Write a file for `online.function`, and return its name."""
     file = root / "scorers" / f"seed_{seed}.py"
     file.parent.mkdir(exist_ok=True)
-    made = f"from experiments.frontier.task import Task, noisy_scorer\n\nscore = noisy_scorer({task}, seed={seed})\n"
-    file.write_text(made, encoding="utf-8")
+    code = f"from experiments.frontier.task import Task, noisy_scorer\n\nscore = noisy_scorer({task}, seed={seed})\n"
+    file.write_text(code, encoding="utf-8")
     return f"{file}:score"
 
 
 def list_overrides(root: Path, task: Task, *, data: str) -> tuple[str, ...]:
-    """Overrides common to all runs on the dataset `data` of `root`."""
+    """List the overrides common to all runs on the dataset `data`."""
     length = task.prompt_length + task.response_length
     return (
         *(f"model.name_or_path={root / 'model'}", "model.block_name=LlamaDecoderLayer", "model.random_init=true"),
@@ -121,7 +120,7 @@ def list_overrides(root: Path, task: Task, *, data: str) -> tuple[str, ...]:
 
 
 def load_policy(root: Path, archive: Path) -> Any:
-    """Load a model with the weights of a `policy.pt`, for evaluation."""
+    """Load the model with the weights of a `policy.pt`, to measure it."""
     import torch
 
     from dpo.models.pretrained import load_model
@@ -130,13 +129,13 @@ def load_policy(root: Path, archive: Path) -> Any:
 
 
 def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int) -> Iterator[Job]:
-    """Run jobs, and yield each when it is done.
+    """Run jobs, `at_once` at a time; yield each when it is done.
 
     `finish` is called in the process that trained.
 
-    Raises InputError if train.py refuses its input, RunError if a run fails otherwise.
+    Raises InputError if train.py refuses its input, RunError if a run fails for another reason.
     """
-    waiting, running = list(jobs), {}
+    waiting, running = list(jobs), {}  # `running`: (job, process) by the process's sentinel
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -149,9 +148,7 @@ def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int)
                 job, process = running.pop(sentinel)
                 process.join()
                 if process.exitcode:
-                    lines = (job.directory / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-                    said = [f"{job.directory.name} ended with status {process.exitcode}:", *lines[-LAST_LINES:]]
-                    raise (InputError if process.exitcode == BAD_INPUT else RunError)("\n".join(said))
+                    raise _make_error(job, process.exitcode)
                 yield job
     finally:
         for _, process in running.values():
@@ -159,7 +156,14 @@ def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int)
             process.join()
 
 
+def _make_error(job: Job, status: int) -> Exception:
+    lines = (job.directory / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    text = "\n".join([f"{job.directory.name} ended with status {status}:", *lines[-LAST_LINES:]])
+    return InputError(text) if status == BAD_INPUT else RunError(text)
+
+
 def _work(job: Job, finish: Callable[[Job], None]) -> None:
+    """Run train.py in this process, with its output in `log.txt`."""
     job.directory.mkdir(parents=True)
     with (job.directory / "log.txt").open("ab") as log:
         os.dup2(log.fileno(), 1)
@@ -169,5 +173,5 @@ def _work(job: Job, finish: Callable[[Job], None]) -> None:
     sys.argv = [train_py, *job.overrides, f"local_run_dir={job.directory}", f"exp_name={job.directory.name}"]
     runpy.run_path(train_py, run_name="__main__")
     finish(job)
-    for checkpoint in job.directory.glob("step-*"):  # the other files record how it trained
+    for checkpoint in job.directory.glob("step-*"):  # only the records of the run are kept
         shutil.rmtree(checkpoint)

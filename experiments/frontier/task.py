@@ -1,8 +1,8 @@
 """Short strings, a known true reward, and labelled pairs.
 
-A prompt is a string of a few symbols. A response is a string of at most `response_length` symbols, ended by EOS, or cut
-after the last symbol that fits: a prompt has finitely many responses, the leaves of a tree. numpy alone; `exact.py`
-evaluates models on the tree, and docs/frontier.md has the formulas.
+A prompt is a string of a few symbols. A response is a string of at most `response_length` symbols; a shorter one is
+ended by EOS. So a prompt has finitely many responses, the leaves of a tree, on which `exact.py` evaluates models.
+docs/frontier.md has the formulas. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 SYMBOLS = "abcdefgh"
 NONE = -1  # in place of a symbol, after the end of a response
 
-EACH, REPEAT = 0.5, 0.6  # in the true reward: worth of each symbol, cost of repeating one
-SHARPNESS, STOPS = 0.7, 0.2  # of the demonstrator: scale of its logits, probability to end after each symbol
+SYMBOL_REWARD, REPETITION_COST = 0.5, 0.6  # in the true reward
+LOGIT_SCALE, STOP_PROBABILITY = 0.7, 0.2  # of the demonstrator; it may stop after each symbol
 
 
 class Pairs(NamedTuple):
@@ -37,14 +37,14 @@ class Task:
     symbols: int = 5
     prompt_length: int = 5
     response_length: int = 5
-    held_out: int = 53  # prompts on which policies are judged; the others are trained on
-    shortest: int = 0  # least symbols of a response, before which EOS is impossible (in controls.py alone)
+    held_out: int = 53  # number of prompts on which policies are evaluated; the others are trained on
+    shortest: int = 0  # length of the shortest response; EOS is impossible before (only controls.py changes it)
     seed: int = 0
 
     @functools.cached_property
     def _prompts(self) -> np.ndarray:
-        found = np.array([*itertools.product(range(self.symbols), repeat=self.prompt_length)])
-        return np.random.default_rng([self.seed, 1]).permutation(found)
+        prompts = np.array([*itertools.product(range(self.symbols), repeat=self.prompt_length)])
+        return np.random.default_rng([self.seed, 1]).permutation(prompts)
 
     @property
     def test_prompts(self) -> np.ndarray:
@@ -58,44 +58,57 @@ class Task:
     @functools.cached_property
     def leaves(self) -> np.ndarray:
         """All responses, shorter ones first, (leaves, response_length)."""
-        rows = []
+        leaves = []
         for length in range(self.shortest, self.response_length + 1):
-            shape = self.symbols**length, length
-            texts = np.array([*itertools.product(range(self.symbols), repeat=length)], dtype=int).reshape(shape)
-            rows.append(np.pad(texts, ((0, 0), (0, self.response_length - length)), constant_values=NONE))
-        return np.concatenate(rows)
+            shape = self.symbols**length, length  # without it, the empty response would have no axis of symbols
+            responses = np.array([*itertools.product(range(self.symbols), repeat=length)], dtype=int).reshape(shape)
+            n_missing = self.response_length - length
+            leaves.append(np.pad(responses, ((0, 0), (0, n_missing)), constant_values=NONE))
+        return np.concatenate(leaves)
 
     # --- the true reward ----------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _reward_tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Random rewards of a symbol, by other symbols.
+
+        By the prompt's first symbol; by the symbol before; by the two symbols before.
+        """
         rng, n = np.random.default_rng([self.seed, 2]), self.symbols
         return rng.normal(size=(n, n)), rng.normal(size=(n, n)), rng.normal(size=(n, n, n))
 
     def _raw_reward(self, prompts: np.ndarray, responses: np.ndarray) -> np.ndarray:
-        suits, follows, completes = self._tables
+        """The reward before it is normalized; shapes are those of `reward`."""
+        by_prompt, by_one_before, by_two_before = self._reward_tables
         shape = np.broadcast_shapes(prompts.shape[:-1], responses.shape[:-1])
-        prompts = np.broadcast_to(prompts, (*shape, self.prompt_length))
+        x = np.broadcast_to(prompts, (*shape, self.prompt_length))
         y = np.broadcast_to(responses, (*shape, self.response_length))
-        middle, last = prompts[..., self.prompt_length // 2, None], prompts[..., -1:]
+        # the prompt's middle and last symbols stand before the response's first one
+        middle, last = x[..., self.prompt_length // 2, None], x[..., -1:]
         one_before = np.concatenate((last, y[..., :-1]), axis=-1)
         two_before = np.concatenate((middle, one_before[..., :-1]), axis=-1)
-        of_symbol = suits[prompts[..., :1], y] + follows[one_before, y] + completes[two_before, one_before, y] / 2
-        times = (y[..., None] == np.arange(self.symbols)).sum(-2)  # of each symbol in the response
-        return ((EACH + of_symbol) * (y != NONE)).sum(-1) - REPEAT * (times * (times - 1) / 2).sum(-1)
+        symbol_rewards = (  # (..., response_length)
+            SYMBOL_REWARD
+            + (by_prompt[x[..., :1], y] + by_one_before[one_before, y] + by_two_before[two_before, one_before, y] / 2)
+        )
+        n_occurrences = (y[..., None] == np.arange(self.symbols)).sum(-2)  # of each symbol in the response
+        n_repetitions = (n_occurrences * (n_occurrences - 1) / 2).sum(-1)  # pairs of equal symbols
+        return (symbol_rewards * (y != NONE)).sum(-1) - REPETITION_COST * n_repetitions
 
     @functools.cached_property
     def _mean_and_spread(self) -> tuple[float, float]:
-        """Mean of the demonstrator's raw rewards, and spread within a prompt."""
+        """Mean of the demonstrator's raw rewards, and standard deviation within a prompt."""
         rng = np.random.default_rng([self.seed, 3])
         prompts = self.train_prompts[rng.integers(len(self.train_prompts), size=20_000)]
         first, second = (self._raw_reward(prompts, self.demonstrate(prompts, rng)) for _ in range(2))
-        return float((first + second).mean() / 2), float(np.sqrt(((first - second) ** 2).mean() / 2))
+        variance = ((first - second) ** 2).mean() / 2  # of two draws for the same prompt
+        return float((first + second).mean() / 2), float(np.sqrt(variance))
 
     def reward(self, prompts: np.ndarray, responses: np.ndarray) -> np.ndarray:
-        """True reward of responses (..., response_length) to prompts (..., prompt_length), which broadcast.
+        """True reward of responses to prompts, (...).
 
-        The demonstrator's responses have mean 0 and, for the same prompt, standard deviation 1.
+        `prompts` (..., prompt_length) and `responses` (..., response_length) broadcast. The rewards of the
+        demonstrator's responses have mean 0 and, for the same prompt, standard deviation 1.
         """
         mean, spread = self._mean_and_spread
         return (self._raw_reward(prompts, responses) - mean) / spread
@@ -103,29 +116,30 @@ class Task:
     # --- texts --------------------------------------------------------------------------------------------------------
 
     def demonstrate(self, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Draw a response to each prompt, (prompts, response_length).
+        """Draw a response of the demonstrator to each prompt, (prompts, response_length).
 
-        A Markov chain: its next symbol depends on the one before and on the prompt's first, and not on the reward.
+        The demonstrator is a Markov chain: the next symbol depends on the one before and on the prompt's first, but not
+        on the reward.
         """
-        tables, n = np.random.default_rng([self.seed, 4]), self.symbols
-        after, of_prompt = tables.normal(size=(n, n)), tables.normal(size=(n, n))
-        rows = np.full((len(prompts), self.response_length), NONE)
-        before, goes_on = prompts[:, -1], np.full(len(prompts), True)
+        table_rng, n = np.random.default_rng([self.seed, 4]), self.symbols
+        by_one_before, by_prompt = table_rng.normal(size=(n, n)), table_rng.normal(size=(n, n))
+        responses = np.full((len(prompts), self.response_length), NONE)
+        symbols, goes_on = prompts[:, -1], np.full(len(prompts), True)
         for t in range(self.response_length):
             if t > 0:  # no response is empty
-                goes_on &= rng.random(len(prompts)) >= STOPS
-            logits = SHARPNESS * (after[before] + of_prompt[prompts[:, 0]])
-            before = (logits + rng.gumbel(size=logits.shape)).argmax(-1)
-            rows[:, t] = np.where(goes_on, before, NONE)
-        return rows
+                goes_on &= rng.random(len(prompts)) >= STOP_PROBABILITY
+            logits = LOGIT_SCALE * (by_one_before[symbols] + by_prompt[prompts[:, 0]])
+            symbols = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn from the softmax of the logits
+            responses[:, t] = np.where(goes_on, symbols, NONE)
+        return responses
 
     def text(self, symbols: Sequence[int]) -> str:
         return "".join(SYMBOLS[symbol] for symbol in symbols if symbol != NONE)
 
     def read(self, text: str, length: int) -> np.ndarray:
         """Symbols of a text, (length,), NONE after its end."""
-        found = [SYMBOLS.index(letter) for letter in text]
-        return np.array([*found, *[NONE] * (length - len(found))])
+        symbols = [SYMBOLS.index(letter) for letter in text]
+        return np.array(symbols + [NONE] * (length - len(symbols)))
 
 
 def draw_pairs(
@@ -138,20 +152,21 @@ def draw_pairs(
 ) -> Pairs:
     """Draw two different responses to each prompt with `write`, and label them.
 
-    Bradley and Terry: y is chosen over z with probability sigmoid(r(y) - r(z)); afterwards each label is flipped with
-    probability `noise`, which changes neither the responses nor the other labels.
+    By Bradley and Terry's model y is chosen over z with probability sigmoid(r(y) - r(z)). Then each label is flipped
+    with probability `noise`; the responses and the other labels stay the same for every `noise`.
     """
     y, z = write(prompts), write(prompts)
-    while (same := (y == z).all(-1)).any():
-        z[same] = write(prompts[same])
-    margin = task.reward(prompts, y) - task.reward(prompts, z)
-    chooses_y = rng.random(len(prompts)) < 1 / (1 + np.exp(-margin))
-    chooses_y ^= rng.random(len(prompts)) < noise
+    while (is_same := (y == z).all(-1)).any():
+        z[is_same] = write(prompts[is_same])
+    margins = task.reward(prompts, y) - task.reward(prompts, z)
+    chooses_y = rng.random(len(prompts)) < 1 / (1 + np.exp(-margins))
+    is_flipped = rng.random(len(prompts)) < noise
+    chooses_y ^= is_flipped
     return Pairs(prompts, np.where(chooses_y[:, None], y, z), np.where(chooses_y[:, None], z, y))
 
 
 def noisy_scorer(task: Task, seed: int) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
-    """A scorer for online DPO: true rewards with Gumbel noise.
+    """Make a scorer for online DPO: true rewards with Gumbel noise.
 
     The difference of two such noises is logistic: of two responses y is above z with probability sigmoid(r(y) - r(z)),
     so that online pairs are labelled like those drawn beforehand.
@@ -159,8 +174,8 @@ def noisy_scorer(task: Task, seed: int) -> Callable[[Sequence[str], Sequence[str
     rng = np.random.default_rng([task.seed, 7, seed])
 
     def score(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
-        asked = np.stack([task.read(text, task.prompt_length) for text in prompts])
-        said = np.stack([task.read(text, task.response_length) for text in responses])
-        return (task.reward(asked, said) + rng.gumbel(size=len(asked))).tolist()
+        x = np.stack([task.read(text, task.prompt_length) for text in prompts])
+        y = np.stack([task.read(text, task.response_length) for text in responses])
+        return (task.reward(x, y) + rng.gumbel(size=len(x))).tolist()
 
     return score

@@ -144,7 +144,7 @@ TOLD = [
          text="256 pairs cannot tell whether anything was learned. To tell an accuracy of 0.60 from"),
     # of the 256 that the config allows: raising that would give no more
     Told("note", UNCLEAR, "rewards_eval/accuracies 0.8 on 6 pairs", held_out(0.8), of_test_pairs(6),
-         text="the test split has no more than these 6, so put more pairs into it"),
+         text="the test split has only these 6, so put more pairs into it"),
     Told("note", UNCLEAR, "", held_out(0.53), of_test_pairs(9000),
          text="raise n_eval_examples, for the test split has 9,000"),
     Told("warning", CHANCE, "rewards_eval/accuracies 0.45 on 256 pairs, 95 % interval 0.39 to 0.511", held_out(0.45)),
@@ -228,7 +228,7 @@ TOLD = [
     Told("note", ACCURACIES, "rewards_train/accuracies 0.995; rewards_eval/accuracies 0.4", drawing(), online(),
          "need not rise", absent="from the datasets"),
     Told("note", ACCURACIES, "", drawing(), online(mix_offline=0.25), "but for the 25 % from the datasets"),
-    Told("warning", CUT_OFF, "online/eos 0.05: so many end within online.max_new_tokens=16",
+    Told("warning", CUT_OFF, "online/eos 0.05: this share of answers ends within online.max_new_tokens=16",
          drawing(eos=lambda k: 0.05), online(), "online.missing_eos_penalty"),
     Told("warning", CUT_OFF, "", drawing(eos=lambda k: 0.0), online(missing_eos_penalty=1.0), absent="penalty"),
     Told("note", "Some answers are cut off", "", drawing(eos=lambda k: 0.51), online()),

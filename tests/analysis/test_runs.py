@@ -51,7 +51,7 @@ def test_a_run_that_is_training_holds_its_lock(tmp_path):
 def test_a_run_that_was_stopped_or_aborted(tmp_path):
     folder = write_run(tmp_path, LINES[:3], updates=10)
     for name, state in (
-        ("step-4", ("ended", "crashed or killed after 2 of 10 updates, the last checkpoint is of 4 examples")),
+        ("step-4", ("ended", "crashed or killed after 2 of 10 updates, last checkpoint after 4 examples")),
         ("step-8", ("stopped", "stopped after 2 of 10 updates, and saved there: resume=auto continues it")),
         ("nonfinite-3", ("aborted", "aborted at update 3: loss or gradient was NaN or infinite")),
     ):

@@ -21,7 +21,7 @@ from experiments.frontier import controls, exact, runs
 from experiments.frontier.picture import draw as draw_picture
 from experiments.frontier.reading import (
     at_equal_kl,
-    describe_course,
+    collect_curve,
     format_rates,
     mean_and_interval,
     tables,
@@ -71,7 +71,7 @@ def test_leaves_are_all_responses_once_and_no_held_out_prompt_is_trained_on():
 
 
 def test_the_reward_is_the_sum_that_the_document_says():
-    suits, follows, completes = TASK._tables
+    suits, follows, completes = TASK._reward_tables
     prompt, response = np.array([2, 0, 1, 0]), np.array([1, 1, NONE])
     raw = 0.5 + suits[2, 1] + follows[0, 1] + completes[1, 0, 1] / 2
     raw += 0.5 + suits[2, 1] + follows[1, 1] + completes[0, 1, 1] / 2
@@ -291,17 +291,17 @@ def made_rows():
 
 def test_rewards_at_equal_kl_are_below_the_limit_by_gaps_on_lines_from_the_reference(made_rows):
     """The gaps are 1.5 at KL 1, 1 and 0.8 at 2."""
-    course = describe_course(made_rows, "dpo")
-    assert course.betas == [1.0, 0.1, 0.01]  # in the order of KL
-    assert np.isnan(at_equal_kl(course, made_rows, 0.5)).all()
-    assert at_equal_kl(course, made_rows, 1.0).tolist() == pytest.approx([1.5 - 1.5] * 2)
-    assert at_equal_kl(course, made_rows, 1.5).tolist() == pytest.approx([1.5 + 0.5 / 6 - 1.25, 1.5 + 0.5 / 6 - 1.15])
-    assert np.isnan(at_equal_kl(course, made_rows, 5.0)).all()
+    curve = collect_curve(made_rows, "dpo")
+    assert curve.betas == [1.0, 0.1, 0.01]  # in the order of KL
+    assert np.isnan(at_equal_kl(curve, made_rows, 0.5)).all()
+    assert at_equal_kl(curve, made_rows, 1.0).tolist() == pytest.approx([1.5 - 1.5] * 2)
+    assert at_equal_kl(curve, made_rows, 1.5).tolist() == pytest.approx([1.5 + 0.5 / 6 - 1.25, 1.5 + 0.5 / 6 - 1.15])
+    assert np.isnan(at_equal_kl(curve, made_rows, 5.0)).all()
 
 
 def test_a_budget_is_spent_on_the_best_mixture_within_it(made_rows):
     """Mixtures of the reference and the policy at KL 2 are best."""
-    found = within_budget(describe_course(made_rows, "dpo"), made_rows[0], np.array([0.0, 1.0, 2.0, 5.0]))
+    found = within_budget(collect_curve(made_rows, "dpo"), made_rows[0], np.array([0.0, 1.0, 2.0, 5.0]))
     assert found.tolist() == pytest.approx([(0 + 0.5 + 1 + 1) / 4, (0 + 0.6 + 1.2 + 1.2) / 4])
 
 

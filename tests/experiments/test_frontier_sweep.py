@@ -67,7 +67,7 @@ def sweep(tmp_path_factory):
         patch.setattr(frontier.Sweep, "judge", keep_and_judge)
         size = frontier.Size(pairs=64, epochs=4, sft_epochs=4, seeds=(0,))
         swept = frontier.Sweep(out / "frontier-runs", TASK, size, ["model.attn_implementation=eager"])
-        frontier.run_sweep(swept, out, frontier.wanted_runs(size, NOISE))
+        frontier.run_sweep(swept, out, frontier.list_runs(size, NOISE))
     return Sweep(out, json.loads((out / "frontier.json").read_text()), printed.getvalue())
 
 

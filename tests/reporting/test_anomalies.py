@@ -13,7 +13,7 @@ from support.runs import read_metrics, train
 
 from dpo.checkpoint.files import read_state
 from dpo.errors import RunError
-from dpo.reporting.anomalies import MAX_SKIPPED, CourseWarner
+from dpo.reporting.anomalies import MAX_SKIPPED, InstabilityWarner
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.settings.plan import resolve
 from dpo.training.objective import Objective
@@ -101,18 +101,18 @@ def test_every_rank_stops(command, tmp_path):
 # --- spikes and collapse ----------------------------------------------------------------------------------------------
 
 
-def watching(loss: str, *, batch_size: int = 4, **options: bool) -> tuple[CourseWarner, list[str]]:
+def watching(loss: str, *, batch_size: int = 4, **options: bool) -> tuple[InstabilityWarner, list[str]]:
     """A callback that watches a run, and its messages."""
     logged = []
     settings = {"loss": {"name": loss, "beta": 0.1, **options}, "batch_size": batch_size, "online": {"name": "none"}}
-    return CourseWarner(RunContext(resolve(OmegaConf.create(settings)), None, 0, None, logged.append)), logged
+    return InstabilityWarner(RunContext(resolve(OmegaConf.create(settings)), None, 0, None, logged.append)), logged
 
 
 def evaluated(n_updates: int, loss: float, margin: float) -> Evaluation:
     return Evaluation(n_updates, 4 * n_updates, {"loss/eval": loss, "rewards_eval/margins": margin}, [])
 
 
-def feed(warner: CourseWarner, losses, margins=None, norms=None, *, first: int = 1) -> None:
+def feed(warner: InstabilityWarner, losses, margins=None, norms=None, *, first: int = 1) -> None:
     rows = zip(losses, margins or [0] * len(losses), norms or [1] * len(losses), strict=True)
     for number, (loss, margin, norm) in enumerate(rows, first):
         metrics = {"loss/train": float(loss), "rewards_train/margins": float(margin), "grad_norm": norm}
@@ -126,7 +126,7 @@ def test_a_run_that_collapses_is_told_once_with_what_to_try():
     assert logged == [
         "warning: update 64: the run has collapsed: over the last 64 updates loss/train is 3 (at the start 0.6931) "
         "and rewards_train/margins is -10 (at the start 0). By its own loss the policy is worse than before "
-        "training, and seldom comes back by itself: stop, and start again with a tenth of lr, more warmup_steps or "
+        "training, and seldom recovers by itself: stop, and start again with a tenth of lr, more warmup_steps or "
         "a larger batch_size."
     ]
 

@@ -70,6 +70,18 @@ def test_pairs_are_shown_with_their_texts_which_cannot_command_a_terminal(run_di
     ]
 
 
+def test_a_run_without_pairs_says_so(tmp_path, capsys):
+    sft = dict.fromkeys(("policy_rejected", "reference_chosen", "reference_rejected", "rejected_tokens", "margin"))
+    run_dir = with_ledger(tmp_path, [row("target", n, "train", -9.0, 0.0, (5, 0)) | sft for n in (1, 2)])
+    (run_dir / "config.yaml").write_text("loss: {name: sft}\n")
+
+    assert main([str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "2 visits of 1 example, of which 0 are truncated."
+    assert lines[-1] == "loss=sft trains on targets: without pairs there are no margins to rank."
+    assert not any(line.startswith("Pairs that never flip") for line in lines)
+
+
 def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, capsys):
     texts = {"tie": False, "prompt": "Hi", "chosen": " no\x1b[2J", "rejected": " yes", "others": []}
     own = {**texts, "score_chosen": 2.0, "score_rejected": -1.0, "score_others": []}
@@ -97,7 +109,7 @@ def test_texts_that_are_not_at_hand_are_one_line(run_dir, capsys):
     for split in ("train", "test"):
         write_rows(mine / f"{split}.jsonl", [{**WRONG, "chosen": " other"}])
     assert main([str(run_dir)]) == 0
-    assert re.search(r"\nIts datasets have changed, and lack 1 of these [12] pairs?\n$", capsys.readouterr().out)
+    assert re.search(r"\nThe run's datasets have changed, and lack 1 of these [12] pairs?\n$", capsys.readouterr().out)
 
     mine.rename(run_dir.parent / "moved")
     assert main([str(run_dir), "--json"]) == 0

@@ -184,7 +184,7 @@ def test_a_reward_that_is_not_finite_is_null_and_in_no_mean(run_dir, tmp_path, m
     )
     records = answered(run_dir, tmp_path / "a.jsonl")
     assert [record["rewards"]["policy"] for record in records] == [None, 0.25, None, 0.75]
-    assert capsys.readouterr().out.endswith("; mean reward of the policy 0.5 over 2\n")
+    assert capsys.readouterr().out.endswith("; mean reward of the policy 0.5 over 2 answers\n")
 
 
 def test_penalties_of_a_generation_config_do_not_distort_the_draws(tmp_path):

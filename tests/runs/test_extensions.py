@@ -6,6 +6,7 @@ import csv
 import math
 import re
 import shutil
+import subprocess
 import textwrap
 from pathlib import Path
 
@@ -16,7 +17,7 @@ BLOCK = re.compile(r"```(python|yaml)\n(.*?)```", re.DOTALL)
 FUNCTION, ROW, YAML = (
     textwrap.dedent(code) for _, code in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 )
-CSV = '''\
+CSV_CALLBACK = '''\
 """`losses.csv`: the loss of each update."""
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ class CsvWriter(LogWriter):
 
 
 def insert(file: Path, before: str, text: str) -> None:
+    """Insert a text before another one, which occurs once."""
     content = file.read_text(encoding="utf-8")
     assert content.count(before) == 1
     file.write_text(content.replace(before, text + before), encoding="utf-8")
 
 
 @pytest.fixture
-def copy(tmp_path) -> Path:
-    """The project with both."""
+def extended_project(tmp_path) -> Path:
+    """A copy of the project with the new loss and the new callback."""
     project = tmp_path / "project"
     for name in ("dpo", "config"):
         shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -49,11 +51,10 @@ def copy(tmp_path) -> Path:
         shutil.copy(ROOT / name, project)
     with (project / "dpo" / "losses" / "formulas.py").open("a", encoding="utf-8") as formulas:
         formulas.write("\n\n" + FUNCTION)
-    insert(
-        project / "dpo" / "losses" / "__init__.py", '    "dpo": Loss(formulas.dpo),\n', ROW.removeprefix("LOSSES = {\n")
-    )
+    losses = project / "dpo" / "losses" / "__init__.py"
+    insert(losses, '    "dpo": Loss(formulas.dpo),\n', ROW.removeprefix("LOSSES = {\n"))
     (project / "config" / "loss" / "cpo.yaml").write_text(YAML)
-    (project / "dpo" / "reporting" / "csv_writer.py").write_text(CSV)
+    (project / "dpo" / "reporting" / "csv_writer.py").write_text(CSV_CALLBACK)
     table = project / "dpo" / "reporting" / "table.py"
     insert(table, "from dpo.reporting.files", "from dpo.reporting.csv_writer import CsvWriter\n")
     insert(table, '    "files": FileLogger,\n', '    "csv": CsvWriter,\n')
@@ -61,27 +62,32 @@ def copy(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_loss_is_a_function_a_row_and_a_file_and_a_watcher_a_class_and_a_row(copy, rows, tmp_path):
-    run_dir = tmp_path / "run"
-    asked = [o for o in small_run(rows, run_dir, "loss=cpo", "loss.beta=2.0", "save_every=8") if "n_examples" not in o]
-    refused = run_python("train.py", *asked, "n_examples=8", "loss.nll_weight=much", cwd=copy)
-    first = run_python("train.py", *asked, "n_examples=12", cwd=copy)
-    shutil.rmtree(run_dir / "step-12")
-    second = run_python("train.py", *asked, "n_examples=16", "resume=auto", cwd=copy)
-    elsewhere = [f"local_run_dir={tmp_path / 'elsewhere'}", f"resume={run_dir}", "n_examples=20"]
-    third = run_python("train.py", *(o for o in asked if "local_run_dir" not in o), *elsewhere, cwd=copy)
+def test_a_loss_and_a_callback_that_are_added_train_and_resume(extended_project, rows, tmp_path):
+    run_dir, other_dir = tmp_path / "run", tmp_path / "elsewhere"
+    options = small_run(rows, run_dir, "loss=cpo", "loss.beta=2.0", "save_every=8")
+    options = [option for option in options if "n_examples" not in option]
+    other_options = [option for option in options if "local_run_dir" not in option]
+    other_options += [f"local_run_dir={other_dir}", f"resume={run_dir}"]
 
-    assert (refused.returncode, refused.stderr) == (
-        2,
-        "bad configuration:\n  - loss.nll_weight=much must be a number\n",
-    )
+    def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return run_python("train.py", *arguments, cwd=extended_project)
+
+    refused = train(*options, "n_examples=8", "loss.nll_weight=much")
+    first = train(*options, "n_examples=12")
+    shutil.rmtree(run_dir / "step-12")  # so that the run continues from its checkpoint after 2 updates
+    second = train(*options, "n_examples=16", "resume=auto")
+    third = train(*other_options, "n_examples=20")
+
+    message = "bad configuration:\n  - loss.nll_weight=much must be a number\n"
+    assert (refused.returncode, refused.stderr) == (2, message)
     assert [run.returncode for run in (first, second, third)] == [0, 0, 0], first.stderr + second.stderr + third.stderr
-    for folder, n_updates in ((run_dir, 4), (tmp_path / "elsewhere", 5)):  # the first from the checkpoint after 2
+    for folder, n_updates in ((run_dir, 4), (other_dir, 5)):
         updates = read_metrics(folder, "train")
         assert [line["updates"] for line in updates] == [*range(1, n_updates + 1)]
-        for line in updates:  # the loss is convex: its mean is at least that of the mean margin, and SFT comes on top
-            of_margin = math.log1p(math.exp(-line["rewards_train/margins"]))
-            assert line["loss/train"] >= of_margin - line["logps_train/chosen"] - 1e-4
+        for line in updates:
+            # -log sigmoid is convex, so its mean is at least its value at the mean margin; the SFT term is added
+            lower_bound = math.log1p(math.exp(-line["rewards_train/margins"])) - line["logps_train/chosen"]
+            assert line["loss/train"] >= lower_bound - 1e-4
         with (folder / "losses.csv").open(newline="") as file:
-            found = [(int(number), float(loss)) for number, loss in csv.reader(file)]
-        assert found == [(line["updates"], line["loss/train"]) for line in updates]
+            logged = [(int(number), float(loss)) for number, loss in csv.reader(file)]
+        assert logged == [(line["updates"], line["loss/train"]) for line in updates]

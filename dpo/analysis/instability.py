@@ -1,0 +1,128 @@
+"""Detection of spikes and collapse, update by update.
+
+A run warns of them while it trains, and its report names them; docs/metrics.md has the rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import fmean, median, stdev
+from typing import NamedTuple
+
+# spikes
+SPIKE_RATIO = 10.0  # a spike is above this multiple of the median of the last 100 values
+FEWEST_VALUES = 20  # before the first spike; their mean sets the scale for FAINT
+FAINT = 0.01  # a value below this fraction of the mean of the first 20 values is not a spike
+
+# collapse, in a short window of updates and in a long one
+SHORT_WINDOW = 16  # updates
+FEWEST_UPDATES, FEWEST_PAIRS = 50, 256  # the long window has at least this many of both
+COLLAPSE_ERRORS = 4.0  # standard errors by which the mean loss of the long window is too high
+HUGE, HUGE_EVALUATED = 5.0, 20.0  # multiples of the start's loss: a huge loss of an update; of an evaluation
+LEAST_START_LOSS = 0.5  # a multiple of a start's loss near 0 would be near 0 too, so this is multiplied instead
+UPDATES_AT_START = 10  # averaged as the start of a loss without a reference, as its value at the start is not known
+
+WHAT_TO_TRY = (
+    "By its own loss the policy is worse than before training, and seldom recovers by itself: stop, and start again "
+    "with a tenth of lr, more warmup_steps or a larger batch_size."
+)
+
+
+def updates_at_start(reference: bool) -> int:
+    """Number of updates that stand for an evaluation before the first."""
+    return 1 if reference else UPDATES_AT_START
+
+
+class Means(NamedTuple):
+    """Mean loss and mean margin."""
+
+    loss: float
+    margin: float
+
+
+class InstabilityDetector:
+    """Detector of spikes and collapse in a run's logged values.
+
+    Where policy and reference are equal, every loss has the value of having learned nothing (docs/metrics.md). The
+    first evaluation or update of a run shows that value under all of its options: later losses are compared with it.
+    """
+
+    def __init__(self, batch_size: float, start: Means | None = None) -> None:
+        self.start = start
+        self.first: dict[str, float] = {}  # mean of each metric's first 20 values
+        self._earlier: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("grad_norm", "loss/train")}
+        updates_with_fewest_pairs = math.ceil(FEWEST_PAIRS / batch_size) if batch_size > 0 else FEWEST_PAIRS
+        self._long_window = max(FEWEST_UPDATES, updates_with_fewest_pairs)
+        self._losses = deque[float](maxlen=self._long_window)
+        self._margins = deque[float](maxlen=self._long_window)
+
+    def find_spike(self, name: str, value: float) -> float | None:
+        """Add a gradient norm or loss; return its ratio if it spikes.
+
+        The ratio is to the median of the values before it.
+        """
+        earlier = self._earlier[name]
+        if len(earlier) == FEWEST_VALUES:
+            self.first.setdefault(name, fmean(earlier))
+        ratio = self._measure_spike(name, value) if len(earlier) >= FEWEST_VALUES else None
+        if math.isfinite(value):
+            earlier.append(value)
+        return ratio
+
+    def _measure_spike(self, name: str, value: float) -> float | None:
+        # once nearly all pairs are learned, a pair that is not has a loss far above the median; a loss no higher than
+        # at the start is harmless
+        if name == "loss/train" and self.start is not None and value <= self.start.loss:
+            return None
+        earlier = self._earlier[name]
+        # no median is below the minimum, so this cheap test comes before the median
+        if not value > max(SPIKE_RATIO * min(earlier), FAINT * self.first[name]):
+            return None
+        typical = median(earlier)
+        return value / typical if value > SPIKE_RATIO * typical > 0 else None
+
+    def take_start(self, n: int) -> None:
+        """Take the first `n` updates as the start, unless it is known."""
+        if self.start is None and len(self._losses) == n:
+            self.start = Means(fmean(self._losses), fmean(self._margins))
+
+    def find_collapse(self, loss: float, margin: float) -> tuple[Means, int] | None:
+        """Add an update; return a collapsed window's means and number of updates.
+
+        In a collapse the mean margin is not above the start's. Also, the mean loss of the long window is above twice
+        the start's by `COLLAPSE_ERRORS` standard errors, or half of the losses in the short window are above `HUGE`
+        times the start's.
+        """
+        if not (math.isfinite(loss) and math.isfinite(margin)):
+            return None
+        self._losses.append(loss)
+        self._margins.append(margin)
+        if self.start is None:
+            return None
+        for n in (SHORT_WINDOW, self._long_window):
+            losses, margins = list(self._losses)[-n:], list(self._margins)[-n:]
+            if len(losses) < n or sum(margins) > n * self.start.margin:  # margins grow in nearly all runs
+                continue
+            if n == SHORT_WINDOW:  # a single outlier moves the mean of a few losses, but not their median
+                is_too_high = median(losses) > self._multiply_start_loss(HUGE)
+            else:
+                excess = fmean(losses) - self._multiply_start_loss(2)
+                is_too_high = excess > 0 and excess > COLLAPSE_ERRORS * stdev(losses) / math.sqrt(n)
+            if is_too_high:
+                return Means(fmean(losses), fmean(margins)), n
+        return None
+
+    def is_collapsed(self, evaluation: Means) -> bool:
+        """Return whether an evaluation shows a collapse, even one of few pairs."""
+        if self.start is None or evaluation.margin > self.start.margin:
+            return False
+        return evaluation.loss > self._multiply_start_loss(HUGE_EVALUATED)
+
+    def _multiply_start_loss(self, factor: float) -> float:
+        """Multiply the start's loss; a loss near 0 counts as larger.
+
+        The sum of the loss and `factor - 1` times its absolute value is above the loss even if that is negative.
+        """
+        assert self.start is not None
+        return self.start.loss + (factor - 1) * max(abs(self.start.loss), LEAST_START_LOSS)
