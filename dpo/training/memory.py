@@ -164,7 +164,7 @@ def _find_samples_peak(plan: Plan, policy: Any, fake: FakeTensorMode, eval_batch
 def _find_online_peaks(
     plan: Plan, data: TrainingData, policy: Any, reward: Any, fake: FakeTensorMode
 ) -> tuple[Bytes, Bytes | None]:
-    """Peaks of the passes that sample answers, and of those that score them.
+    """Peaks of the passes that sample, and that score, answers.
 
     The second is None without a reward model.
     """
