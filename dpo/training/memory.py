@@ -63,7 +63,7 @@ KEPT_SHARE = 0.2
 SPARE_SHARE = 0.15  # of a GPU's memory, for what is not predicted: the CUDA context, NCCL's buffers, fragmentation
 SAVERS = {"reshard_after_forward": False, "reduce_once": True}  # keys `fsdp_` that take memory and save communication
 MIN_SAVED_BYTES = 1e8  # per update, for such a key to be recommended
-UPDATES_ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters at once on a GPU
+UPDATES_ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters, or shards, at once on a GPU
 MIN_SAVED_SHARE = 0.03  # of the memory other than that of Python and libraries, for a setting to be suggested
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
 
@@ -243,8 +243,7 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
         held["reduced"] = n_reduced * reduce_itemsize // dims.tensor_size
         if fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1:  # whole ones, until they are reduced
             held["gradients"] += _count_elements(trained) * reduce_itemsize // dims.tensor_size
-    # an optimizer of shards updates one parameter at a time, without large temporaries
-    if plan.gpus and dims.world_size == 1 and plan.training.optimizer not in UPDATES_ONE_BY_ONE:
+    if plan.gpus and plan.training.optimizer not in UPDATES_ONE_BY_ONE:
         held["update"] = int(trained_bytes * temporary_ratio)
     return held
 
