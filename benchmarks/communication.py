@@ -65,13 +65,13 @@ MODELS = {
 WHOLE, ONCE, IN_BFLOAT16 = "fsdp_frozen_weights=whole", "fsdp_reshard_after_forward=false", "fsdp_reduce_dtype=bfloat16"
 LORA = "lora=lora lr=1e-5"
 SETTINGS = {
-    "all weights, reference sharded": "",
-    "reference whole": WHOLE,
-    "reference whole, weights gathered once": f"{WHOLE} {ONCE}",
-    "and reduced once": f"{WHOLE} {ONCE} fsdp_reduce_once=true",
-    "and in bfloat16": f"{WHOLE} {ONCE} fsdp_reduce_once=true {IN_BFLOAT16}",
-    "adapter, base sharded": LORA,
-    "adapter, base whole": f"{LORA} {WHOLE}",
+    "`fsdp_frozen_weights=sharded`": "",
+    "`fsdp_frozen_weights=whole`": WHOLE,
+    "and `fsdp_reshard_after_forward=false`": f"{WHOLE} {ONCE}",
+    "and `fsdp_reduce_once=true`": f"{WHOLE} {ONCE} fsdp_reduce_once=true",
+    "and `fsdp_reduce_dtype=bfloat16`": f"{WHOLE} {ONCE} fsdp_reduce_once=true {IN_BFLOAT16}",
+    "`lora=lora fsdp_frozen_weights=sharded`": LORA,
+    "`lora=lora fsdp_frozen_weights=whole`": f"{LORA} {WHOLE}",
 }
 
 
@@ -114,7 +114,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         sys.exit(__doc__)
     columns = [f"{name}, {gpus} GPUs" for name in MODELS for gpus in GPUS]
-    print_line("", *columns)
+    print_line("keys", *columns)
     print_line(*["---"] * (1 + len(columns)))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -40,7 +40,7 @@ def slow(*values: object):
         slow("losses", ("aot",), "| aot | "),
         slow("step_overhead", (*TINY, "n_examples=8", "n_eval_examples=4"), "outside forward, backward and optimizer"),
         slow("compare", (*TINY, "--updates=1", "--only=padded;ours", "batch_size=4"), "losses of the counted updates"),
-        slow("communication", (), "| adapter, base whole | "),
+        slow("communication", (), "| `lora=lora fsdp_frozen_weights=whole` | "),
         slow("compare", (*TINY, "--updates=1", "--table=processes", "batch_size=4"), "TensorParallelTrainer"),
         slow("compare", (*TINY, "--updates=1", "--table=adapters", "batch_size=4"), "lora.reference=adapter"),
         slow("growth", (*LLAMA, "--updates=1", "--only=pairs per prompt"), "of padded"),
