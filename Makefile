@@ -2,7 +2,7 @@
 # make test   lint and tests, 5 to 6 minutes on 2 cores; large matrices are sampled, make test-all runs them whole
 # make test-all  all tests, also those marked slow; before a release
 # make doctor what this machine has, what is wrong with it, what to train on it
-# make gpu-check the acceptance run on a GPU (tests/gpu), 10 minutes; without a GPU, what makes sense on a CPU, small
+# make gpu-check the acceptance run on a GPU (tests/gpu), at most 30 minutes; without a GPU, what makes sense on a CPU, small
 # make lock   write requirements.lock again, after requirements.txt or requirements-dev.txt changed
 # make golden the comparison with the published reference only, on every mesh
 

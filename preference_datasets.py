@@ -192,7 +192,7 @@ def get_se(
         responses = [" " + answer["text"] for answer in row["answers"]]
         scores = [answer["pm_score"] for answer in row["answers"]]
         index_pairs = itertools.combinations(range(len(scores)), 2)  # (earlier, later)
-        # a repeated text has its first score: in reversed order the first one comes last, and replaces the others
+        # the earliest score of a repeated text counts: a dict keeps a key's last value, so go backwards
         first_score = dict(zip(reversed(responses), reversed(scores), strict=True))
         data[f"\n\nHuman: {row['question']}\n\nAssistant:"] = {
             "responses": responses,

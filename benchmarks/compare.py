@@ -45,6 +45,7 @@ from benchmarks.harness import (
     read_pairs,
     run_python,
 )
+from dpo.data.examples import Example
 from dpo.models.layouts import SharedPrefix
 from dpo.models.packing import Packed
 from dpo.system.host import resident_memory
@@ -125,6 +126,21 @@ def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
     return (body + head) * n_passes
 
 
+def count_useful_flops(shape: Shape, examples: Sequence[Example], *, with_reference: bool) -> float:
+    """Count the FLOPs that a global batch needs: the numerator of MFU.
+
+    Each prompt counts once for its responses, and a query attends only to its own prompt and response up to itself:
+    neither padding nor masked squares are work.
+    """
+    flops = 0
+    for example in examples:
+        n_prompt, lengths = len(example.prompt), [len(tokens) for tokens in example.responses]
+        n_tokens = n_prompt + sum(lengths)
+        n_keys = n_prompt * (n_prompt + 1) // 2 + sum(n * n_prompt + n * (n + 1) // 2 for n in lengths)
+        flops += 2 * n_tokens * shape.matrices + 4 * n_keys * shape.attention + 2 * sum(lengths) * shape.head
+    return flops * (3 + with_reference)
+
+
 def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, Any]:
     """Train in this process, and measure each update but the first."""
     torch.backends.cuda.matmul.allow_tf32 = True  # as train.work does
@@ -161,6 +177,7 @@ def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
         "flops": sum(
             count_flops(shape, microbatch.inputs, with_reference=with_reference) for microbatch in batch.microbatches
         ),
+        "useful": count_useful_flops(shape, batch.examples, with_reference=with_reference),
         "loss": metrics["loss/train"],
     }
 

@@ -1,6 +1,6 @@
 """The acceptance run on a GPU: the tests in `tests/gpu`.
 
-    python -m scripts.gpu_check [--quick] [--only NAME,NAME] [options of pytest]
+    python -m scripts.gpu_check [--quick] [--minutes 30] [--only NAME,NAME] [options of pytest]
 
 `make gpu-check` runs it. Each test has its own process. The measured numbers are printed, and written to
 `.cache/gpu-check.xml` (JUnit). Without a GPU, the tests that make sense on a CPU run on small models.
@@ -11,15 +11,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
-NAMES = ("layouts", "demo", "fsdp", "syncs", "compile", "shapes", "memory", "repeats", "processes", "two_ranks",
-         "speed")  # fmt: skip
+# in the order of their value, so that a run that is cut short has done what matters most
+NAMES = ("layouts", "features", "speed", "syncs", "demo", "memory", "fsdp", "repeats", "shapes", "compile", "processes",
+         "two_ranks")  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_check", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer models, shapes and updates")
+    parser.add_argument("--minutes", type=float, default=30, help="tests that might exceed it are skipped")
     parser.add_argument("--only", metavar="NAME,NAME", default=",".join(NAMES), help=f"some of {', '.join(NAMES)}")
     options, pytest_options = parser.parse_known_args()
     names = options.only.replace("-", "_").split(",")
@@ -27,6 +30,7 @@ def main() -> int:
         parser.error(f"--only: unknown checks {', '.join(unknown)}; the checks are {', '.join(NAMES)}")
     if options.quick:
         os.environ["GPU_CHECK_QUICK"] = "1"
+    os.environ["GPU_CHECK_DEADLINE"] = str(time.time() + 60 * options.minutes)
     os.chdir(Path(__file__).resolve().parents[1])
     import pytest
 

@@ -380,11 +380,12 @@ def _is_sample(line: Mapping[str, Any]) -> bool:
 
 def _is_drawn(line: Mapping[str, Any]) -> bool:
     """Return whether a line is a prompt with drawn answers."""
+    # `numbers` refuses true and false, which are ints too
     if not _has(line, numbers=["examples", "best", "worst"], prompt=str, completions=list, best=int, worst=int):
         return False
     answers = line["completions"]
-    has_best_and_worst = all(0 <= line[name] < len(answers) for name in ("best", "worst"))  # indices
-    return has_best_and_worst and all(
+    indices_are_valid = all(0 <= line[name] < len(answers) for name in ("best", "worst"))
+    return indices_are_valid and all(
         _has(answer, numbers=["score", "tokens"], text=str, ended=bool) for answer in answers
     )
 

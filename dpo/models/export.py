@@ -44,9 +44,10 @@ def export(
 ) -> Path:
     """Write a directory for `AutoModelForCausalLM.from_pretrained`, and return it.
 
-    It is written whole or not at all. `checkpoint` and `model` are the path and the base of `find_origin`. If `dtype`
-    is None, the weights keep their dtype. An adapter is written as an adapter, which names its base, or with `merge`
-    as the sum of both. With `verify`, a checkpoint that has checksums is first compared with them.
+    It is written whole or not at all. `checkpoint` is the path of a run, checkpoint or adapter; `model` is the path of
+    its base, if that has moved (see `find_origin`). If `dtype` is None, the weights keep their dtype. An adapter is
+    written as an adapter, which names its base, or with `merge` as the sum of both. With `verify`, a checkpoint that
+    has checksums is first compared with them.
     Raises InputError if the checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()

@@ -62,7 +62,8 @@ def options_in(config: DictConfig) -> dict[str, Any]:
 def load_defaults(loss: str | None = None, lora: str | None = None, online: str | None = None) -> dict[str, Any]:
     """Load the defaults in `config/`, with these options of its groups.
 
-    If an option is unknown, the group has the option `none`; the group `loss`, which has no such option, is left out.
+    If an option is None or unknown, its group's `none.yaml` is loaded instead. `loss` has no `none.yaml`, so that group
+    is left out.
     """
     defaults = load_file(CONFIG_DIR / "config.yaml") | {"model": load_file(CONFIG_DIR / "model" / "blank_model.yaml")}
     for group, option in (("loss", loss), ("lora", lora), ("online", online)):

@@ -107,8 +107,8 @@ def name_datasets(datasets: str | Sequence[str], sources: Mapping[str, Any]) -> 
         elif name in (*list_built_in(), *names) or _has_path(named_sources.get(name)):
             renamed = ",".join("OTHER" if other == value else other for other in values)
             problems.append(
-                f"datasets names {value}, but the name {name} is taken: give datasets=[{renamed}] "
-                f"dataset_sources.OTHER={value}"
+                f"datasets has {value}, which would be called {name}, but another dataset has this name: choose a name "
+                f"OTHER, and give datasets=[{renamed}] dataset_sources.OTHER={value}"
             )
         else:
             names.append(name)

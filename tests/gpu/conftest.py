@@ -10,9 +10,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from xml.etree import ElementTree
 
 import pytest
+
+from dpo.system.host import set_allocators
+from scripts.gpu_check import NAMES
 
 CHILD = "GPU_TEST_CHILD"  # set in the process of one test
 LAST_LINES = 40  # of the output of a test that ended without a result
@@ -29,6 +33,16 @@ def record(record_property):
     return write
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the acceptance run by `gpu_check.NAMES`."""
+
+    def find_place(item: pytest.Item) -> int:
+        return next((i for i, name in enumerate(NAMES) if item.name.startswith(f"test_{name}")), len(NAMES))
+
+    if all(item.get_closest_marker("gpu") for item in items):
+        items.sort(key=find_place)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem) -> bool | None:
     """Run a test by a pytest of its own.
@@ -37,14 +51,19 @@ def pytest_pyfunc_call(pyfuncitem) -> bool | None:
     """
     if CHILD in os.environ or pyfuncitem.get_closest_marker("gpu") is None:
         return None
+    remaining = float(os.environ.get("GPU_CHECK_DEADLINE", "inf")) - time.time()
+    if (limit := pyfuncitem.get_closest_marker("timeout")) and limit.args[0] > remaining:
+        pytest.skip(f"may take {limit.args[0]:.0f} s, and {remaining:.0f} s are left: raise --minutes")
     root, folder = pyfuncitem.config.rootpath, pyfuncitem.funcargs["tmp_path"]
     result, log = folder / "result.xml", folder / "log"
     options = ["-m", "", "-s", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", f"--basetemp={folder / 'own'}"]
+    environment = {**os.environ, CHILD: "1"}
+    set_allocators(environment)  # as train.py does
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, f"--junitxml={result}", pyfuncitem.nodeid],
             cwd=root,
-            env={**os.environ, CHILD: "1"},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

@@ -119,6 +119,48 @@ def test_fsdp_trains_evaluates_samples_saves_and_resumes_in_bfloat16(tmp_path, r
     assert all(d <= BAND[kind] for kind, d in far.items()), far
 
 
+# --- features, against the same runs on the CPU ----------------------------------------------------------------------
+
+LORA = ("lora=lora", "lora.r=4", "lora.alpha=8")
+ONLINE = ("online=online", "online.scorer=keyword", "online.keyword=e", "online.max_new_tokens=8")
+FEATURES = {
+    "lora": (*LORA, "sample_during_eval=true", "do_first_sampling=true"),
+    "qlora": ("lora=qlora", "lora.r=4", "lora.alpha=8"),
+    "adapter dropout": (*LORA, "lora.dropout=0.3"),
+    "online with ties": (*ONLINE, "online.ties=skip"),
+    "online lora": (*ONLINE, *LORA, "online.top_p=0.9"),
+    "padded": ("layout=padded",),
+    "activation checkpointing": ("activation_checkpointing=true",),
+    "autocast with a float16 reference": ("model.autocast=bfloat16", "model.reference_dtype=float16"),
+    "a loss of the whole batch": ("loss=aot",),
+    "a loss with a running mean": ("loss=bco",),
+    "AdamW": ("optimizer=AdamW", "lr=1e-5"),
+    "Adafactor": ("optimizer=Adafactor", "lr=1e-5"),
+}
+FEATURE_TOLERANCE = 1e-3  # of float32 metrics, relative, rewards absolute below 1
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(60)
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_train_as_on_a_cpu(name, tmp_path, record):
+    if name == "qlora" and GPU:
+        pytest.importorskip("bitsandbytes", reason="4-bit kernels need bitsandbytes")
+    own = (*COMMON, "gradient_accumulation_steps=2", *FEATURES[name], "n_examples=16", "eval_every=8",
+           f"dataset_sources.hh={few_words(tmp_path, 16)}")  # fmt: skip
+    runs = [Run(tmp_path, "device", *own, **WITHOUT_TF32)]
+    if GPU:  # otherwise the two would be the same
+        runs.append(Run(tmp_path, "cpu", *own, CUDA_VISIBLE_DEVICES=""))
+    device, *cpu = [run.done().records(split="train") for run in runs]
+    assert [update["examples"] for update in device] == [4, 8, 12, 16]
+    if cpu:
+        far = find_distances(device, cpu[0])
+        record(f"{name} off by " + ", ".join(f"{kind} {d:.1e}" for kind, d in far.items()))
+        most = BAND if "autocast" in name else dict.fromkeys(KINDS, FEATURE_TOLERANCE)
+        assert all(d <= most[kind] for kind, d in far.items()), far
+
+
 # --- runs that repeat bit for bit ------------------------------------------------------------------------------------
 
 

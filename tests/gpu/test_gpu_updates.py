@@ -216,20 +216,29 @@ def time_updates(
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
+VARIANTS = {
+    "whole": (),
+    "sharded": ("trainer=FSDPTrainer", "world_size=1"),
+    "lora": ("lora=lora",),
+    "padded": ("layout=padded",),
+    "AdamW": ("optimizer=AdamW",),
+}
+
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @limit(60)
-def test_memory_is_as_the_dry_run_predicted(tmp_path, record):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_memory_is_as_the_dry_run_predicted(variant, tmp_path, record):
     length, batch, n = pick((512, 16, 96), (512, 16, 96), (96, 4, 12))
-    own = (f"max_length={length}", f"batch_size={batch}", f"n_examples={n}", "n_epochs=null", "debug=true")
+    own = (f"max_length={length}", f"batch_size={batch}", f"n_examples={n}", "debug=true", *VARIANTS[variant])
     data = (f"dataset_sources.hh={few_words(tmp_path, 40)}", *large_model(tmp_path))
     dry, real = (Run(tmp_path, name, *COMMON, *data, *own, f"dry_run={name == 'dry'}") for name in ("dry", "real"))
     said = re.search(r"total +([\d.]+) GB", dry.done().text)
     assert said, "the dry run printed no total"
     predicted, peak = float(said[1]), real.done().records(split="train")[-1]["memory/peak_gb"]
     off = predicted / peak - 1
-    record(f"predicted {predicted:.2f} GB, measured {peak:.2f}: {off:+.0%} (of {PREDICTION:.0%})", off=off)
+    record(f"{variant}: predicted {predicted:.2f} GB, measured {peak:.2f}: {off:+.0%} (of {PREDICTION:.0%})", off=off)
     assert abs(off) <= PREDICTION
 
 

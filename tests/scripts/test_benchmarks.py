@@ -38,7 +38,7 @@ def slow(*values: object):
         ("ledger", ("--updates=20",), "appending 64 pairs"),
         slow("online", (*TINY, "--rounds=1", "batch_size=2", "eval_batch_size=2", "n_eval_examples=2"), "ours / bare"),
         slow("losses", ("aot",), "| aot | "),
-        slow("step_overhead", (*TINY, "n_examples=8", "n_eval_examples=4"), "outside forward, backward and optimizer"),
+        slow("profile", (*TINY, "n_examples=12", "batch_size=4", "n_eval_examples=4"), "of it in no phase"),
         slow("compare", (*TINY, "--updates=1", "--only=padded;ours", "batch_size=4"), "losses of the counted updates"),
         slow("communication", (), "| `lora=lora fsdp_frozen_weights=whole` | "),
         slow("compare", (*TINY, "--updates=1", "--table=processes", "batch_size=4"), "TensorParallelTrainer"),

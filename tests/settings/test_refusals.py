@@ -107,8 +107,14 @@ REFUSED = [
     ("datasets=mine", "datasets names 'mine', which is none of hh, shp, se, demo, and no file or directory"),
     ("datasets=[no/such/pairs]", f"datasets names no/such/pairs, and there is no such file or directory in {ROOT}"),
     ("datasets=/no/such.csv", "datasets names /no/such.csv, and there is no such file or directory"),
-    ("datasets=me/hh", "datasets names me/hh, but the name hh is taken: give datasets=[OTHER] dataset_sources."),
-    ("datasets=[me/a,you/a]", "datasets names you/a, but the name a is taken: give datasets=[me/a,OTHER] da"),
+    (
+        "datasets=me/hh",
+        "datasets has me/hh, which would be called hh, but another dataset has this name: choose a name OTHER",
+    ),
+    (
+        "datasets=[me/a,you/a]",
+        "datasets has you/a, which would be called a, but another dataset has this name: choose a name OTHER",
+    ),
     ("dataset_sources=/data", "dataset_sources=/data must map names to paths or Hub ids"),
     ("dataset_sources.hh=''", "dataset_sources.hh= must be a directory, file or Hub id, or {path"),
     ("dataset_sources.hh={revision:main}", "dataset_sources.hh={'revision': 'main'} must be a directory, file"),
@@ -199,7 +205,10 @@ REFUSED = [
     (f"{DRAWN} online.scorer=function online.function=os:system", "online.function=os:system must be a file and a fun"),
     (f"{DRAWN} online.scorer=function online.function=no.py:f", "online.function=no.py:f: there is no file no.py"),
     ("loss=sft online=online online.scorer=shorter", "online=online draws pairs, and loss=sft trains on none: choose "),
-    (f"{DRAWN} online.n_samples=1", "online.n_samples=1 must be an integer from 2 to 1024: a best and a worst; all "),
+    (
+        f"{DRAWN} online.n_samples=1",
+        "online.n_samples=1 must be an integer from 2 to 1024: at least a best and a worst",
+    ),
     (f"{DRAWN} cache_reference_logps=all", "cache_reference_logps=all needs pairs that are known before"),
     (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 are more than max_len"),
     (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4 gives 0 pairs of the data per batch; "),
