@@ -192,7 +192,8 @@ def hold_the_reference_whole(rank: int, world_size: int, sizes: dict, families: 
 @pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[] if mesh == "sharded" else SLOW) for mesh in GRIDS])
 def test_a_whole_reference_gives_the_numbers_of_a_sharded_one_and_follows_the_policy(mesh):
     processes, sizes, _ = GRIDS[mesh]
-    families = [family for family in FAMILIES if mesh != "sharded" or family not in ALIKE]
+    casts_inputs = "olmo2, norms over all heads"  # its blocks are given rotary tables in float32
+    families = [family for family in FAMILIES if mesh != "sharded" or family not in ALIKE or family == casts_inputs]
     launch(hold_the_reference_whole, processes, sizes, families, process_group=True)
 
 
