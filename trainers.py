@@ -458,11 +458,15 @@ class Trainer:
 def _measure_speed(batch: Batch, step_seconds: float) -> dict[str, float]:
     """Metrics of the time that an update took, sampling and scoring included."""
     seconds = step_seconds + sum(batch.seconds.values())
-    return {
+    metrics = {
         "examples_per_second": len(batch.examples) / seconds,
         "tokens_per_second": sum(example.n_tokens for example in batch.examples) / seconds,
         **{f"online/{task}_share": task_seconds / seconds for task, task_seconds in batch.seconds.items()},
     }
+    if batch.drawn:
+        n_tokens = sum(len(answer.tokens) for drawn in batch.drawn.values() for answer in drawn.answers)
+        metrics["online/seconds_per_token"] = batch.seconds["sampling"] / n_tokens
+    return metrics
 
 
 class BasicTrainer(Trainer):

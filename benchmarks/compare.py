@@ -120,7 +120,10 @@ def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
     """
     rows, length = inputs.input_ids.shape
     n_scored = len(inputs.scored) if isinstance(inputs, Packed) else rows * length
-    body = rows * length * (2 * shape.matrices + 4 * length * shape.attention)
+    n_pairs = rows * length * length  # of a token and a column, masked ones too
+    if isinstance(inputs, Packed) and inputs.segments is not None:
+        n_pairs = int((inputs.segments.queries.diff().long() * inputs.segments.keys.diff()).sum())
+    body = rows * length * 2 * shape.matrices + 4 * n_pairs * shape.attention
     head = n_scored * 2 * shape.head
     n_passes = 3 + with_reference  # forward and backward of the policy, forward of the reference
     return (body + head) * n_passes

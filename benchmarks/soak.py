@@ -31,6 +31,7 @@ from dpo.checkpoint.files import find_checkpoints, read_state
 ROOT = Path(__file__).resolve().parents[1]
 WALL_CLOCK = (  # metrics that differ between equal runs
     "examples_per_second", "tokens_per_second", "memory/peak_gb", "online/sampling_share", "online/scoring_share",
+    "online/seconds_per_token",
 )  # fmt: skip
 TRAINERS = {"BasicTrainer": (), "FSDPTrainer": ("trainer=FSDPTrainer", "world_size=2")}
 

@@ -744,7 +744,7 @@ def time_to_draw(run: Run) -> Iterator[Finding]:
         "What drawing the pairs takes",
         f"{', '.join(shares)} of the time in updates",
         "The other time is what an update on given pairs takes. To make sampling shorter, lower online.n_samples or "
-        "online.max_new_tokens, or raise eval_batch_size, the number of prompts that are sampled at once.",
+        "online.max_new_tokens, or raise online.batch_size, the number of prompts that are answered at a time.",
     )
 
 

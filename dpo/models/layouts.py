@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from dpo.data.examples import Example
-from dpo.errors import one_sentence
+from dpo.errors import InputError, one_sentence
 from dpo.losses import IGNORE_INDEX, ROLES
 from dpo.models.logprobs import TokenLogps, packed_logps, sequence_logps, token_logps
 from dpo.models.packing import Packed, pack, split_evenly
 from dpo.parallel.sharding import run_as_forward
+from dpo.settings.choices import VARLEN
 from dpo.system.arithmetic import without_tf32
 
 
@@ -140,11 +141,15 @@ class SharedPrefix:
     """Each prompt and each of its distinct responses once, packed into rows.
 
     `windows` has for each kind of the model's attention layers the number of tokens that they look back, None for all
-    tokens. The length of a row is a multiple of `alignment`.
+    tokens. The length of a row is a multiple of `alignment`. With `by_segments` there is one row, for
+    `varlen_attention`.
     """
 
-    def __init__(self, windows: Mapping[str, int | None], *, max_length: int, alignment: int = 1) -> None:
-        self.windows, self.max_tree_tokens, self.alignment = windows, max_tree_tokens(max_length), alignment
+    def __init__(
+        self, windows: Mapping[str, int | None], *, max_length: int, alignment: int = 1, by_segments: bool = False
+    ) -> None:
+        self.windows, self.alignment = windows, alignment
+        self.max_tree_tokens = None if by_segments else max_tree_tokens(max_length)
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
         """Split as `Padded.split`, into microbatches with about equally many tokens."""
@@ -213,8 +218,7 @@ def choose_layout(
         reason = _find_difference(model, layout, longest, tolerance)
         # processes that share the model must agree, as the order of their collectives follows from the layout
         if vetoed(reason is not None):
-            layout = Padded()
-            reason = reason or "does not support shared prefixes on another process"
+            layout, reason = _fall_back(model, reason or "does not support shared prefixes on another process")
     message = None if reason is None else f"layout=padded: {type(model).__name__} {reason}"
     return layout, message
 
@@ -228,9 +232,18 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
         return Padded(), None
     windows = find_windows(model, max_length)
     if isinstance(windows, str):
-        return Padded(), windows
+        return _fall_back(model, windows)
     on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
-    return SharedPrefix(windows, max_length=max_length, alignment=GPU_ALIGNMENT if on_gpu else 1), None
+    by_segments = model.config._attn_implementation == VARLEN
+    alignment = GPU_ALIGNMENT if on_gpu else 1
+    return SharedPrefix(windows, max_length=max_length, alignment=alignment, by_segments=by_segments), None
+
+
+def _fall_back(model: Any, reason: str) -> tuple[Layout, str]:
+    """Choose `Padded`, or raise InputError for attention that it would not use."""
+    if model.config._attn_implementation == VARLEN:
+        raise InputError(f"model.attn_implementation={VARLEN}: {type(model).__name__} {reason}: use sdpa")
+    return Padded(), reason
 
 
 def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
@@ -241,7 +254,7 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no positions"
     config = model.config.get_text_config()
-    if config._attn_implementation not in ("eager", "sdpa", "flex_attention"):
+    if config._attn_implementation not in ("eager", "sdpa", "flex_attention", VARLEN):
         return f"takes no mask of its own with {config._attn_implementation}"
     if getattr(config, "alibi", False):
         return "counts columns for positions (ALiBi)"
@@ -324,14 +337,15 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
         with without_tf32():
             for pairs, sum_padded, row_length in cases:
                 [padded] = Padded().split(pairs, 1)
-                packed = pack(pairs, max_tree_tokens=2 * n, alignment=layout.alignment, length=row_length)
+                most = None if layout.max_tree_tokens is None else 2 * n
+                packed = pack(pairs, max_tree_tokens=most, alignment=layout.alignment, length=row_length)
                 expected = sum_padded(model, padded.to(device).inputs)
                 actual = layout.forward(model, packed.map(lambda tensor: tensor.to(device))).logps.sum(-1)
                 error = (actual - expected).abs()
                 if not (error <= tolerance * expected.abs()).all():  # also if an error is NaN
                     relative_error = (error / expected.abs()).max().item()
                     return f"gives log-probabilities with shared prefixes that are off by {relative_error:.2g}"
-    except torch.OutOfMemoryError:  # a RuntimeError, but not the layout's fault
+    except (torch.OutOfMemoryError, InputError):  # a RuntimeError and a ValueError, but not the layout's fault
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # raised by unsuitable models
         return f"refuses shared prefixes: {one_sentence(error)}"

@@ -77,6 +77,7 @@ def _predicting_states(model: Any, packed: Packed, windows: Mapping[str, int | N
         attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
         position_ids=packed.position_ids,
         use_cache=False,
+        **({} if packed.segments is None else {"segments": packed.segments}),  # for `varlen_attention`
     ).last_hidden_state
     return hidden.flatten(0, 1)[packed.scored.to(hidden.device)]
 
@@ -91,9 +92,11 @@ def _by_response(values: torch.Tensor, packed: Packed) -> torch.Tensor:
 def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
     """The mask of each kind of attention layer, new or cached.
 
-    FlexAttention takes block masks; other implementations take additive masks.
+    FlexAttention takes block masks, attention by segments none; other implementations take additive masks.
     """
     attention, device = model.config._attn_implementation, packed.input_ids.device.type
+    if packed.segments is not None:  # given any tensor of four dims, transformers makes no mask
+        return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=packed.input_ids.device))
     if attention == "flex_attention":
         return packed.cache_masks(
             "block", lambda: {kind: tree_block_mask(packed, window=size) for kind, size in windows.items()}

@@ -8,6 +8,7 @@ computes token ids, positions and masks; `dpo/models/logprobs.py` runs the model
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -22,6 +23,23 @@ from dpo.data.examples import Example
 
 ATTENTION_LENGTH = 2048  # row length at which attention costs as much as matrix products; measured on a small model
 NONE = -1  # the tree index of padding, and the branch index of a prompt
+
+
+class Segments(NamedTuple):
+    """A row's prompts and responses, with the columns that each attends to.
+
+    A prompt attends to itself, a response to its prompt and itself, padding to padding; no token attends to a later
+    one. S is the number of segments, K the number of keys of all segments.
+    """
+
+    queries: torch.Tensor  # (S + 1,) int32: the first column of each segment, and L
+    keys: torch.Tensor  # (S + 1,) int32: where the keys of each segment begin in `columns`, and K
+    columns: torch.Tensor  # (K,) int64: the columns of the keys, segment by segment
+    longest: tuple[int, int]  # the largest number of queries in a segment, and of keys
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Segments:
+        """Apply `change`, which moves or pins a tensor, to every tensor."""
+        return Segments(change(self.queries), change(self.keys), change(self.columns), self.longest)
 
 
 @dataclass
@@ -42,12 +60,14 @@ class Packed:
     slots: torch.Tensor  # (N,): response * T + index of the scored token in its response
     response_index: torch.Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
+    segments: Segments | None = None  # of the only row, for attention that takes no mask
     _cached_masks: tuple[str, dict[str, Any]] | None = None  # the `form` of the last masks, and the masks
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """Apply `change`, which moves or pins a tensor, to every tensor."""
-        tensors = (getattr(self, field.name) for field in fields(self)[:-2])  # without `shape` and `_cached_masks`
-        return Packed(*map(change, tensors), shape=self.shape)
+        tensors = (getattr(self, field.name) for field in fields(self)[:-3])  # up to `response_index`
+        segments = None if self.segments is None else self.segments.map(change)
+        return Packed(*map(change, tensors), shape=self.shape, segments=segments)
 
     def cache_masks(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the last masks if they have this `form`, else `make()`.
@@ -122,12 +142,14 @@ class _Tree(NamedTuple):
     length: int  # tokens fed
 
 
-def pack(examples: Sequence[Example], *, max_tree_tokens: int, alignment: int = 1, length: int | None = None) -> Packed:
+def pack(
+    examples: Sequence[Example], *, max_tree_tokens: int | None, alignment: int = 1, length: int | None = None
+) -> Packed:
     """Pack the trees of the examples into rows.
 
     The row length is `length` or, if None, the cheapest one up to twice `max_tree_tokens`, rounded up to a multiple of
     `alignment`. If a prompt and its responses exceed `max_tree_tokens`, they are divided among several trees, each with
-    the prompt.
+    the prompt. With `max_tree_tokens` None all trees are in one row, which has `segments`.
     """
     indices_by_prompt: dict[tuple, dict[tuple, int]] = {}  # prompt -> {distinct response: its index}
     n_responses = 0
@@ -142,20 +164,26 @@ def pack(examples: Sequence[Example], *, max_tree_tokens: int, alignment: int = 
 
     trees: list[_Tree] = []
     for prompt, indices in indices_by_prompt.items():
-        trees += _grow_trees(prompt, indices, max_tree_tokens)
+        trees += _grow_trees(prompt, indices, math.inf if max_tree_tokens is None else max_tree_tokens)
     trees.sort(key=lambda tree: tree.length, reverse=True)  # first-fit-decreasing wastes little space
-    # longer rows waste less space but cost more attention, so try several lengths
-    lengths = _row_lengths(trees, alignment) if length is None else [_round_up(length, alignment)]
+    if max_tree_tokens is None:
+        lengths = [_round_up(max(length or 1, sum(tree.length for tree in trees)), alignment)]
+    else:
+        # longer rows waste less space but cost more attention, so try several lengths
+        lengths = _row_lengths(trees, alignment) if length is None else [_round_up(length, alignment)]
     rows_by_length = {length: _fill_rows(trees, length) for length in lengths}
     cheapest = min(lengths, key=lambda length: _cost(len(rows_by_length[length]), length))
-    return _write(rows_by_length[cheapest], cheapest, np.asarray(indices_by_example).T, (n_responses, longest))
+    packed = _write(rows_by_length[cheapest], cheapest, np.asarray(indices_by_example).T, (n_responses, longest))
+    if max_tree_tokens is None:
+        packed.segments = _find_segments(trees, cheapest)
+    return packed
 
 
 def _round_up(length: int, alignment: int) -> int:
     return -(-length // alignment) * alignment
 
 
-def _grow_trees(prompt: tuple, indices: dict[tuple, int], max_tree_tokens: int) -> list[_Tree]:
+def _grow_trees(prompt: tuple, indices: dict[tuple, int], max_tree_tokens: float) -> list[_Tree]:
     """Make the trees of a prompt, each of at most `max_tree_tokens`.
 
     `indices` maps its responses to their indices. A tree with a single response may be longer.
@@ -244,6 +272,27 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
     return Packed(*(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors), shape=shape)
 
 
+def _find_segments(trees: list[_Tree], length: int) -> Segments:
+    """The segments of a row of `length` that `_write` makes of trees."""
+    nothing = range(0)
+    spans: list[tuple[range, range]] = []  # columns of a segment's prompt, if that is another segment, and its own
+    start = 0
+    for tree in trees:
+        prompt = range(start, start + len(tree.prompt))
+        spans.append((nothing, prompt))
+        start = prompt.stop
+        for _, token_ids in tree.branches:
+            own = range(start, start + len(token_ids) - 1)
+            spans.append((prompt, own))
+            start = own.stop
+    spans.append((nothing, range(start, length)))  # padding
+    spans = [(before, own) for before, own in spans if own]  # without segments that have no queries
+    n_queries, n_keys = [len(own) for _, own in spans], [len(before) + len(own) for before, own in spans]
+    queries, keys = (torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) for sizes in (n_queries, n_keys))
+    columns = np.concatenate([np.arange(part.start, part.stop) for span in spans for part in span])
+    return Segments(queries, keys, torch.from_numpy(columns), (max(n_queries), max(n_keys)))
+
+
 def _int64(values: list[int]) -> np.ndarray:
     return np.asarray(values, dtype=np.int64)
 
@@ -272,7 +321,7 @@ def tree_block_mask(packed: Packed, *, window: int | None = None) -> BlockMask:
 
     def attends(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         in_prompt_or_same_response = (branch[row, k] == NONE) | (branch[row, q] == branch[row, k])
-        in_window = position[row, q] - position[row, k] < (window or length)
-        return (tree[row, q] == tree[row, k]) & in_prompt_or_same_response & in_window & (q >= k)
+        visible = (tree[row, q] == tree[row, k]) & in_prompt_or_same_response & (q >= k)
+        return visible if window is None else visible & (position[row, q] - position[row, k] < window)
 
     return create_block_mask(attends, n_rows, None, length, length, device=tree.device)

@@ -39,7 +39,8 @@ def load_config(
 def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
     """The wanted attention implementation, or eager if SDPA is not supported.
 
-    GPT-J, for instance, does not support SDPA. Raises InputError if FlashAttention is wanted and not available.
+    GPT-J, for instance, does not support SDPA. Raises InputError if FlashAttention is wanted and not available, or
+    attention by segments and the model does not support it.
     """
     if wanted == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
         raise InputError(
@@ -47,6 +48,15 @@ def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
             "available here: use sdpa"
         )
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None for a model with its own code
+    if wanted == choices.VARLEN:
+        from dpo.models import varlen_attention  # its import takes 0.1 s
+
+        varlen_attention.register()
+        if model_class is not None and not model_class._supports_attention_backend:
+            raise InputError(
+                f"model.attn_implementation={wanted} does not support {model_class.__name__}, whose attention is code "
+                f"of its own: use sdpa"
+            )
     lacks_sdpa = model_class is not None and not model_class._supports_sdpa
     return "eager" if wanted == "sdpa" and lacks_sdpa else wanted
 

@@ -305,8 +305,9 @@ KEYS: dict[str, Key] = {
     "lora.reference": Key("name", KEEP, REFERENCES),
     "online.name": Key("name", KEEP, ONLINE),
     "online.n_samples": Key(
-        "int [2, 1024]: at least a best and a worst; all answers to eval_batch_size prompts are one batch", KEEP
+        "int [2, 1024]: at least a best and a worst; all answers to a prompt are in one batch", KEEP
     ),
+    "online.batch_size": Key("int >= 1 or null", CHANGE),
     "online.scorer": Key(
         "name", KEEP, SCORERS, how_to_set=f"give online.scorer={', '.join(SCORERS[:-1])} or {SCORERS[-1]}"
     ),

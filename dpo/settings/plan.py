@@ -139,6 +139,7 @@ class OnlinePlan:
     ties: str
     sync_reference_every: int | None
     mix_offline: float
+    batch_size: int | None
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,12 @@ class Plan:
     def follow_every(self) -> int | None:
         """Number of updates between syncs of the reference, or None."""
         return self.online.sync_reference_every if self.online else None
+
+    @property
+    def prompts_at_a_time(self) -> int:
+        """Number of prompts that a process answers at a time in training."""
+        own = self.online.batch_size if self.online else None
+        return max(1, (own or self.data.eval_batch_size) // self.dims.data_size)
 
     @property
     def n_offline(self) -> int:

@@ -26,6 +26,7 @@ from dpo.settings.choices import (
     QUANTIZED,
     STEPS_OF_LR,
     TENSOR_PARALLEL,
+    VARLEN,
     explain_unknown,
     join_with_or,
 )
@@ -163,8 +164,15 @@ CHECKS = (
           f"lora.reference=base"),
     Check(lambda v, p: v["tensorboard.enabled"] and not v["debug"] and find_spec("tensorboard") is None,
           "tensorboard.enabled=true needs the package tensorboard: pip install tensorboard, or leave it off"),
-    Check(lambda v, p: v["model.attn_implementation"] == "flex_attention" and not p.gpus,
-          "model.attn_implementation=flex_attention cannot train on a CPU: use sdpa"),
+    Check(lambda v, p: v["model.attn_implementation"] in ("flex_attention", VARLEN) and not p.gpus,
+          "model.attn_implementation={model.attn_implementation} cannot train on a CPU: use sdpa"),
+    Check(lambda v, p: v["model.attn_implementation"] == VARLEN and p.gpus and not v["model.autocast"]
+          and "float32" in (p.compute_dtype, p.reference_dtype),
+          lambda v, p: "model.attn_implementation=varlen takes no float32, in which the "
+          f"{'policy' if p.compute_dtype == 'float32' else 'reference'} computes: give model.autocast=bfloat16, or use "
+          "sdpa"),
+    Check(lambda v, p: v["model.attn_implementation"] == VARLEN and v["layout"] == "padded",
+          "model.attn_implementation=varlen has no effect with layout=padded: use layout=shared_prefix, or sdpa"),
     # --- models, lengths, intervals and rates
     Check(lambda v, p: _is_missing(v["model.name_or_path"]),
           lambda v, p: _explain_missing("model.name_or_path", v), keys=("model.name_or_path",)),

@@ -109,7 +109,7 @@ class Evaluator:
         max_new_tokens = min(n_left, plan.evaluation.n_eval_tokens or n_left)
 
         def before_token(index: int) -> None:
-            self.stop.raise_if_any()
+            self.stop.raise_before_token(index)
             self.progress.part(index, max_new_tokens, "token")
 
         with before_each_forward(model, before_token):

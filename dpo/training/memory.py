@@ -380,7 +380,7 @@ class OnlineSizes(NamedTuple):
     def of(cls, plan: Plan) -> OnlineSizes:
         n_samples, n_prompts = plan.online.n_samples, plan.data.batch_size - plan.n_offline
         prompts_per_process = math.ceil(n_prompts / plan.dims.data_size)
-        prompts_at_a_time = max(1, plan.data.eval_batch_size // plan.dims.data_size)
+        prompts_at_a_time = plan.prompts_at_a_time
         scored_per_process = math.ceil(n_prompts * n_samples / plan.dims.world_size)
         return cls(
             answers=n_prompts * n_samples,
@@ -600,8 +600,9 @@ SUGGESTIONS = (  # settings that may save memory: the key, and the value to try 
     ("fsdp_reduce_once", lambda plan: False),
     (
         "eval_batch_size",
-        lambda plan: plan.data.eval_batch_size // 2 if plan.evaluation.sample_during_eval or plan.online else None,
+        lambda plan: plan.data.eval_batch_size // 2 if plan.evaluation.sample_during_eval else None,
     ),
+    ("online.batch_size", lambda plan: plan.prompts_at_a_time * plan.dims.data_size // 2 if plan.online else None),
     ("sample_during_eval", lambda plan: False),
     ("online.max_new_tokens", lambda plan: plan.online.max_new_tokens // 2 if plan.online else None),
     ("lora", lambda plan: "lora" if plan.lora is None else None),

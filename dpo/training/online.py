@@ -57,8 +57,8 @@ class ScorerState:
 class OnlineBatches(Batches):
     """Batches of a run whose training pairs are drawn from the policy.
 
-    `train` yields the prompts of each batch. `make_batch` raises Stopped before a sampled token if any process was
-    asked to stop.
+    `train` yields the prompts of each batch. If any process was asked to stop, `make_batch` raises Stopped within a few
+    tokens.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OnlineBatches(Batches):
         mesh = objective.mesh
         super().__init__(plan, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
         self.objective, self.mesh, self.stop, self.progress = objective, mesh, stop, progress
-        self.scorer = load_scorer(plan, objective.device, rows=max(1, plan.data.eval_batch_size // mesh.data_size))
+        self.scorer = load_scorer(plan, objective.device, rows=plan.prompts_at_a_time)
         for prompt in some_prompts(data):
             self.scorer.check(prompt)
         for note in self.scorer.notes:
@@ -153,7 +153,7 @@ class OnlineBatches(Batches):
         max_per_process = math.ceil(len(by_length) / self.size)
         # all processes take part in every forward, so a process with one prompt less repeats the longest
         repeated_indices = by_length[-1:] * (max_per_process - len(own_indices))
-        batches = _group(own_indices + repeated_indices, max(1, self.plan.data.eval_batch_size // self.size))
+        batches = _group(own_indices + repeated_indices, self.plan.prompts_at_a_time)
         answers: list[tuple[int, list[Answer]]] = []  # (index of the prompt, its answers)
         policy = self.objective.policy.eval()
         with gathered_weights(policy):  # once for all tokens, where memory allows
@@ -175,7 +175,7 @@ class OnlineBatches(Batches):
             answer_numbers += range(first_number, first_number + n_samples)
 
         def before_token(token_index: int) -> None:
-            self.stop.raise_if_any()
+            self.stop.raise_before_token(token_index)
             self.progress.part(token_index, max_new_tokens, "token")
 
         autocast = self.objective.autocast

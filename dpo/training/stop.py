@@ -5,6 +5,8 @@ from __future__ import annotations
 from dpo.parallel.mesh import Mesh
 from dpo.system.signals import Stopped
 
+TOKENS = 8  # sampled between two looks for a signal, which are collectives that wait for the device
+
 
 class StopRequest:
     """This process's stop signals, and the agreement of all to stop."""
@@ -29,3 +31,8 @@ class StopRequest:
         """
         if self._mesh.any(bool(self.signals)):
             raise Stopped(*self.signals[:1])
+
+    def raise_before_token(self, index: int) -> None:
+        """Call `raise_if_any` before every 8th token of a batch of answers."""
+        if index % TOKENS == 0:
+            self.raise_if_any()

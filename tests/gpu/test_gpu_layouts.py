@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 import torch
 from support.gpu import DEVICE, GPU, build, describe, limit, measure_seconds, needs_gpu, pick, random_pairs
+from support.varlen import run_varlen_on_cpu
 
 from dpo.models.layouts import Layout, Padded, SharedPrefix, choose_layout, layout_by_rules
+from dpo.models.packing import pack
+from dpo.models.varlen_attention import GROUPED, varlen_attn
 from dpo.system.arithmetic import set_up_torch
 
 FAMILIES = ("llama", "gpt_neox")
 PRECISIONS = ("float32", "bfloat16", "autocast")
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.02, "autocast": 0.02}  # relative; float32 with TF32's products
-KERNELS = {"efficient", "flash"} if GPU else {"flash_attention_for_cpu", "ours"}  # not cuDNN's, not the plain one
+KERNELS = {  # by attention: of sdpa not cuDNN's, not the plain one
+    "sdpa": {"efficient", "flash"} if GPU else {"flash_attention_for_cpu", "ours"},
+    "varlen": {"varlen"},
+}
 NEW_SHAPE_MS = 5.0  # of the host's time; cuDNN's plans take 23 to 37
 
 
@@ -26,11 +32,12 @@ NEW_SHAPE_MS = 5.0  # of the host's time; cuDNN's plans take 23 to 37
 def list_combinations() -> list[tuple[str, str, str]]:
     """Families, precisions and attentions.
 
-    flex_attention compiles for each combination, so few have it.
+    flex_attention compiles for each combination, so few have it; varlen takes no float32.
     """
     found = list(itertools.product(FAMILIES, PRECISIONS, ("eager", "sdpa")))
+    varlen = list(itertools.product(FAMILIES, PRECISIONS[1:], ("varlen",)))
     flex = [("llama", p, "flex_attention") for p in PRECISIONS] + [("gpt_neox", "bfloat16", "flex_attention")]
-    return found + pick(flex, flex[1:2], [])
+    return found + pick(varlen + flex, varlen[:1] + flex[1:2], [])
 
 
 @pytest.mark.gpu
@@ -77,7 +84,7 @@ def compare_layouts(family: str, precision: str, attention: str) -> dict[str, An
     found["fault"] = None
     if not found["difference"] <= TOLERANCE[precision]:
         found["fault"] = f"off by {found['difference']:.1e}"
-    elif attention == "sdpa" and not (found["kernels"] and {*found["kernels"].split("+")} <= KERNELS):
+    elif attention in KERNELS and not (found["kernels"] and {*found["kernels"].split("+")} <= KERNELS[attention]):
         found["fault"] = f"attention ran as {found['kernels'] or 'no kernel known to the profiler'}"
     return found
 
@@ -105,7 +112,7 @@ def measure(model: Any, layout: Layout, pairs: list[Any], autocast: Any) -> dict
 
 
 def find_kernels(model: Any, layout: Layout, pairs: list[Any], autocast: Any) -> set[str]:
-    """The implementations of `scaled_dot_product_attention` that a forward used."""
+    """The implementations of attention that a forward used."""
     [microbatch] = layout.split(pairs, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, autocast:
         layout.forward(model, microbatch.to(DEVICE).inputs)
@@ -113,9 +120,11 @@ def find_kernels(model: Any, layout: Layout, pairs: list[Any], autocast: Any) ->
 
 
 def name_kernel(operator: str) -> str | None:
-    """The SDPA implementation that an operator stands for; None for other operators."""
+    """The implementation of attention that an operator stands for; None for other operators."""
     if operator == "dpo::masked_attention":  # `dpo/models/cpu_attention.py`, which replaces SDPA
         return "ours"
+    if operator == "torch_attn::_varlen_attn":
+        return "varlen"
     prefix = "aten::_scaled_dot_product_"
     if not operator.startswith(prefix) or operator.endswith("_backward"):
         return None
@@ -123,9 +132,37 @@ def name_kernel(operator: str) -> str | None:
     return "math" if name == "attention_math" else name
 
 
+@pytest.mark.gpu
+@needs_gpu
+@limit(60)
+def test_layouts_varlen_attends_as_a_plain_loop(tmp_path, record):
+    """Grouped heads, windows, and responses that see their prompt, forward and backward."""
+    run_varlen_on_cpu()
+    pairs = random_pairs(6, prompt=(1, 300), response=(1, 200))
+    worst = 0.0
+    for dtype, head, window in itertools.product((torch.bfloat16, torch.float16), (64, 80, 128), (None, 100)):
+        on_gpu, exact = (attend_to(pairs, device, dtype, head, window) for device in (DEVICE, "cpu"))
+        differences = [((a - b).norm() / b.norm()).item() for a, b in zip(on_gpu, exact, strict=True)]
+        worst = max(worst, *differences)
+    record(f"off by {worst:.1e} (of {TOLERANCE['bfloat16']:g})", worst=worst)
+    assert worst <= TOLERANCE["bfloat16"]
+
+
+def attend_to(pairs: list[Any], device: str, dtype: torch.dtype, head: int, window: int | None) -> list[torch.Tensor]:
+    """Output and gradients of attention by the segments of pairs, for 8 query heads that share 2 key heads."""
+    segments = pack(pairs, max_tree_tokens=None).segments.map(lambda tensor: tensor.to(device))
+    torch.manual_seed(0)
+    shapes = (int(segments.queries[-1]), 8, head), *[(len(segments.columns), 2, head)] * 2
+    inputs = [torch.randn(shape).to(dtype).to(device).requires_grad_() for shape in shapes]
+    places = segments.queries, segments.keys, *segments.longest
+    out = varlen_attn(*inputs, *places, window_size=(-1 if window is None else window - 1, 0), **GROUPED)
+    gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    return [tensor.detach().float().cpu() for tensor in (out, *gradients)]
+
+
 @pytest.mark.slow
 def test_a_difference_between_the_layouts_and_a_wrong_kernel_are_found(monkeypatch):
-    monkeypatch.setitem(globals(), "KERNELS", {"another"})
+    monkeypatch.setitem(KERNELS, "sdpa", {"another"})
     assert compare_layouts("llama", "bfloat16", "sdpa")["fault"].startswith("attention ran as ")
     monkeypatch.setitem(TOLERANCE, "bfloat16", 0.0)
     assert compare_layouts("llama", "bfloat16", "sdpa")["fault"].startswith("off by ")

@@ -11,6 +11,8 @@ import pytest
 import torch
 from support.gpu import GPU, Process, build, describe, limit, pick, write_model
 
+from dpo.settings.choices import VARLEN
+
 SHAPES = {  # of published models
     "pythia-2.8b": {
         "model_type": "gpt_neox", "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -30,6 +32,7 @@ WORDS_SHORTER = 2.5 / 4.3  # `write_pairs` assumes 2.5 tokens per word; with the
 LEAST_MFU = 0.2  # a guess: set without a GPU
 LOSS_TOLERANCE = 0.02  # relative, between the layouts
 TIMES_FASTER = 1.2
+WORTH_SETTING = 1.02  # times as fast as the default
 MEASURE = """
 import json, sys
 from benchmarks.harness import COMMON, measure_on_ranks
@@ -54,7 +57,7 @@ COLUMNS = ("pairs/s", "MFU", "GiB", "tokens/pair", "reference", "forward", "back
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@limit(180)
+@limit(270)
 @pytest.mark.parametrize("name", pick((*SHAPES,), ("pythia-2.8b",), ("tiny",)))
 def test_speed_of_shared_prefixes_and_of_padded_rows(name, tmp_path, record):
     """In processes of their own, by `benchmarks.compare`."""
@@ -74,20 +77,27 @@ def test_speed_of_shared_prefixes_and_of_padded_rows(name, tmp_path, record):
     peak = measure_peak(torch.bfloat16 if GPU else torch.float32)
     record(f"{settings['num_hidden_layers']} layers; peak {peak / 1e12:,.3g} TFLOP/s", peak=peak)
     found = {}
-    for layout in ("padded", "shared_prefix"):
+    ways = {"padded": ("layout=padded",), "shared_prefix": ("layout=shared_prefix",)}
+    if GPU:
+        ways[VARLEN] = ("layout=shared_prefix", f"model.attn_implementation={VARLEN}")
+    for way, own in ways.items():
         measured = {}
         for what in ("updates", "profile"):
-            asked = ("-c", MEASURE, what, json.dumps(settings), str(updates), *common, f"layout={layout}")
-            done = Process(tmp_path, f"{layout}-{what}", *asked, PYTHONPATH="tests").done()
+            asked = ("-c", MEASURE, what, json.dumps(settings), str(updates), *common, *own)
+            done = Process(tmp_path, f"{way}-{what}", *asked, PYTHONPATH="tests").done()
             measured[what] = json.loads(done.text.splitlines()[-1])
-        found[layout] = summarize(measured["updates"], peak) | summarize_profile(measured["profile"])
+        found[way] = summarize(measured["updates"], peak) | summarize_profile(measured["profile"])
     record(f"{'':14}" + "".join(f"{column:>12}" for column in COLUMNS))
-    for layout, row in found.items():
+    for way, row in found.items():
         cells = "".join(f"{row[column]:>12{'.0%' if isinstance(row[column], Share) else '.2f'}}" for column in COLUMNS)
-        record(f"{layout:14}{cells}", **{f"{layout} {key}": value for key, value in row.items()})
+        record(f"{way:14}{cells}", **{f"{way} {key}": value for key, value in row.items()})
     padded, ours = found["padded"], found["shared_prefix"]
     assert ours["losses"] == pytest.approx(padded["losses"], rel=LOSS_TOLERANCE)
     if GPU:
+        times = found[VARLEN]["pairs/s"] / ours["pairs/s"]
+        better = VARLEN if times > WORTH_SETTING else "sdpa"
+        record(f"varlen is {times:.2f} times as fast as sdpa: set model.attn_implementation={better}", times=times)
+        assert found[VARLEN]["losses"] == pytest.approx(padded["losses"], rel=LOSS_TOLERANCE)
         assert ours["MFU"] >= LEAST_MFU
         assert ours["pairs/s"] >= TIMES_FASTER * padded["pairs/s"]
 

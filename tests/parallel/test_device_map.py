@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.losses import find_loss
+from dpo.models import varlen_attention
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.packing import Packed
 from dpo.parallel.mesh import Mesh
@@ -27,13 +28,18 @@ from dpo.training.reference import Reference, ReferenceLogps
 
 FIRST, LAST = torch.device("cpu:0"), torch.device("cpu:1")
 FAMILIES = ["gpt-neox", "gpt2, tied"]
-LAYOUTS = {"padded": Padded(), "shared_prefix": SharedPrefix({"full_attention": None}, max_length=32)}
+LAYOUTS = {
+    "padded": Padded(),
+    "shared_prefix": SharedPrefix({"full_attention": None}, max_length=32),
+    "varlen": SharedPrefix({"full_attention": None}, max_length=32, by_segments=True),
+}
 DPO = {"name": "dpo", "beta": 0.1, "label_smoothing": 0.0, "reference_free": False}
 
 
-def spread(family: str, monkeypatch: pytest.MonkeyPatch, *, ours: bool = True) -> Any:
+def spread(family: str, monkeypatch: pytest.MonkeyPatch, *, ours: bool = True, attention: str = "sdpa") -> Any:
     """A model of two blocks over two devices, as `device_map="balanced"` does."""
-    model = build(family, attention="sdpa")
+    varlen_attention.register()
+    model = build(family, attention=attention)
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head.weight is embeddings.weight
     blocks, device_map = find_blocks(model, None), {}
@@ -67,7 +73,8 @@ def _move(module: torch.nn.Module, device: torch.device) -> None:
 def test_log_probabilities_losses_metrics_and_gradient_norm_are_on_the_first_device(family, layout, monkeypatch):
     [microbatch] = LAYOUTS[layout].split(list_examples(rows=4), 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        policy, reference = (spread(family, monkeypatch) for _ in range(2))
+        attention = "varlen" if layout == "varlen" else "sdpa"
+        policy, reference = (spread(family, monkeypatch, attention=attention) for _ in range(2))
         objective = Objective(
             policy, Reference(reference, None, ReferenceLogps(2, 2)), LAYOUTS[layout], Mesh(), find_loss(DPO)
         )

@@ -88,6 +88,7 @@ def test_best_and_worst_of_what_the_policy_says_are_the_pair(run, seen, tmp_path
         assert line["online/eos"] == pytest.approx(sum(one.ended for one in answers) / 12)
         assert line["online/score_worst"] <= line["online/score"] <= line["online/score_best"]
         assert 0 < line["online/sampling_share"] < 1
+        assert line["online/seconds_per_token"] > 0
     assert len({one.tokens for one in answers}) > 6  # each has a seed of its own
 
 

@@ -26,6 +26,9 @@ def test_flops_of_a_padded_and_of_a_packed_pair():
     assert count_flops(shape, rows, with_reference=False) == 3 * 40 * (2 * 1000 + 4 * 10 * 16 + 2 * 70)
     packed = pack([Example((1, 2, 3), ((10, 11, 9), (20, 9)))], max_tree_tokens=100)  # 6 tokens fed, 5 scored
     assert count_flops(shape, packed, with_reference=True) == 4 * (6 * (2 * 1000 + 4 * 6 * 16) + 5 * 2 * 70)
+    by_segments = pack([Example((1, 2, 3), ((10, 11, 9), (20, 9)))], max_tree_tokens=None)
+    columns = 3 * 3 + 2 * 5 + 1 * 4
+    assert count_flops(shape, by_segments, with_reference=True) == 4 * (6 * 2 * 1000 + 4 * columns * 16 + 5 * 2 * 70)
 
 
 def slow(*values: object):

@@ -148,6 +148,21 @@ REFUSED = [
     ("model.name_or_path=/no/such", "model.name_or_path=/no/such does not exist"),
     ("'model.tokenizer_name_or_path=\"~/no\"'", "model.tokenizer_name_or_path=~/no does not exist (~"),
     ("model.attn_implementation=flex_attention", "model.attn_implementation=flex_attention cannot train on a CPU"),
+    ("model.attn_implementation=varlen", "model.attn_implementation=varlen cannot train on a CPU: use sdpa"),
+    (
+        "GPUS=1 model.attn_implementation=varlen",
+        "model.attn_implementation=varlen takes no float32, in which the policy computes: give model.autocast="
+        "bfloat16, or use sdpa",
+    ),
+    (
+        f"GPUS=1 {DPO} model.attn_implementation=varlen model.policy_dtype=bfloat16 lr=1e-5 "
+        f"model.reference_dtype=float32",
+        "model.attn_implementation=varlen takes no float32, in which the reference computes: give model.autocast=",
+    ),
+    (
+        "GPUS=1 model.attn_implementation=varlen model.autocast=bfloat16 layout=padded",
+        "model.attn_implementation=varlen has no effect with layout=padded: use layout=shared_prefix, or sdpa",
+    ),
     # --- processes
     ("world_size=2", "world_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
     ("RANK=0 WORLD_SIZE=2 lr=1", "trainer=BasicTrainer is one process, and 2 were launched"),

@@ -82,12 +82,13 @@ def build(settings: dict[str, Any], *, dtype: torch.dtype, attention: str, devic
     """A model with random weights, the same at every call."""
     import transformers
 
-    from dpo.models.pretrained import disable_dropout
+    from dpo.models.pretrained import choose_attention, disable_dropout
 
+    config = as_config(settings)
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
-            as_config(settings), dtype=dtype, attn_implementation=attention
+            config, dtype=dtype, attn_implementation=choose_attention(config, attention)
         )
     disable_dropout(model)
     return model.train()

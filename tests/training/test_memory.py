@@ -16,6 +16,7 @@ from support import runs
 from support.faults import run_out_of_memory_at, start_run
 from support.models import REWARD_MODELS, save_reward_model
 from support.runs import GOLDEN, small_run, train
+from support.varlen import run_varlen_on_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.errors import InputError
@@ -129,6 +130,7 @@ def measure_updates(config) -> int:
     [
         "optimizer=AdamW loss.wpo=true",
         "lora=lora lora.r=4",
+        "model.attn_implementation=varlen model.autocast=bfloat16",
         *(
             pytest.param(settings, marks=pytest.mark.slow)
             for settings in (
@@ -146,6 +148,7 @@ def measure_updates(config) -> int:
 def test_the_prediction_is_what_updates_take(settings, compose):
     if "qlora" in settings:
         pytest.importorskip("bitsandbytes", reason="QLoRA is optional: pip install bitsandbytes")
+    run_varlen_on_cpu()
     config = compose("n_examples=8", "gradient_accumulation_steps=2", *settings.split())
     predicted, measured = phases_of(config)[0]["training"], measure_updates(config)
     assert 0.98 < (predicted.total() - predicted["kept"]) / measured < 1.1
@@ -490,11 +493,13 @@ def test_microbatches_are_of_prompts_with_the_longest_answers(compose):
 
 
 def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
-    online = [row for row in memory.SUGGESTIONS if row[0] in ("eval_batch_size", "online.max_new_tokens")]
+    online = [
+        row for row in memory.SUGGESTIONS if row[0] in ("eval_batch_size", "online.batch_size", "online.max_new_tokens")
+    ]
     monkeypatch.setattr(memory, "SUGGESTIONS", online)
     plan = resolve(compose(*ONLINE, "online.n_samples=64", "gradient_accumulation_steps=4"))
     offered = [text.split(" (")[0] for text in suggest(plan, load_data(plan, silent=True))]
-    assert sorted(offered) == ["eval_batch_size=2", "online.max_new_tokens=20"]
+    assert sorted(offered) == ["online.batch_size=2", "online.max_new_tokens=20"]
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
@@ -506,6 +511,7 @@ def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
         (1, ("online.n_samples=3",), (30, 3, 12, 4)),
         (2, ("online.n_samples=3",), (30, 3, 6, 2)),
         (1, ("eval_batch_size=64", "online.mix_offline=0.5"), (10, 1, 10, 10)),
+        (1, ("eval_batch_size=64", "online.mix_offline=0.5", "online.batch_size=1"), (10, 5, 2, 1)),
     ],
 )
 def test_answers_are_sampled_in_rounds(world_size, settings, sizes, compose):

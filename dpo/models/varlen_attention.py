@@ -1,0 +1,74 @@
+"""Attention of a packed row by segments, without a mask: `model.attn_implementation=varlen`.
+
+One call of torch's variable-length FlashAttention computes all trees of a microbatch (`Segments`). It takes bfloat16
+and float16, on a GPU; key and value heads that queries share are not copied. Padded rows and sampling use SDPA.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from dpo.errors import InputError
+from dpo.models.packing import Segments
+from dpo.settings.choices import VARLEN
+
+# torch 2.11 has no such option, and groups heads without it
+GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # what some models' layers ask of their attention, s_aux for sinks
+
+
+def register() -> None:
+    """Let transformers build models with `attn_implementation="varlen"`."""
+    AttentionInterface.register(VARLEN, attention_forward)
+    AttentionMaskInterface.register(VARLEN, sdpa_mask)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    segments: Segments | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention with the signature of transformers' "sdpa", which it calls without `segments`.
+
+    With them there is one row: query is (1, H, L, D), key and value are (1, K, L, D), the output is (1, L, H, D).
+    Raises InputError for layers that compute more.
+    """
+    extras = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    if segments is not None and attention_mask.numel() != 1:
+        extras.append("a mask of its own")
+    if extras:
+        raise InputError(
+            f"model.attn_implementation={VARLEN} does not support {type(module).__name__}, which has {extras[0]}: use "
+            f"sdpa or flex_attention"
+        )
+    if segments is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # (L, H, D), (L, K, D)
+    out: Any = varlen_attn(
+        query,
+        key.index_select(0, segments.columns),
+        value.index_select(0, segments.columns),
+        segments.queries,
+        segments.keys,
+        *segments.longest,
+        scale=scaling,
+        # tokens to the left and to the right; the last query of a segment is that of its last key
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **GROUPED,
+    )
+    return out[None], None
