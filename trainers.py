@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
 from dpo.models.scoring import ScorerFailed
 from dpo.numbers import clock_time
-from dpo.parallel.mesh import Mesh
+from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
 from dpo.parallel.state import clip_gradient, step_optimizer
 from dpo.parallel.tensor_parallel_package import split_over_devices
@@ -45,7 +45,7 @@ from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batch, Batches
 from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
-from dpo.training.memory import notes_on_free_memory
+from dpo.training.memory import Communication, decide_communication, notes_on_free_memory
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, peak_memory_gb
 from dpo.training.objective import BatchContext, NamedTensors, make_objective
 from dpo.training.online import OnlineBatches
@@ -232,7 +232,7 @@ class Trainer:
         context = objective.prepare(batch, update=self.state.batch_counter)
         metrics = []
         for i, microbatch in enumerate(batch.microbatches, start=1):
-            accumulate(self.policy, last=i == len(batch.microbatches))  # reduce over replicas once per update
+            accumulate(self.policy, last=i == len(batch.microbatches), reduce_once=self.plan.fsdp.reduce_once)
             metrics.append(self._backward(microbatch, context))  # tensors on the device, so the host runs ahead
             self.progress.part(i, len(batch.microbatches), "microbatch")
         # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
@@ -525,8 +525,26 @@ class FSDPTrainer(BasicTrainer):
 
     spec = choices.FSDP
 
+    @cached_property
+    def communication(self) -> Communication:
+        """Rank 0's decision on frozen weights, with its notes."""
+        decide = partial(decide_communication, self.plan, self.data)
+        return from_rank_0(after_rank_0("the predicted memory", lambda: decide() if self.rank == 0 else None))
+
+    def notes(self) -> list[str]:
+        return [*super().notes(), *self.communication.notes]
+
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
-        return distribute(model, self.mesh, block_name=self.plan.model.block_name, compute_dtype=compute_dtype)
+        fsdp = self.plan.fsdp
+        return distribute(
+            model,
+            self.mesh,
+            block_name=self.plan.model.block_name,
+            compute_dtype=compute_dtype,
+            reduce_dtype=DTYPES[fsdp.reduce_dtype],
+            reshard_after_forward=fsdp.reshard_after_forward,
+            frozen_whole=self.communication.frozen_weights == "whole",
+        )
 
 
 class TensorParallelTrainer(FSDPTrainer):

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save
 from dpo.checkpoint.parts import ModelPart
 from dpo.errors import InputError, explaining
 from dpo.models.adapter_dropout import Dropout, Pattern
+from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import full_state, local_tensor
 from dpo.settings.keys import read_rule
 from dpo.system.host import silence_bitsandbytes
@@ -460,6 +461,7 @@ class AdapterPart(ModelPart):
         return sum(parameter.nbytes for parameter in adapter_weights(self.source, POLICY).values())
 
     def gather(self, *, copy: bool) -> dict[str, torch.Tensor]:
+        release_gathered(self.source)  # gathered weights have another dtype; a state dict would not have them
         return full_state({PREFIX + key: p for key, p in adapter_weights(self.source, POLICY).items()}, copy=copy)
 
     def convert(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:

@@ -229,7 +229,8 @@ def load_reference(model: Any, plan: Plan, *, rank: int) -> tuple[Any, str | Non
     """
     directory = find_weights(plan).adapter
     adapters = {} if directory is None else {REFERENCE: directory}
-    model = _prepare(model, plan, adapters, rank=rank).eval()
+    model = _prepare(model, plan, adapters, rank=rank)
+    model.eval().requires_grad_(False)
     if rank != 0 or plan.follow_every is not None:
         return model, None
     return model, digest_reference(model, plan, REFERENCE if adapters else None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +27,28 @@ from dpo.system.host import host_memory
 USE_DECLARED_BLOCKS = "or set model.block_name=null, for the blocks that the model's class declares"
 
 
-def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype: torch.dtype) -> Any:
+def distribute(
+    model: Any,
+    mesh: Mesh,
+    *,
+    block_name: str | None,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype = torch.float32,
+    reshard_after_forward: bool = True,
+    frozen_whole: bool = False,
+) -> Any:
     """Distribute a model's weights, one FSDP unit per transformer block.
 
     Rank 0's weights are broadcast; the weights of other ranks may be on the meta device. Each unit is broadcast,
     sharded along `tensor` and then by FSDP before the next unit, so that a process never holds more than its shards and
     one unit. Blocks are the modules of class `block_name`, or of the classes that the model declares unsplittable.
     Embeddings and head, tied or not, belong to the root unit. Computes in `compute_dtype` and reduces gradients in
-    float32. Raises InputError for a class that the model does not have, and for a model that cannot be sharded along
-    `tensor`.
+    `reduce_dtype`. Raises InputError for a class that the model does not have, and for a model that cannot be sharded
+    along `tensor`.
+
+    Without `reshard_after_forward` blocks stay gathered until their backward pass, as the root unit always does. With
+    `frozen_whole` FSDP leaves out the parameters that are not trained: they are whole on every process (or slices along
+    `tensor`), in `compute_dtype`, and a model in which all are frozen has no units.
     """
     blocks = find_blocks(model, block_name)
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
@@ -42,27 +56,45 @@ def distribute(model: Any, mesh: Mesh, *, block_name: str | None, compute_dtype:
     uses_fsdp = mesh.tensor_size == 1 or mesh.data_size > 1 or compute_dtype != model.dtype
     is_hybrid = mesh.data_size > mesh.shard_size
     fsdp_mesh = mesh.device_mesh["replicate", "shard"] if is_hybrid else mesh.device_mesh["shard"]
-    dtypes = {"param_dtype": compute_dtype, "reduce_dtype": torch.float32}
+    dtypes = {"param_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
     specs = _receive_specs(model)
     names = {module: name for name, module in model.named_modules()}
     distributed: set[torch.nn.Module] = set()
+    whole: set[torch.nn.Parameter] = set()
+    n_gathered = 0  # elements that a process holds when all units are gathered
     # A block inside another block must come first, and the root unit last: a unit takes the modules that earlier units
     # have left. `modules()` lists the outer block first, so the order is reversed.
     for unit in (*reversed(blocks), model):
         modules = {names[module]: module for module in unit.modules() if module not in distributed}
-        _receive_tensors(modules, specs, mesh)
+        _receive_tensors(modules, specs, mesh, frozen_dtype=compute_dtype if frozen_whole else None)
         if tensor_parallel_plan:
             cut_modules(modules, tensor_parallel_plan, mesh.device_mesh["tensor"])
-        if uses_fsdp:
+        parameters = {parameter for module in modules.values() for parameter in module.parameters(recurse=False)}
+        whole |= {parameter for parameter in parameters if frozen_whole and not parameter.requires_grad}
+        sharded = parameters - whole
+        n_gathered += sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in sharded)
+        if uses_fsdp and (sharded or (unit is model and n_gathered)):  # the root unit joins those below it
             # the root's inputs are integers; casting would copy them, without the masks that they cache
             mixed_precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=unit is not model)
-            fully_shard(unit, mesh=fsdp_mesh, mp_policy=mixed_precision)
+            reshards = None if reshard_after_forward else False  # None: all but the root unit
+            fully_shard(
+                unit, mesh=fsdp_mesh, mp_policy=mixed_precision, reshard_after_forward=reshards, ignored_params=whole
+            )
+        elif uses_fsdp and unit is not model:  # FSDP casts the inputs of its units, and all must give the same numbers
+            unit.register_forward_pre_hook(partial(_cast_inputs, compute_dtype), prepend=True, with_kwargs=True)
         distributed.update(modules.values())
-    if uses_fsdp:
-        model.compute_dtype = compute_dtype
+    if isinstance(model, FSDPModule):
+        model.gathered_bytes = n_gathered * compute_dtype.itemsize
+        model.reshards_after_forward = reshard_after_forward
         model.apply_to_itself = lambda function, *args: function(model, *args)
         register_fsdp_forward_method(model, "apply_to_itself")
     return model
+
+
+@torch.compiler.disable
+def _cast_inputs(dtype: torch.dtype, unit: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Cast the floating-point inputs of a unit, as FSDP does."""
+    return tree_map(lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs))
 
 
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
@@ -111,8 +143,13 @@ def _receive_specs(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return specs
 
 
-def _receive_tensors(modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh) -> None:
-    """Replace the modules' own parameters and buffers with those of rank 0."""
+def _receive_tensors(
+    modules: Mapping[str, torch.nn.Module], specs: Mapping[str, tuple], mesh: Mesh, *, frozen_dtype: torch.dtype | None
+) -> None:
+    """Replace the modules' own parameters and buffers with those of rank 0.
+
+    Frozen parameters get the dtype `frozen_dtype`; None keeps their own.
+    """
     replacements: dict[torch.Tensor, torch.Tensor] = {}  # by this rank's tensor: a tied one is sent once and stays tied
     for module_name, module in modules.items():
         for tensors in (module._parameters, module._buffers):
@@ -124,6 +161,8 @@ def _receive_tensors(modules: Mapping[str, torch.nn.Module], specs: Mapping[str,
                     shape, dtype = specs[full_name]
                     replacement = broadcast(tensor, shape, dtype, mesh)
                     if isinstance(tensor, torch.nn.Parameter):
+                        if not tensor.requires_grad:
+                            replacement = replacement.to(frozen_dtype)
                         replacement = torch.nn.Parameter(replacement, requires_grad=tensor.requires_grad)
                     replacements[tensor] = replacement
                 tensors[name] = replacements[tensor]
@@ -140,38 +179,46 @@ def broadcast(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
     return data
 
 
-def accumulate(model: torch.nn.Module, *, last: bool) -> None:
+def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool = False) -> None:
     """Declare whether the next backward pass is the `last` of an update.
 
-    Only the last one reshards the root unit (embeddings and head), and reduces gradients over `replicate`.
+    Only the last one reshards the root unit (embeddings and head), and reduces gradients over `replicate`. With
+    `reduce_once` only the last reduces them over `shard` too, and until then every process adds up whole gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last, recurse=False)
-        model.set_requires_all_reduce(last)
+        if reduce_once:
+            model.set_requires_gradient_sync(last)
+        else:
+            model.set_requires_all_reduce(last)
 
 
-def release_gathered(model: torch.nn.Module | None) -> None:
+def release_gathered(model: Any) -> None:
     """Clear what a forward leaves for a backward that does not come.
 
-    The root unit is still gathered, and FSDP's record of the order of forwards grows without end.
+    Units are still gathered, and FSDP's record of the order of forwards grows without end.
     """
-    # without a forward there is nothing to clear, and FSDP has not set up its record
-    if isinstance(model, FSDPModule) and not all(map(_is_sharded, model.parameters())):
-        getattr(model, "reset_iter_state", model.reshard)()  # which reshards too; older torch has only the second
+    units = _list_units(model)
+    for unit in units:
+        unit.reshard()
+    # only a forward sets up the record; older torch cannot clear it
+    if units and model._get_fsdp_state()._is_root and hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and "shard" in (parameter.device_mesh.mesh_dim_names or ())
+def _list_units(model: Any) -> list[Any]:
+    """The FSDP units of a model, the root first."""
+    return [] if model is None else [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextmanager
-def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
+def gathered_weights(model: Any) -> Iterator[bool]:
     """Gather all weights on every process inside, if they fit into memory.
 
     Yields whether they fit. Sampling runs one forward pass per token, and each pass would otherwise gather every block
     again.
     """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = _list_units(model)
     if not units:
         yield True
         return
@@ -186,11 +233,11 @@ def gathered_weights(model: torch.nn.Module) -> Iterator[bool]:
     finally:
         for unit in units:
             unit.reshard()
-            # FSDP's default: only the root stays gathered after a forward pass, as the backward pass starts with it
-            unit.set_reshard_after_forward(unit is not model, recurse=False)
+            # the root unit stays gathered after a forward pass in any case, as the backward pass starts with it
+            unit.set_reshard_after_forward(unit is not model and model.reshards_after_forward, recurse=False)
 
 
-def _fits(model: torch.nn.Module) -> bool:
+def _fits(model: Any) -> bool:
     """Return whether every process has twice the memory that gathering takes."""
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -199,23 +246,9 @@ def _fits(model: torch.nn.Module) -> bool:
     else:
         processes_on_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         free = host_memory().available // processes_on_host
-    fits_everywhere = torch.tensor(int(gathered_size(model) <= free / 2), device=device)
+    fits_everywhere = torch.tensor(int(model.gathered_bytes <= free / 2), device=device)
     dist.all_reduce(fits_everywhere, op=dist.ReduceOp.MIN)
     return bool(fits_everywhere.item())
-
-
-def gathered_size(model: Any) -> int:
-    """The bytes that a process holds when all FSDP shards are gathered."""
-    n_elements = 0
-    for parameter in model.parameters():
-        n_slices = 1  # FSDP gathers only the slice of this rank along `tensor`
-        if isinstance(parameter, DTensor):  # a parameter of a unit that is gathered already is a plain tensor
-            mesh = parameter.device_mesh
-            for axis, size, placement in zip(mesh.mesh_dim_names, mesh.shape, parameter.placements, strict=True):
-                if axis == "tensor" and placement.is_shard():
-                    n_slices = size
-        n_elements += parameter.numel() // n_slices
-    return n_elements * model.compute_dtype.itemsize
 
 
 def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) -> type[torch.nn.Module]:

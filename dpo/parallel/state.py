@@ -24,14 +24,27 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def hold_the_same(weights: Iterable[torch.Tensor], other_weights: Iterable[torch.Tensor], mesh: Mesh) -> bool:
     """Return whether two models hold equal weights.
 
-    Every process compares its shards, in the dtype of `other_weights`.
+    Every process compares its parts of `other_weights`, in their dtype.
     """
-    shards = [local_tensor(weight) for weight in weights]
-    other_shards = [local_tensor(weight) for weight in other_weights]
-    are_equal = len(shards) == len(other_shards) and all(
-        torch.equal(shard.to(other), other) for shard, other in zip(shards, other_shards, strict=True)
+    weights, other_weights = list(weights), list(other_weights)
+    if mesh.any(len(weights) != len(other_weights)):  # on all processes alike, since gathering takes all of them
+        return False
+    are_equal = all(
+        torch.equal(gather_like(weight, other).to(local_tensor(other)), local_tensor(other))
+        for weight, other in zip(weights, other_weights, strict=True)
     )
     return not mesh.any(not are_equal)
+
+
+def gather_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor, gathered as far as `other` is.
+
+    The axes of the mesh along which `other` is not sharded come first.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    n_axes = tensor.device_mesh.ndim - (other.device_mesh.ndim if isinstance(other, DTensor) else 0)
+    return tensor.redistribute(placements=[Replicate()] * n_axes + [*tensor.placements[n_axes:]]).to_local()
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,16 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
+class FSDPPlan:
+    """Communication of processes that share a model; keys begin with `fsdp_`."""
+
+    frozen_weights: str | None
+    reshard_after_forward: bool
+    reduce_once: bool
+    reduce_dtype: str
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """The policy's model: where it comes from, and how it computes."""
 
@@ -215,6 +225,7 @@ class Plan:
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # number of this machine's GPUs
     run: RunPlan
+    fsdp: FSDPPlan
     model: ModelPlan
     lora: AdapterPlan | None  # None: all weights are trained
     online: OnlinePlan | None  # None: the pairs are those of the data
@@ -230,6 +241,20 @@ class Plan:
     def quantized(self) -> bool:
         """Return whether the base of the adapter is stored in 4 bits."""
         return self.lora is not None and self.lora.name in QUANTIZED
+
+    @property
+    def has_frozen_weights(self) -> bool:
+        """Return whether there is a separate reference, or an adapter's base."""
+        return self.reference == "model" or self.lora is not None
+
+    @property
+    def can_hold_frozen_whole(self) -> bool:
+        """Return whether a base that is whole can equal a separate reference.
+
+        It is rounded to its compute dtype.
+        """
+        dtypes = self.model.policy_dtype, self.reference_dtype
+        return self.lora is None or self.reference != "model" or self.compute_dtype in dtypes
 
     @property
     def follow_every(self) -> int | None:
@@ -313,6 +338,7 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         launched=rank_env is not None,
         gpus=gpus,
         run=_read(RunPlan, values),
+        fsdp=_read(FSDPPlan, values, "fsdp_"),
         model=_read(ModelPlan, values, "model."),
         lora=_read(AdapterPlan, values, "lora.") if values.get("lora.name") in ADAPTED else None,
         online=_read(OnlinePlan, values, "online.") if values.get("online.name") == "online" else None,

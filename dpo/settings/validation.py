@@ -80,6 +80,13 @@ CHECKS = (
           lambda v, p: p.trainer.multi_process and not p.launched),
     needs("collective_timeout_secs", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process),
     needs("fsdp_shard_size", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process, "error"),
+    needs("fsdp_reduce_dtype", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process, "error"),
+    needs("fsdp_reshard_after_forward", "processes that share weights: trainer=FSDPTrainer",
+          lambda v, p: p.dims.shard_size > 1),
+    needs("fsdp_reduce_once", "gradient_accumulation_steps above 1 and processes that share weights: "
+          "trainer=FSDPTrainer", lambda v, p: p.dims.shard_size > 1 and v["gradient_accumulation_steps"] > 1),
+    needs("fsdp_frozen_weights", "a reference of its own or an adapter, and trainer=FSDPTrainer",
+          lambda v, p: p.trainer.multi_process and p.has_frozen_weights),
     needs("model.fsdp_policy_mp", f"{SEVERAL_PROCESSES}, or use model.autocast",
           lambda v, p: p.trainer.multi_process, "error"),
     needs("tensor_parallel_size", "trainer=TensorParallelTrainer",
@@ -150,6 +157,11 @@ CHECKS = (
           "whose processes each hold the 4-bit base, or set CUDA_VISIBLE_DEVICES=0"),
     Check(lambda v, p: v["lora.name"] in QUANTIZED and find_spec("bitsandbytes") is None,
           "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora"),
+    # whole, the base is rounded to the dtype in which it computes, and the start of a run compares both models
+    Check(lambda v, p: v["fsdp_frozen_weights"] == "whole" and not p.can_hold_frozen_whole,
+          lambda v, p: f"fsdp_frozen_weights=whole rounds the base to {p.compute_dtype}, and a separate reference in "
+          f"{p.reference_dtype} would differ from it: set model.reference_dtype={p.compute_dtype}, or "
+          f"lora.reference=base"),
     Check(lambda v, p: v["tensorboard.enabled"] and not v["debug"] and find_spec("tensorboard") is None,
           "tensorboard.enabled=true needs the package tensorboard: pip install tensorboard, or leave it off"),
     Check(lambda v, p: v["model.attn_implementation"] in ("flex_attention", VARLEN) and not p.gpus,

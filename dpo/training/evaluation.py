@@ -55,6 +55,7 @@ class Evaluator:
         objective = self.objective
         objective.policy.eval()
         metrics = objective.evaluate(self._iterate_batches())
+        release_gathered(objective.policy)
         if objective.reference is not None:
             release_gathered(objective.reference.model)
         return metrics

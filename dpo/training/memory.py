@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations, choose_attention
 from dpo.models.reward_model import find_reward_structure
 from dpo.parallel.sharding import find_blocks
+from dpo.settings.choices import FROZEN_WEIGHTS
 from dpo.settings.plan import Plan
 from dpo.settings.validation import find_problems
 from dpo.system.host import host_memory, resident_memory
@@ -45,7 +47,7 @@ PURPOSES = (  # in the order in which they are printed
     "reference",  # a separate model, or a second adapter
     "scorer",  # a reward model, whole on every process
     "gathered",  # weights gathered from other processes' shards
-    "reduced",  # a unit's gradients while they are reduced, in float32
+    "reduced",  # a unit's gradients while they are reduced
     "activations",
     "logits",
     "kv_cache",  # keys and values of the tokens so far, while answers are sampled
@@ -57,7 +59,9 @@ PURPOSES = (  # in the order in which they are printed
 ALLOCATED_IN_TRAINING = ("gradients", "optimizer", "activations", "logits", "kv_cache")
 # memory lost to fragmentation, as a share of the memory above; measured on SmolLM2 in one process on a CPU
 KEPT_SHARE = 0.2
-REDUCED_ITEMSIZE = torch.float32.itemsize  # of a gradient while it is summed over processes (`sharding.distribute`)
+SPARE_SHARE = 0.15  # of a GPU's memory, for what is not predicted: the CUDA context, NCCL's buffers, fragmentation
+SAVERS = {"reshard_after_forward": False, "reduce_once": True}  # keys `fsdp_` that take memory and save communication
+MIN_SAVED_BYTES = 1e8  # per update, for such a key to be recommended
 UPDATES_ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters, or shards, at once on a GPU
 MIN_SAVED_SHARE = 0.03  # of the memory other than that of Python and libraries, for a setting to be suggested
 MAX_FILLED_SHARE = 0.85  # of a GPU's memory, by larger microbatches that are suggested
@@ -74,12 +78,28 @@ def predict(plan: Plan, data: TrainingData) -> Bytes:
 
 def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     """Predict a process's peak memory in each phase of a run."""
-    policy = find_policy_structure(plan, plan.model.policy_dtype)
-    held = _count_held(plan, policy)
+    passes = run_passes(plan, data)
+    return add_up(_decide(plan, passes), passes)
+
+
+class Passes(NamedTuple):
+    """Peaks of a run's passes, without the memory that is held throughout."""
+
+    policy: Any  # its structure, without weights
+    update: Bytes
+    evaluation: Bytes
+    sampling: dict[str, Bytes]  # by phase
+    scoring: Bytes | None  # of a reward model
+    scorer: int  # its weights
+    process: int
+
+
+def run_passes(plan: Plan, data: TrainingData) -> Passes:
+    """Run the passes of each phase, on fake tensors."""
     uses_reward_model = plan.online is not None and plan.online.scorer == "reward_model"
     reward = find_reward_structure(plan) if uses_reward_model else None
-    if reward:
-        held["scorer"] = _count_bytes((*reward.model.parameters(), *reward.model.buffers()))
+    scorer_bytes = _count_bytes((*reward.model.parameters(), *reward.model.buffers())) if reward else 0
+    policy = find_policy_structure(plan, plan.model.policy_dtype)
     gathered_dtype = DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None
     fake, device = FakeTensorMode(), "cuda" if torch.cuda.is_available() else "cpu"
     with fake:
@@ -95,62 +115,77 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     update_peak = _find_microbatch_peak(plan, policy, fake, layout, train_microbatches, n_backwards=n_backwards)
     eval_microbatches = (microbatch for batch in eval_batches for microbatch in batch.microbatches)
     eval_peak = _find_microbatch_peak(plan, policy, fake, layout, eval_microbatches, n_backwards=0)
-    held["process"] = 0 if plan.gpus else resident_memory()  # measured here, with all libraries imported
+    sampling_peaks, scoring_peak = {}, None
+    if plan.evaluation.sample_during_eval:
+        sampling_peaks["samples"] = _find_samples_peak(plan, policy, fake, eval_batches)
+    if plan.online:
+        sampling_peaks["sampling"], scoring_peak = _find_online_peaks(plan, data, policy, reward, fake)
+    return Passes(
+        policy=find_policy_structure(plan, plan.model.policy_dtype),  # anew, in its own dtype
+        update=update_peak,
+        evaluation=eval_peak,
+        sampling=sampling_peaks,
+        scoring=scoring_peak,
+        scorer=scorer_bytes,
+        process=0 if plan.gpus else resident_memory(),  # measured here, with all libraries imported
+    )
 
+
+def add_up(plan: Plan, passes: Passes) -> dict[str, Bytes]:
+    """The memory of each phase: what is held, and its passes."""
+    held = _count_held(plan, passes.policy) | Counter(scorer=passes.scorer, process=passes.process)
     phases: dict[str, Bytes] = {}
     between_updates = _without(held, "gradients", "reduced", "update")
     if plan.reference == "model" and plan.caches_reference_first:
-        phases["scoring the reference"] = _without(between_updates, "optimizer") + eval_peak
+        phases["scoring the reference"] = _without(between_updates, "optimizer") + passes.evaluation
         # the reference is freed before training
         held, between_updates = _without(held, "reference"), _without(between_updates, "reference")
-    phases["training"] = held + max(update_peak, eval_peak, key=Bytes.total)
-    if plan.evaluation.sample_during_eval:
-        phases["samples"] = _predict_samples(plan, policy, fake, between_updates, eval_batches)
-    if plan.online:
-        phases |= _predict_online(plan, data, policy, reward, fake, between_updates)
+    phases["training"] = held + max(passes.update, passes.evaluation, key=Bytes.total)
+    for phase, peak in passes.sampling.items():
+        phases[phase] = _gather_all(plan, passes.policy, between_updates) + peak
+    if passes.scoring is not None:
+        phases["scoring"] = between_updates + passes.scoring
     if not plan.gpus and plan.dims.world_size == 1:
-        for phase in phases.values():
-            phase["kept"] = int(KEPT_SHARE * sum(phase[purpose] for purpose in ALLOCATED_IN_TRAINING))
+        for memory in phases.values():
+            memory["kept"] = int(KEPT_SHARE * sum(memory[purpose] for purpose in ALLOCATED_IN_TRAINING))
     return phases
 
 
-def _predict_samples(
-    plan: Plan, policy: Any, fake: FakeTensorMode, held: Bytes, eval_batches: Sequence[Batch]
-) -> Bytes:
-    """Peak memory of a process while an evaluation draws samples."""
-    # at least 2 tokens, as `_predict_sampling` feeds the last two one by one
+def _find_samples_peak(plan: Plan, policy: Any, fake: FakeTensorMode, eval_batches: Sequence[Batch]) -> Bytes:
+    """Peak of the passes of an evaluation that draws samples."""
+    # at least 2 tokens, as `_find_sampling_peak` feeds the last two one by one
     n_prompt_tokens = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
     n_left = plan.data.max_length - n_prompt_tokens
     sampling = Sampling(min(n_left, plan.evaluation.n_eval_tokens or n_left))
     n_rows = math.ceil(max(len(batch.examples) for batch in eval_batches) / plan.dims.data_size)
-    return _predict_sampling(
-        plan, policy, fake, held, sampling, n_rows=n_rows, n_prompt_tokens=n_prompt_tokens, autocast=None
+    return _find_sampling_peak(
+        plan, policy, fake, sampling, n_rows=n_rows, n_prompt_tokens=n_prompt_tokens, autocast=None
     )
 
 
-def _predict_online(
-    plan: Plan, data: TrainingData, policy: Any, reward: Any, fake: FakeTensorMode, held: Bytes
-) -> dict[str, Bytes]:
-    """Peak memory of a process while it samples and scores answers."""
+def _find_online_peaks(
+    plan: Plan, data: TrainingData, policy: Any, reward: Any, fake: FakeTensorMode
+) -> tuple[Bytes, Bytes | None]:
+    """Peaks of the passes that sample, and that score, answers.
+
+    The second is None without a reward model.
+    """
     online, sizes, prompts = plan.online, OnlineSizes.of(plan), some_prompts(data)
-    sampling = _predict_sampling(
+    sampling_peak = _find_sampling_peak(
         plan,
         policy,
         fake,
-        held,
         Sampling(online.max_new_tokens, online.temperature, online.top_p),
         n_rows=sizes.rows_per_batch,
         n_prompt_tokens=max(len(encode_prompt(prompt, data, plan).prompt) for prompt in prompts),
         autocast=plan.model.autocast,
     )
     if reward is None:
-        return {"sampling": sampling}
+        return sampling_peak, None
     # a reward model reads whole prompts, which the policy's limits do not truncate
     longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
-    n_tokens = min(longest, reward.limit or longest)
-    device = policy.device.type
-    peak = _find_scoring_peak(reward.model, fake, device, n_rows=sizes.scored_rows, n_tokens=n_tokens)
-    return {"sampling": sampling, "scoring": held + peak}
+    n_tokens, device = min(longest, reward.limit or longest), policy.device.type
+    return sampling_peak, _find_scoring_peak(reward.model, fake, device, n_rows=sizes.scored_rows, n_tokens=n_tokens)
 
 
 def _without(memory: Bytes, *purposes: str) -> Bytes:
@@ -169,37 +204,77 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
 
     Includes what FSDP gathers and reduces, and an optimizer's temporaries, which come in every update.
     """
-    dims, buffer_bytes = plan.dims, _count_bytes(policy.buffers())  # buffers are not sharded
-    n_shards = dims.shard_size * dims.tensor_size
+    dims, fsdp, buffer_bytes = plan.dims, plan.fsdp, _count_bytes(policy.buffers())  # buffers are not sharded
+    n_shards, is_whole = dims.shard_size * dims.tensor_size, fsdp.frozen_weights == "whole"
+
+    def count_frozen(n_bytes: int, n_elements: int, dtype: str) -> int:
+        return n_elements * DTYPES[dtype].itemsize // dims.tensor_size if is_whole else n_bytes // n_shards
+
+    weights, trained = list(policy.parameters()), trained_parameters(policy)
     policy_adapter, reference_adapter = (list(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
-    trained_bytes = _count_bytes(trained_parameters(policy)) // n_shards
+    base_bytes = _count_bytes(weights) - _count_bytes(trained) - _count_bytes(reference_adapter)
+    n_base = _count_elements(weights) - _count_elements(trained) - _count_elements(reference_adapter)
+    trained_bytes = _count_bytes(trained) // n_shards
     state_ratio, temporary_ratio = _measure_optimizer(plan.training.optimizer)
-    policy_bytes = _count_bytes(policy.parameters()) - _count_bytes(reference_adapter)
     held = Counter(
-        policy=policy_bytes // n_shards + buffer_bytes,
+        policy=trained_bytes + count_frozen(base_bytes, n_base, plan.compute_dtype) + buffer_bytes,
         gradients=trained_bytes,
         optimizer=int(trained_bytes * state_ratio),
     )
     if plan.reference == "model":
-        n_base = _count_elements(policy.parameters()) - _count_elements(policy_adapter)
-        base_bytes = n_base * DTYPES[plan.reference_dtype].itemsize
         # a reference loaded from an adapter has one of the policy's size
-        adapter_bytes = _count_bytes(policy_adapter) if find_adapter(plan.model.archive) else 0
-        held["reference"] = (base_bytes + adapter_bytes) // n_shards + buffer_bytes
+        adapter = policy_adapter if find_adapter(plan.model.archive) else []
+        n_plain = _count_elements(weights) - _count_elements(policy_adapter)
+        n_bytes = n_plain * DTYPES[plan.reference_dtype].itemsize + _count_bytes(adapter)
+        n_elements = n_plain + _count_elements(adapter)
+        held["reference"] = count_frozen(n_bytes, n_elements, plan.reference_dtype) + buffer_bytes
     elif plan.reference == "adapter":
-        held["reference"] = _count_bytes(reference_adapter) // n_shards
-    if dims.shard_size > 1:  # FSDP's units are each block, and the root with embeddings and head
-        blocks = [list(block.parameters()) for block in find_blocks(policy, plan.model.block_name)]
-        in_blocks = {parameter for block in blocks for parameter in block}
-        root = [parameter for parameter in policy.parameters() if parameter not in in_blocks]
-        # the root, the running block, and the next block, which is prefetched
-        n_gathered = _count_elements(root) + 2 * max(map(_count_elements, blocks))
-        held["gathered"] = n_gathered * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
+        sizes = _count_bytes(reference_adapter), _count_elements(reference_adapter)
+        held["reference"] = count_frozen(*sizes, plan.compute_dtype)
+    if dims.shard_size > 1:
+        root, *blocks = _list_units(plan, policy)
+        block_sizes = list(map(_count_elements, blocks))
+        # the running block and the next, which is prefetched; or all, which stay until their backward pass
+        n_in_blocks = 2 * max(block_sizes) if fsdp.reshard_after_forward else sum(block_sizes)
+        gathered = (_count_elements(root) + n_in_blocks) * DTYPES[plan.compute_dtype].itemsize
+        if plan.reference == "model" and not is_whole:  # the reference's root unit stays until the update ends
+            gathered += _count_elements(root) * DTYPES[plan.reference_dtype].itemsize
+        held["gathered"] = gathered // dims.tensor_size
+        reduce_itemsize = DTYPES[fsdp.reduce_dtype].itemsize
         n_reduced = max(_count_elements(p for p in unit if p.requires_grad) for unit in (root, *blocks))
-        held["reduced"] = n_reduced * REDUCED_ITEMSIZE // dims.tensor_size
+        held["reduced"] = n_reduced * reduce_itemsize // dims.tensor_size
+        if fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1:  # whole ones, until they are reduced
+            held["gradients"] += _count_elements(trained) * reduce_itemsize // dims.tensor_size
     if plan.gpus and plan.training.optimizer not in UPDATES_ONE_BY_ONE:
         held["update"] = int(trained_bytes * temporary_ratio)
     return held
+
+
+def _list_units(plan: Plan, policy: Any) -> list[list[torch.Tensor]]:
+    """The parameters that FSDP gathers, by unit.
+
+    First those of the root unit, such as embeddings and head, then those of each block.
+    """
+    is_whole, remaining = plan.fsdp.frozen_weights == "whole", dict.fromkeys(policy.parameters())
+    blocks = [[*block.parameters()] for block in find_blocks(policy, plan.model.block_name)]
+    for parameter in (parameter for block in blocks for parameter in block):
+        remaining.pop(parameter, None)
+    return [[p for p in unit if p.requires_grad or not is_whole] for unit in (remaining, *blocks)]
+
+
+def _gather_all(plan: Plan, policy: Any, held: Bytes) -> Bytes:
+    """The memory held while answers are sampled.
+
+    All weights are gathered, if they fit (`sharding.gathered_weights`).
+    """
+    gathered = _count_gathered(plan, policy)
+    return held | Counter(gathered=gathered) if gathered <= (_find_device_memory(plan) - held.total()) / 2 else held
+
+
+def _count_gathered(plan: Plan, policy: Any) -> int:
+    """Bytes of the policy's weights when all are gathered."""
+    n_elements = sum(map(_count_elements, _list_units(plan, policy))) if plan.dims.shard_size > 1 else 0
+    return n_elements * DTYPES[plan.compute_dtype].itemsize // plan.dims.tensor_size
 
 
 def _count_elements(parameters: Iterable[torch.Tensor]) -> int:
@@ -317,22 +392,20 @@ class OnlineSizes(NamedTuple):
         )
 
 
-def _predict_sampling(
+def _find_sampling_peak(
     plan: Plan,
     policy: Any,
     fake: FakeTensorMode,
-    held: Bytes,
     sampling: Sampling,
     *,
     n_rows: int,
     n_prompt_tokens: int,
     autocast: str | None,
 ) -> Bytes:
-    """Peak memory of a process that samples `n_rows` answers at once.
+    """Peak of the passes that sample `n_rows` answers at once.
 
-    Each prompt has `n_prompt_tokens`. `held` is the memory in use besides. The peak comes while the prompts are read,
-    or at the last token, when the KV cache is largest. Sharded weights are all gathered if they fit
-    (`sharding.gathered_weights`).
+    Each prompt has `n_prompt_tokens`. The peak comes while the prompts are read, or at the last token, when the KV
+    cache is largest.
     """
     device, n_new_tokens = policy.device, sampling.max_new_tokens
     policy.eval()
@@ -366,14 +439,9 @@ def _predict_sampling(
                 cache = forward(1, n_cached, cache)  # replaces the cache by one that is tracked
                 cache = forward(1, n_cached + 1, cache)
             peaks.append(_separate_cache(tracker.peak, cache))
-    peak, dims = max(peaks, key=Bytes.total), plan.dims
-    peak["kv_cache"] //= dims.tensor_size
-    if dims.shard_size > 1:
-        n_elements = _count_elements(policy.parameters())
-        gathered_bytes = n_elements * DTYPES[plan.compute_dtype].itemsize // dims.tensor_size
-        if gathered_bytes <= (_find_device_memory(plan) - held.total()) / 2:
-            held = held | Counter(gathered=gathered_bytes)
-    return held + peak
+    peak = max(peaks, key=Bytes.total)
+    peak["kv_cache"] //= plan.dims.tensor_size
+    return peak
 
 
 def _separate_cache(peak: Bytes, cache: Any) -> Bytes:
@@ -397,6 +465,121 @@ def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, n_rows:
     return tracker.peak
 
 
+# --- what processes gather and reduce -------------------------------------------------------------------------------
+
+
+class Communication(NamedTuple):
+    """The decision on frozen weights, and notes on what is communicated."""
+
+    frozen_weights: str
+    notes: list[str]
+
+
+def decide_communication(plan: Plan, data: TrainingData) -> Communication:
+    """Decide `fsdp_frozen_weights` by the predicted memory.
+
+    Also recommends keys that fit and save communication. Nothing is predicted on CPUs, nor if no key could save any.
+    """
+    chosen, is_shared = plan.fsdp.frozen_weights, plan.dims.shard_size > 1
+    savers = {name: value for name, value in SAVERS.items() if is_shared and getattr(plan.fsdp, name) != value}
+    if plan.data.gradient_accumulation_steps == 1:
+        savers.pop("reduce_once", None)
+    is_open = _is_open(plan)
+    if not plan.gpus or not (is_open or savers):
+        return Communication(chosen or "sharded", [])
+    try:
+        passes = run_passes(plan, data)
+    except Exception as error:  # from a model that does not run on fake tensors: it may train nevertheless
+        why = f"{type(error).__name__}: {one_sentence(error)}"
+        note = f"warning: the memory cannot be predicted, so frozen weights are {chosen or 'sharded'} ({why})"
+        return Communication(chosen or "sharded", [note])
+    plan = _decide(plan, passes)
+    frozen = plan.fsdp.frozen_weights or "sharded"
+    notes = [_explain_decision(plan, passes)] if is_open and is_shared else []
+    most, fitting = (1 - SPARE_SHARE) * _find_device_memory(plan), []
+    for name, value in savers.items():
+        other = _set(plan, **{name: value})
+        more = _find_peak(other, passes) - _find_peak(plan, passes)
+        less = count_communication(plan).total() - count_communication(other).total()
+        if _find_peak(other, passes) <= most and less >= MIN_SAVED_BYTES:
+            setting = f"fsdp_{name}={str(value).lower()}"
+            fitting.append(f"{setting} ({less / 1e9:.3g} GB per update, for {more / 1e9:.3g} GB of memory)")
+            plan = other  # the next must fit beside it
+    if fitting:
+        notes.append(f"there is memory to communicate less, with {_join(fitting)}")
+    return Communication(frozen, notes)
+
+
+def _decide(plan: Plan, passes: Passes) -> Plan:
+    """The plan with `fsdp_frozen_weights` decided: whole on GPUs, if there is room."""
+    if not _is_open(plan):
+        return plan
+    whole, sharded = (_set(plan, frozen_weights=value) for value in FROZEN_WEIGHTS)
+    if _gathers_to_sample(sharded, passes) and not _gathers_to_sample(whole, passes):
+        return sharded
+    # a process that shares its weights with no other needs no more for whole ones, which are not copied
+    most = max((1 - SPARE_SHARE) * _find_device_memory(plan), _find_peak(sharded, passes))
+    return whole if _find_peak(whole, passes) <= most else sharded
+
+
+def _is_open(plan: Plan) -> bool:
+    """Return whether the predicted memory decides `fsdp_frozen_weights`."""
+    has_choice = plan.has_frozen_weights and plan.can_hold_frozen_whole
+    return plan.fsdp.frozen_weights is None and plan.trainer.multi_process and plan.gpus > 0 and has_choice
+
+
+def _gathers_to_sample(plan: Plan, passes: Passes) -> bool:
+    """Return whether sampling has memory for all of the policy's weights."""
+    phases, gathered = add_up(plan, passes), _count_gathered(plan, passes.policy)
+    return all(phases[phase]["gathered"] >= gathered for phase in passes.sampling)
+
+
+def _explain_decision(plan: Plan, passes: Passes) -> str:
+    frozen = plan.fsdp.frozen_weights or "sharded"
+    other = "sharded" if frozen == "whole" else "whole"
+    plans = [_set(plan, frozen_weights=value) for value in (frozen, other)]
+    needed, needed_other = (f"{_find_peak(each, passes) / 1e9:.3g}" for each in plans)
+    sent, sent_other = (f"{count_communication(each).total() / 1e9:.3g} GB" for each in plans)
+    return (
+        f"frozen weights are {frozen} on every GPU: the run takes {needed} of {_find_device_memory(plan) / 1e9:.3g} GB "
+        f"as predicted, and sends {sent} per update; fsdp_frozen_weights={other} would take {needed_other} GB and send "
+        f"{sent_other}"
+    )
+
+
+def _find_peak(plan: Plan, passes: Passes) -> int:
+    return max(need.total() for need in add_up(plan, passes).values())
+
+
+def _set(plan: Plan, **fields: Any) -> Plan:
+    return replace(plan, fsdp=replace(plan.fsdp, **fields))
+
+
+def count_communication(plan: Plan) -> Bytes:
+    """Bytes that FSDP sends from each process in an update.
+
+    Counts the passes over an update's microbatches, with no log-probability of the reference cached, and none for a
+    loss's statistic of the batch. Collectives pass the shards around in a ring.
+    """
+    dims, fsdp, steps = plan.dims, plan.fsdp, plan.data.gradient_accumulation_steps
+    policy = find_policy_structure(plan, plan.model.policy_dtype)
+    root, *blocks = map(_count_elements, _list_units(plan, policy))
+    in_blocks, per_update = sum(blocks), Counter()
+    n_passes = 2  # forward and backward
+    if plan.reference in ("base", "adapter"):
+        n_passes += 1  # by the same weights
+    n_gathers = steps * (n_passes if fsdp.reshard_after_forward else 1)
+    per_update["gathered"] = (root + in_blocks * n_gathers) * DTYPES[plan.compute_dtype].itemsize
+    if plan.reference == "model" and fsdp.frozen_weights != "whole":
+        per_update["gathered"] += (root + in_blocks * steps) * DTYPES[plan.reference_dtype].itemsize
+    trained, reduce_size = _count_elements(trained_parameters(policy)), DTYPES[fsdp.reduce_dtype].itemsize
+    per_update["reduced"] = trained * reduce_size * (1 if fsdp.reduce_once else steps)
+    ring = {name: n_bytes * (dims.shard_size - 1) // dims.shard_size for name, n_bytes in per_update.items()}
+    copies = dims.replicate_size  # their shards' gradients are added up once per update
+    ring["reduced"] += 2 * trained * reduce_size // dims.shard_size * (copies - 1) // copies
+    return Counter({name: n_bytes // dims.tensor_size for name, n_bytes in ring.items()})
+
+
 # --- reports -------------------------------------------------------------------------------------------------------
 
 
@@ -416,6 +599,9 @@ SUGGESTIONS = (  # settings that may save memory: the key, and the value to try 
     ("model.fsdp_policy_mp", lambda plan: "bfloat16" if plan.trainer.multi_process else None),
     ("cache_reference_logps", lambda plan: "all"),
     ("max_length", lambda plan: plan.data.max_length // 2),
+    ("fsdp_frozen_weights", lambda plan: "sharded" if plan.dims.shard_size > 1 and plan.has_frozen_weights else None),
+    ("fsdp_reshard_after_forward", lambda plan: True),
+    ("fsdp_reduce_once", lambda plan: False),
     (
         "eval_batch_size",
         lambda plan: plan.data.eval_batch_size // 2 if plan.evaluation.sample_during_eval else None,
@@ -453,7 +639,9 @@ def suggest(plan: Plan, data: TrainingData) -> list[str]:
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the memory needed and, if it won't fit, helpful settings."""
-    phases, available = predict_phases(plan, data), _find_device_memory(plan)
+    passes, available = run_passes(plan, data), _find_device_memory(plan)
+    decided_plan = _decide(plan, passes)
+    phases = add_up(decided_plan, passes)
     memory = max(phases.values(), key=Bytes.total)
     for purpose in PURPOSES:
         if memory[purpose]:
@@ -461,9 +649,20 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
     print(f"{'total':>12} {memory.total() / 1e9:8.2f} GB per process; its device has {available / 1e9:.2f} GB")
     if plan.online:
         _print_online_phases(plan, phases)
+    if plan.dims.shard_size > 1:
+        _print_communication(decided_plan)
     if memory.total() > available:
         print("won't fit; looking for settings that would help", flush=True)  # a prediction for each takes a while
         print(f"try {_join(suggest(plan, data))}")
+
+
+def _print_communication(plan: Plan) -> None:
+    sent, frozen = count_communication(plan), plan.fsdp.frozen_weights or "sharded"
+    details = f" (frozen weights are {frozen})" if plan.has_frozen_weights else ""
+    print(
+        f"FSDP sends {sent.total() / 1e9:.2f} GB from each process in an update, of which gathered weights "
+        f"{sent['gathered'] / 1e9:.2f}, reduced gradients {sent['reduced'] / 1e9:.2f}{details}"
+    )
 
 
 def _print_online_phases(plan: Plan, phases: dict[str, Bytes]) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from dpo.errors import InputError, RunError
 from dpo.parallel.sharding import release_gathered
-from dpo.parallel.state import local_tensor
+from dpo.parallel.state import gather_like, local_tensor
 from dpo.system.plain_files import check_readable, replacing
 from dpo.training.batches import Batch
 
@@ -183,11 +183,11 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, policy: torch.nn.Module) -> None:
-        """Copy the policy's weights, sharded alike, and empty the cache."""
+        """Copy the policy's weights, and empty the cache."""
         release_gathered(policy)
         release_gathered(self.model)
         for reference_weight, policy_weight in zip(self.model.parameters(), policy.parameters(), strict=True):
-            local_tensor(reference_weight).copy_(local_tensor(policy_weight))
+            local_tensor(reference_weight).copy_(gather_like(policy_weight, reference_weight))
         self.logps.clear()
 
     def free(self) -> None:

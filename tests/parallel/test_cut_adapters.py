@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.models import FAMILIES, build, list_examples, plain_logps
 from support.warm import launch
+from torch.distributed.tensor import DTensor
 
 from dpo.errors import InputError
 from dpo.models.adapter_dropout import AdapterDropout
@@ -50,7 +51,9 @@ def adapted(family: str, *, on_meta: bool = False, targets: str | list[str] = "a
     return model
 
 
-def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = False) -> None:
+def compare_with_one_process(
+    family: str, mesh: Mesh, *, checkpointing: bool = False, frozen_whole: bool = False
+) -> None:
     examples, whole = list_examples(rows=4), adapted(family)
     frozen = {name: logps_of(whole, examples, name) for name in (None, REFERENCE)}
     [microbatch] = Padded().split(examples, 1)
@@ -62,7 +65,11 @@ def compare_with_one_process(family: str, mesh: Mesh, *, checkpointing: bool = F
     model = adapted(family, on_meta=mesh.rank != 0)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
+    model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32, frozen_whole=frozen_whole)
+    is_sharded = {name: isinstance(parameter, DTensor) for name, parameter in model.named_parameters()}
+    assert is_sharded == {
+        name: not frozen_whole or mesh.tensor_size > 1 or f".{POLICY}." in name for name in is_sharded
+    }
     for layout in (Padded(), SharedPrefix({"full_attention": None}, max_length=32)):
         [microbatch] = layout.split(examples, 1, rank=mesh.data_rank, size=mesh.data_size)
         model.zero_grad()
@@ -108,24 +115,28 @@ def logps_of(model: Any, examples: Any, name: str | None) -> torch.Tensor:
         return plain_logps(model, examples)
 
 
-def compare_families(rank: int, world_size: int, sizes: dict, families: list[str]) -> None:
+def compare_families(rank: int, world_size: int, sizes: dict, families: list[str], frozen_whole: bool) -> None:
     mesh = Mesh(rank, ParallelDims.of(world_size, **sizes))
     for family in families:
-        compare_with_one_process(family, mesh, checkpointing=family == families[0])
-    hold_shards_alone(mesh)
+        compare_with_one_process(family, mesh, checkpointing=family == families[0], frozen_whole=frozen_whole)
+    if not frozen_whole:
+        hold_shards_alone(mesh)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("sharded", marks=SLOW), "cut"])
-def test_logps_and_gradients_are_those_of_one_process_to_1e5_and_none_is_of_the_base(mesh):
+@pytest.mark.parametrize(
+    ("mesh", "frozen_whole"), [pytest.param("sharded", False, marks=SLOW), ("cut", False), ("sharded", True)]
+)
+def test_logps_and_gradients_are_those_of_one_process_to_1e5_and_none_is_of_the_base(mesh, frozen_whole):
     processes, sizes = MESHES[mesh]
-    launch(compare_families, processes, sizes, ["llama", "gpt2, tied"], process_group=True)
+    launch(compare_families, processes, sizes, ["llama", "gpt2, tied"], frozen_whole, process_group=True)
 
 
 @SLOW
+@pytest.mark.parametrize("frozen_whole", [False, True])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_they_are_for_every_family_on_every_mesh(mesh):
+def test_they_are_for_every_family_on_every_mesh(mesh, frozen_whole):
     processes, sizes = MESHES[mesh]
-    launch(compare_families, processes, sizes, list(FAMILIES), process_group=True)
+    launch(compare_families, processes, sizes, list(FAMILIES), frozen_whole, process_group=True)
 
 
 def test_a_plan_that_forgets_an_adapted_layer_which_sees_slices_is_refused():

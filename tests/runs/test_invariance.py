@@ -117,6 +117,7 @@ HYBRID = "trainer=FSDPTrainer world_size=4 fsdp_shard_size=2"
 ONE_SHARD = "trainer=FSDPTrainer world_size=1"
 PACKAGE = "trainer=TensorParallelTrainer tensor_parallel.backend=tensor_parallel tensor_parallel_size=2"
 IN_PARTS = "layout=padded gradient_accumulation_steps=4 eval_batch_size=4"
+FROZEN_WHOLE = "fsdp_frozen_weights=whole fsdp_reshard_after_forward=false fsdp_reduce_once=true"
 WAYS = {
     "padded, in parts": Way(IN_PARTS),
     "in parts": Way("gradient_accumulation_steps=2 eval_batch_size=2"),
@@ -126,6 +127,7 @@ WAYS = {
     "one shard": Way(ONE_SHARD),
     "sharded": Way(SHARDED),
     "sharded, padded, in parts": Way(f"{SHARDED} {IN_PARTS} activation_checkpointing=true"),
+    "frozen weights whole, in parts": Way(f"{SHARDED} {FROZEN_WHOLE} {IN_PARTS}"),
     "cut": Way(CUT),
     "cut and sharded": Way(BOTH),
     "hybrid": Way(HYBRID),
@@ -134,6 +136,10 @@ WAYS = {
     "killed, resumed": Way(first="", killed=True),
     "one shard, resumed": Way(ONE_SHARD, first=ONE_SHARD),
     "sharded, resumed": Way(SHARDED, first=SHARDED),
+    "frozen weights whole, resumed": Way(
+        f"{SHARDED} {FROZEN_WHOLE} gradient_accumulation_steps=2",
+        first=f"{SHARDED} {FROZEN_WHOLE} gradient_accumulation_steps=2",
+    ),
     "cut, resumed": Way(CUT, first=CUT),
     "cut and sharded, resumed": Way(BOTH, first=BOTH),
     "hybrid, resumed": Way(HYBRID, first=HYBRID),
@@ -149,6 +155,7 @@ QUICK = {
     "eager": "simpo",
     "sharded": "lora",
     "sharded, padded, in parts": "all options",
+    "frozen weights whole, in parts": "lora from an adapter, online a following reference",
     "cut": "online a reward model",
     "resumed": "much at once, beta_dpo, lora from an adapter, qlora, online a following reference",
     "killed, resumed": "bco, online lora",
@@ -158,6 +165,7 @@ QUICK = {
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are
 KINDS = ("dpo", "sft", "ipo", "aot", "beta_dpo", "bco", "simpo", "mix", "all options")
 IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS} - {*KINDS}
+WITH_FROZEN_WEIGHTS = ("dpo", "aot", *(name for name in FEATURES if "lora" in name), "online a following reference")
 FEW_WAYS = ("padded, in parts", "sharded, padded, in parts", "resumed")
 
 
@@ -170,6 +178,8 @@ def is_trained(feature: str, settings: str, name: str) -> bool:
         return name == "resumed"
     if feature in IN_FEW_WAYS:
         return name in FEW_WAYS
+    if "frozen weights" in name:
+        return feature in WITH_FROZEN_WEIGHTS
     if name == "references first":
         return "online" not in settings and feature not in ("sft", "simpo", "lora with sft")
     if "package" in name:

@@ -52,6 +52,7 @@ def slow(*values: object):
         slow("losses", ("aot",), "| aot | "),
         slow("profile", (*TINY, "n_examples=12", "batch_size=4", "n_eval_examples=4"), "of it in no phase"),
         slow("compare", (*TINY, "--updates=1", "--only=padded;ours", "batch_size=4"), "losses of the counted updates"),
+        slow("communication", (), "| `lora=lora fsdp_frozen_weights=whole` | "),
         slow("compare", (*TINY, "--updates=1", "--table=processes", "batch_size=4"), "TensorParallelTrainer"),
         slow("compare", (*TINY, "--updates=1", "--table=adapters", "batch_size=4"), "lora.reference=adapter"),
         slow("growth", (*LLAMA, "--updates=1", "--only=pairs per prompt"), "of padded"),

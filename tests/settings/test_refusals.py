@@ -177,6 +177,12 @@ REFUSED = [
     ("tensor_parallel_size=2", "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
     (f"{FSDP} world_size=2 tensor_parallel_size=2", "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
     ("tensor_parallel.backend=tensor_parallel", "tensor_parallel.backend=tensor_parallel needs trainer=Tens"),
+    ("fsdp_reduce_dtype=bfloat16", "fsdp_reduce_dtype=bfloat16 needs a trainer of several processes: trainer=FSDPTr"),
+    (
+        f"{FSDP} {DPO} {LORA} lora.reference=model model.fsdp_policy_mp=bfloat16 fsdp_frozen_weights=whole",
+        "fsdp_frozen_weights=whole rounds the base to bfloat16, and a separate reference in float16 would differ from "
+        "it: set model.reference_dtype=bfloat16, or lora.reference=base",
+    ),
     ("model.fsdp_policy_mp=bfloat16", "model.fsdp_policy_mp=bfloat16 needs a trainer of several processes: trainer=FS"),
     (PACKAGE, "sample_during_eval=true does not work with tensor_parallel.backend=tensor_parallel: set sample_during_"),
     (f"{PACKAGE} sample_during_eval=false model.autocast=bfloat16", "model.autocast=bfloat16 does not reach the thr"),
@@ -232,6 +238,10 @@ REFUSED = [
 
 NO_EFFECT = [
     ("fsdp_port=5000", "it needs processes that train.py starts itself"),
+    (f"fsdp_frozen_weights=whole {DPO}", "it needs a reference of its own or an adapter, and trainer=FSDPTrainer"),
+    (f"fsdp_frozen_weights=sharded {FSDP}", "it needs a reference of its own or an adapter, and trainer=FSDPTrainer"),
+    ("fsdp_reshard_after_forward=false", "it needs processes that share weights: trainer=FSDPTrainer"),
+    (f"fsdp_reduce_once=true {FSDP} world_size=2", "it needs gradient_accumulation_steps above 1 and processes that "),
     ("collective_timeout_secs=60", "it needs a trainer of several processes: trainer=FSDPTrainer"),
     ("wandb.entity=me wandb.enabled=false", "it needs wandb.enabled=true and debug=false"),
     ("wandb.project=mine debug=true", "it needs wandb.enabled=true and debug=false"),

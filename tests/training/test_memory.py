@@ -32,7 +32,10 @@ from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 from dpo.training import memory
 from dpo.training.memory import (
+    Communication,
     LongestAnswers,
+    count_communication,
+    decide_communication,
     explaining_out_of_memory,
     find_fewest_steps,
     notes_on_free_memory,
@@ -226,7 +229,8 @@ def test_gradients_are_reduced_in_float32_whatever_is_computed_in(compose):
     embeddings_and_head = 2 * 1024 * 64 + 64  # the largest unit, with the last norm
     block = (PARAMETERS - embeddings_and_head) // 3
     assert need["reduced"] == 4 * embeddings_and_head
-    assert need["gathered"] == 2 * (embeddings_and_head + 2 * block)
+    # the policy's in bfloat16, and the reference's root unit in float32
+    assert need["gathered"] == 2 * (embeddings_and_head + 2 * block) + 4 * embeddings_and_head
 
 
 def test_processes_share_what_they_can(compose):
@@ -234,7 +238,7 @@ def test_processes_share_what_they_can(compose):
 
     for name in ("policy", "gradients", "optimizer", "reference"):
         assert shared[name] == pytest.approx(alone[name] / 2, rel=1e-3)
-    assert alone["gathered"] == 0 < shared["gathered"] < alone["policy"]
+    assert alone["gathered"] == 0 < shared["gathered"] < alone["policy"] + alone["reference"]
     assert shared["activations"] < alone["activations"]
 
 
@@ -308,6 +312,147 @@ def test_processes_share_a_frozen_base_and_reduce_the_adapters_gradients_alone(c
     block = (PARAMETERS - embeddings_and_head + ADAPTER) // 3
     assert shared["gathered"] == 4 * (embeddings_and_head + 2 * block)
     assert shared["reduced"] == 4 * ADAPTER // 3  # of a block
+
+
+# --- what processes gather and reduce --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpus(compose, monkeypatch):
+    """A plan for two GPUs of so many bytes, and its data."""
+    run_passes, known = memory.run_passes, {}
+
+    def run_once(plan, data):  # the passes do not depend on what is communicated
+        key = plan.lora is None, plan.compute_dtype
+        if key not in known:
+            known[key] = run_passes(plan, data)
+        return known[key]
+
+    monkeypatch.setattr(memory, "run_passes", run_once)
+    monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: 2)
+
+    def make(*overrides, gpu=10**12):
+        monkeypatch.setattr(memory, "_find_device_memory", lambda plan: gpu)
+        plan = resolve(compose(*FSDP, "gradient_accumulation_steps=2", *overrides))
+        return plan, load_data(plan, silent=True)
+
+    return make
+
+
+def held_and_sent(plan, data):
+    """The memory of an update, and what it communicates."""
+    return predict_phases(plan, data)["training"], count_communication(plan)
+
+
+def test_each_key_of_communication_takes_and_saves_what_it_should(on_gpus):
+    plan, data = on_gpus("fsdp_frozen_weights=sharded", "model.fsdp_policy_mp=bfloat16")
+    before, sent = held_and_sent(plan, data)
+    embeddings_and_head = 2 * 1024 * 64 + 64
+    blocks = PARAMETERS - embeddings_and_head
+    changes = {}
+    for key, value in (
+        ("fsdp_frozen_weights", "whole"),
+        ("fsdp_reshard_after_forward", False),
+        ("fsdp_reduce_once", True),
+        ("fsdp_reduce_dtype", "bfloat16"),
+    ):
+        need, less = held_and_sent(plan.change(key, value), data)
+        sizes = {purpose: need[purpose] - before[purpose] for purpose in before | need}
+        changes[key] = ({purpose: size for purpose, size in sizes.items() if size}, (sent - less).total())
+
+    half = 1 / 2  # two processes, each of which sends half
+    assert changes["fsdp_frozen_weights"] == (
+        {"reference": 4 * PARAMETERS * half, "gathered": -4 * embeddings_and_head},
+        half * 4 * (embeddings_and_head + 2 * blocks),
+    )
+    assert changes["fsdp_reshard_after_forward"] == ({"gathered": 2 * blocks // 3}, half * 2 * 2 * blocks)
+    assert changes["fsdp_reduce_once"] == ({"gradients": 4 * PARAMETERS}, half * 4 * PARAMETERS)
+    assert changes["fsdp_reduce_dtype"] == ({"reduced": -2 * embeddings_and_head}, half * 2 * 2 * PARAMETERS)
+
+
+def test_a_base_that_is_whole_takes_its_compute_dtype_and_leaves_adapters_to_gather(on_gpus):
+    plan, data = on_gpus("lora=lora", "lora.r=4", "model.fsdp_policy_mp=bfloat16", "fsdp_frozen_weights=whole")
+    need, sent = held_and_sent(plan, data)
+    assert need["policy"] == pytest.approx(2 * PARAMETERS + 4 * ADAPTER / 2, rel=1e-3)
+    assert need["gathered"] == 2 * 2 * ADAPTER // 3
+    assert sent == {"gathered": 2 * 3 * 2 * ADAPTER // 2, "reduced": 2 * 4 * ADAPTER // 2}
+
+
+def test_frozen_weights_are_whole_on_gpus_that_have_room_and_the_start_says_so(on_gpus):
+    plan, data = on_gpus()
+    needs = {value: predict(plan.change("fsdp_frozen_weights", value), data).total() for value in ("whole", "sharded")}
+    assert needs["sharded"] < needs["whole"] == predict(plan, data).total()
+    chosen = {}
+    for gpu in (10**12, needs["whole"] / 0.84, needs["whole"] / 0.86):
+        plan, data = on_gpus(gpu=gpu)
+        chosen[gpu] = decide_communication(plan, data)
+        assert predict(plan, data).total() == needs[chosen[gpu].frozen_weights]  # also where memory has run out
+    assert [choice.frozen_weights for choice in chosen.values()] == ["whole", "whole", "sharded"]
+    first, *_, last = (choice.notes[0] for choice in chosen.values())
+    assert first.startswith("frozen weights are whole on every GPU: ")
+    assert last.startswith("frozen weights are sharded on every GPU: ")
+    asked, _ = on_gpus("fsdp_frozen_weights=sharded")
+    assert decide_communication(asked, data) == Communication("sharded", [])
+
+
+def test_keys_that_save_communication_are_recommended_while_they_fit(on_gpus, monkeypatch):
+    monkeypatch.setattr(memory, "MIN_SAVED_BYTES", 1)
+    both = "fsdp_reshard_after_forward=false .* fsdp_reduce_once=true"
+    plan, data = on_gpus("fsdp_frozen_weights=whole")
+    need = predict(plan, data).total()
+    for gpu, expected in (
+        (10**12, both),
+        ((need + 3 * PARAMETERS) / 0.85, r"with fsdp_reshard_after_forward=false \([^(]*\)$"),
+        (need, None),
+    ):
+        plan, data = on_gpus("fsdp_frozen_weights=whole", gpu=gpu)
+        notes = decide_communication(plan, data).notes
+        assert len(notes) == (expected is not None)
+        assert expected is None or re.search(expected, notes[0])
+
+
+def test_a_dry_run_prints_what_is_communicated(on_gpus, capsys):
+    memory.print_prediction(*on_gpus())
+    sent = (
+        r"FSDP sends ([\d.]+) GB from each process in an update, of which gathered weights ([\d.]+), reduced gradients"
+    )
+    assert re.search(sent + r" [\d.]+ \(frozen weights are whole\)", capsys.readouterr().out)
+
+
+def test_keys_that_take_memory_are_offered_back_where_it_runs_out(on_gpus, monkeypatch):
+    monkeypatch.setattr(memory, "SUGGESTIONS", [row for row in memory.SUGGESTIONS if row[0].startswith("fsdp")])
+    monkeypatch.setattr(memory, "MIN_SAVED_SHARE", 0)  # of a tiny model little can be saved
+    offered = suggest(*on_gpus("fsdp_reshard_after_forward=false", "fsdp_reduce_once=true"))
+    assert {text.split(" (")[0] for text in offered} == {
+        "fsdp_frozen_weights=sharded",
+        "fsdp_reshard_after_forward=true",
+        "fsdp_reduce_once=false",
+    }
+
+
+def test_nothing_is_predicted_where_nothing_is_to_choose(on_gpus, compose, monkeypatch):
+    monkeypatch.setattr(memory, "run_passes", None)
+    lora = ("lora=lora", "fsdp_reshard_after_forward=false", "fsdp_reduce_once=true", "fsdp_frozen_weights=whole")
+    assert decide_communication(*on_gpus(*lora)) == Communication("whole", [])
+    monkeypatch.setattr("dpo.settings.plan.count_gpus", lambda: 0)
+    assert decide_communication(*on_gpus()) == Communication("sharded", [])
+
+
+def test_a_memory_that_cannot_be_predicted_is_said_and_stops_no_run(on_gpus, monkeypatch):
+    def fail(*_):
+        raise NotImplementedError("no rule")
+
+    monkeypatch.setattr(memory, "run_passes", fail)
+    frozen, [note] = decide_communication(*on_gpus())
+    assert frozen == "sharded"
+    assert note.startswith("warning: the memory cannot be predicted, so frozen weights are sharded (NotImplementedE")
+
+
+def test_a_prediction_leaves_random_numbers_alone(compose):
+    plan = resolve(compose(*FSDP, "sample_during_eval=true"))
+    data, before = load_data(plan, silent=True), torch.get_rng_state()
+    predict(plan, data)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.slow
