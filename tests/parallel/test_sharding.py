@@ -31,10 +31,10 @@ from dpo.errors import InputError
 from dpo.models import logprobs
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import model_loaders
-from dpo.parallel import sharding, state
+from dpo.parallel import sharding
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute, find_blocks, release_gathered
-from dpo.parallel.state import clip_gradient, full_state, full_tensor, hold_the_same, step_optimizer
+from dpo.parallel.state import clip_gradient, copy_to_host, full_state, full_tensor, hold_the_same, step_optimizer
 from dpo.settings.choices import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
 from dpo.system.host import HostMemory
@@ -171,10 +171,10 @@ def test_policy_and_reference_share_the_masks_of_a_microbatch(fake_group, monkey
 @pytest.mark.parametrize("piece", [8, 12, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
 def test_a_copy_through_a_small_buffer_is_the_tensor(piece, dtype, monkeypatch):
-    monkeypatch.setattr(state, "PIECE_BYTES", piece)
+    monkeypatch.setattr("dpo.parallel.state.PIECE_BYTES", piece)
     tensor = torch.arange(35).view(5, 7).to(dtype)
     for values in (tensor, tensor.T, tensor[0, 3], tensor[:0]):
-        copied = state.copy_to_host(values, pinned=False)  # a CPU has no memory to pin
+        copied = copy_to_host(values, pinned=False)  # a CPU has no memory to pin
         assert (copied.dtype, copied.shape) == (values.dtype, values.shape)
         assert torch.equal(copied, values)
         assert copied.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
@@ -182,7 +182,7 @@ def test_a_copy_through_a_small_buffer_is_the_tensor(piece, dtype, monkeypatch):
 
 def test_a_state_on_a_gpu_is_copied_through_a_pinned_buffer(monkeypatch):
     copied: list[torch.Tensor] = []
-    monkeypatch.setattr(state, "copy_to_host", copied.append)
+    monkeypatch.setattr("dpo.parallel.state.copy_to_host", copied.append)
     on_gpu, on_host = torch.zeros(3, device="meta"), torch.zeros(3)  # meta stands for a GPU
     gathered = full_state({"weights": [], "moments": {0: {"square": on_gpu, "step": on_host}}})
     assert [tensor.is_meta for tensor in copied] == [True]
