@@ -248,7 +248,7 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
 
 
 def _fall_back(model: Any, reason: str, padded: Padded) -> tuple[Layout, str]:
-    """Choose padded rows, or raise InputError for attention that they do not use."""
+    """Choose padded rows; InputError for attention that cannot use them."""
     if model.config._attn_implementation == VARLEN:
         raise InputError(f"model.attn_implementation={VARLEN}: {type(model).__name__} {reason}: use sdpa")
     return padded, reason
