@@ -458,18 +458,18 @@ def update_and_stop(rank: int, world_size: int, run_dir: Path) -> None:
 
     forwards = []
     trainer.policy.register_forward_pre_hook(lambda *_: forwards.append(1))  # after the question whether to stop
-    raise_if_any, tokens = trainer.stop.raise_if_any, []
+    raise_if_any, questions = trainer.stop.raise_if_any, []
 
     def one_is_asked() -> None:
-        tokens.append(1)
-        if rank == 1 and len(tokens) == 4:
+        questions.append(1)
+        if rank == 1 and len(questions) == 2:
             trainer.stop.signals.append(signal.SIGTERM)
         raise_if_any()
 
     trainer.stop.raise_if_any = one_is_asked
     with pytest.raises(Stopped):
         trainer.evaluator.samples(n_examples=0)
-    assert len(forwards) == 3
+    assert len(forwards) == 8  # the tokens between two questions
     trainer.train_step(next(trainer.train_iterator))  # on shards again
     assert trainer.stop.is_agreed
     trainer.save()
