@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import shutil
@@ -53,13 +54,18 @@ def fake_group(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def tiny_llama():
+def loaded_tiny_llama():
     import torch
     from support.runs import GOLDEN
 
     from dpo.models.pretrained import load_model
 
     return load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa")
+
+
+@pytest.fixture
+def tiny_llama(loaded_tiny_llama):
+    return copy.deepcopy(loaded_tiny_llama)  # a trainer freezes its reference, for example
 
 
 @pytest.fixture(scope="session")

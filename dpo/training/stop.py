@@ -5,7 +5,7 @@ from __future__ import annotations
 from dpo.parallel.mesh import Mesh
 from dpo.system.signals import Stopped
 
-TOKENS = 8  # sampled between two looks for a signal, which are collectives that wait for the device
+TOKENS = 8  # sampled between two collectives that look for a signal, each of which waits for the device
 
 
 class StopRequest:
@@ -33,6 +33,9 @@ class StopRequest:
             raise Stopped(*self.signals[:1])
 
     def raise_before_token(self, index: int) -> None:
-        """Call `raise_if_any` before every 8th token of a batch of answers."""
-        if index % TOKENS == 0:
+        """Call `raise_if_any` before a token of a batch of answers.
+
+        Several processes do so every 8 tokens, as it takes a collective.
+        """
+        if self._mesh.world_size == 1 or index % TOKENS == 0:
             self.raise_if_any()

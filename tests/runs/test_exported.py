@@ -107,9 +107,10 @@ def test_the_card_of_an_adapter_loads_what_was_trained_as_it_is_written(run, tmp
     assert loaded["tokenizer"].get_vocab()
     with torch.no_grad():
         ours, theirs = trained.eval()(IDS).logits, loaded["model"].eval()(IDS).logits
-        assert torch.equal(theirs, ours)
         base = transformers.AutoModelForCausalLM.from_pretrained(GOLDEN / "tiny-llama", dtype=torch.bfloat16)
-        assert not torch.equal(base.eval()(IDS).logits, ours)
+        trained_difference = (base.eval()(IDS).logits - ours).abs().max()
+        # PEFT scales the product after rounding it to bfloat16, and training before that
+        assert (theirs - ours).abs().max() < 0.05 * trained_difference
 
 
 def test_an_export_that_fails_costs_nothing_else(run, tmp_path, monkeypatch, capsys):
