@@ -10,8 +10,6 @@ the seed, the update, the layer, and the token with all tokens before it; b_i of
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -36,7 +34,7 @@ class Pattern(NamedTuple):
 
     def drop(self, x: torch.Tensor, *, onto: torch.Tensor | None = None) -> torch.Tensor:
         """`x` with zeros for dropped features, not scaled, plus `onto`."""
-        return (_fused_drop() if x.is_cuda else _drop)(x, *self, onto)
+        return (_fuse_drop(x.device) if x.is_cuda else _drop)(x, *self, onto)
 
 
 def _drop(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, least: int, onto: torch.Tensor | None) -> torch.Tensor:
@@ -45,10 +43,15 @@ def _drop(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, least: int, onto: t
 
 
 @cache
-def _fused_drop() -> Callable:
-    """`_drop` as one kernel with the same results, given a compiler."""
-    can_compile = any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang")))  # as Triton looks for one
-    return torch.compile(_drop, dynamic=True) if can_compile else _drop
+def _fuse_drop(device: torch.device) -> Callable:
+    """Compile `_drop` to one kernel with the same results, where possible."""
+    fused, ones = torch.compile(_drop, dynamic=True), torch.ones(4, 8, device=device)
+    try:
+        for onto in (None, ones.clone()):
+            fused(ones, ones[:, :1].int(), ones[0].int(), 0, onto)
+    except Exception:  # without a C compiler, Python's headers or a GPU that Triton supports, each in its own words
+        return _drop
+    return fused
 
 
 class Dropout(torch.nn.Module):

@@ -235,7 +235,10 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
 
     Returns `Padded` and the reason if the model does not support the layout called `name`.
     """
-    windows = find_windows(model, max_length)
+    try:
+        windows = find_windows(model, max_length)
+    except (AttributeError, TypeError) as error:
+        windows = f"has a config unlike those of transformers: {one_sentence(error)}"
     is_unknown = isinstance(windows, str) and model.config._attn_implementation != "flash_attention_2"
     if name == "padded":
         return Padded(masked=is_unknown), None

@@ -118,7 +118,7 @@ def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.
         shards[tuple(mesh.get_group(axis) for axis in axes)].append(parameter.grad.to_local())
     total = torch.zeros((), device=parameters[0].device)
     for groups, local in shards.items():
-        squares = torch.nn.utils.get_total_norm(local).square()
+        squares = torch.nn.utils.get_total_norm(local).float().square()  # in float16 it could overflow
         for group in groups:
             dist.all_reduce(squares, group=group)
         total += squares
@@ -146,12 +146,15 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state = defaultdict(dict, local)
     for group in groups:
         group["params"] = [shards[parameter] for parameter in group["params"]]
-    optimizer.step()
-    local, optimizer.state = optimizer.state, states
-    for group, parameters in zip(groups, whole_groups, strict=True):
-        group["params"] = parameters
+    try:
+        optimizer.step()
+    finally:
+        local, optimizer.state = optimizer.state, states
+        for group, parameters in zip(groups, whole_groups, strict=True):
+            group["params"] = parameters
+        for shard in shards.values():
+            shard.grad = None
     for parameter, shard in shards.items():
-        shard.grad = None
         for key, value in local[shard].items():
             if local_tensor(states[parameter].get(key)) is not value:  # new, or replaced
                 is_sharded = torch.is_tensor(value) and value.shape == shard.shape  # unlike a counter of steps

@@ -87,6 +87,10 @@ CHECKS = (
           "trainer=FSDPTrainer", lambda v, p: p.dims.shard_size > 1 and v["gradient_accumulation_steps"] > 1),
     needs("fsdp_frozen_weights", "a reference of its own or an adapter, and trainer=FSDPTrainer",
           lambda v, p: p.trainer.multi_process and p.has_frozen_weights),
+    Check(lambda v, p: v["fsdp_reduce_once"] and p.fsdp.reduce_dtype != "float32"
+          and v["gradient_accumulation_steps"] > 1,
+          "fsdp_reduce_once=true adds up the gradients of microbatches in fsdp_reduce_dtype={fsdp_reduce_dtype}: leave "
+          "one of the two off, or use gradient_accumulation_steps=1", "warning"),
     needs("model.fsdp_policy_mp", f"{SEVERAL_PROCESSES}, or use model.autocast",
           lambda v, p: p.trainer.multi_process, "error"),
     needs("tensor_parallel_size", "trainer=TensorParallelTrainer",

@@ -491,7 +491,8 @@ def decide_communication(plan: Plan, data: TrainingData) -> Communication:
         passes = run_passes(plan, data)
     except Exception as error:  # from a model that does not run on fake tensors: it may train nevertheless
         why = f"{type(error).__name__}: {one_sentence(error)}"
-        note = f"warning: the memory cannot be predicted, so frozen weights are {chosen or 'sharded'} ({why})"
+        result = "frozen weights are sharded" if is_open else "no key is recommended"
+        note = f"warning: the memory cannot be predicted, so {result} ({why})"
         return Communication(chosen or "sharded", [note])
     plan = _decide(plan, passes)
     frozen = plan.fsdp.frozen_weights or "sharded"
@@ -711,18 +712,21 @@ def _advise(plan: Plan, data: TrainingData) -> str:
 
 
 def notes_on_free_memory(plan: Plan) -> list[str]:
-    """A message if, after an update, larger microbatches would fit.
-
-    Not yet run on a GPU.
-    """
+    """A message if, after an update, larger microbatches would fit."""
     if not torch.cuda.is_available():
         return []
-    gpus = range(torch.cuda.device_count())
-    held, peak = (sum(map(measure, gpus)) for measure in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
-    total = _find_device_memory(plan)
-    steps = find_fewest_steps(plan.data.gradient_accumulation_steps, held=held, peak=peak, total=total)
-    if steps == plan.data.gradient_accumulation_steps:
+    held, peaks, totals = (
+        [measure(gpu) for gpu in _list_gpus(plan)]
+        for measure in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, _find_gpu_memory)
+    )
+    now = plan.data.gradient_accumulation_steps
+    steps = max(
+        find_fewest_steps(now, held=held_here, peak=peak_here, total=total_here)
+        for held_here, peak_here, total_here in zip(held, peaks, totals, strict=True)
+    )
+    if steps == now:
         return []
+    peak, total = sum(peaks), sum(totals)
     return [
         f"{peak / 1e9:.3g} of {total / 1e9:.3g} GB of GPU memory were used; gradient_accumulation_steps={steps} "
         f"should fit too, and larger microbatches keep a GPU busier"
@@ -750,7 +754,15 @@ def _find_device_memory(plan: Plan) -> int:
     With GPUs, the memory of its GPU, or of all GPUs if it is the only process; without, its share of host memory.
     """
     if torch.cuda.is_available():
-        gpus = range(1 if plan.trainer.multi_process else torch.cuda.device_count())
-        return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+        return sum(map(_find_gpu_memory, _list_gpus(plan)))
     n_processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world_size))  # the launchers set it
     return (host_memory().available + resident_memory()) // n_processes_here
+
+
+def _list_gpus(plan: Plan) -> Sequence[int]:
+    """The GPUs of this process: its own, or all if it is the only process."""
+    return [torch.cuda.current_device()] if plan.trainer.multi_process else range(torch.cuda.device_count())
+
+
+def _find_gpu_memory(gpu: int) -> int:
+    return torch.cuda.get_device_properties(gpu).total_memory

@@ -711,7 +711,7 @@ def test_a_gpu_with_free_memory_is_told_of(monkeypatch, compose):
     gpu = {"memory_allocated": 20e9, "max_memory_allocated": 32e9}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(memory, "_find_device_memory", lambda plan: 80e9)
+    monkeypatch.setattr(memory, "_find_gpu_memory", lambda gpu: 80e9)
     for name, size in gpu.items():
         monkeypatch.setattr(torch.cuda, name, lambda i, size=size: size)
     [note] = notes_on_free_memory(plan)
