@@ -268,7 +268,8 @@ def _gather_all(plan: Plan, policy: Any, held: Bytes) -> Bytes:
     All weights are gathered, if they fit (`sharding.gathered_weights`).
     """
     gathered = _count_gathered(plan, policy)
-    return held | Counter(gathered=gathered) if gathered <= (_find_device_memory(plan) - held.total()) / 2 else held
+    fits = gathered <= (_find_device_memory(plan) - held.total()) / 2
+    return Counter({**held, "gathered": gathered}) if fits else held
 
 
 def _count_gathered(plan: Plan, policy: Any) -> int:
