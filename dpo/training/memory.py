@@ -761,7 +761,7 @@ def _find_device_memory(plan: Plan) -> int:
 
 
 def _list_gpus(plan: Plan) -> Sequence[int]:
-    """The GPUs of this process: its own, or all if it is the only process."""
+    """The GPUs of this process: all, if it is the only one."""
     return [torch.cuda.current_device()] if plan.trainer.multi_process else range(torch.cuda.device_count())
 
 
