@@ -237,9 +237,9 @@ def train(
     """Make the trainer, which loads the models and a checkpoint, and train."""
     from dpo.models.loading import find_following, model_loaders
     from dpo.models.weights import load_archive
-    from dpo.training.memory import explaining_out_of_memory
+    from dpo.training.memory import explain_out_of_memory
 
-    with explaining_out_of_memory(plan, data):
+    with explain_out_of_memory(plan, data):
         if models is None:
             if rank == 0:
                 print(f"loading the weights of {plan.model.name_or_path}", flush=True)

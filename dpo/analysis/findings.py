@@ -326,7 +326,7 @@ def accuracy_gap(run: Run) -> Iterator[Finding]:
 
 
 def margin_sides(run: Run) -> Iterator[Finding]:
-    """Where the margin comes from, and why chosen responses fall."""
+    """Say where the margin comes from, and why chosen responses fall."""
     parts = margin_parts(run)
     if parts is None:
         return

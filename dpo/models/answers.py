@@ -24,7 +24,7 @@ Tokens = tuple[int, ...]
 
 
 class Sampling(NamedTuple):
-    """How answers are sampled."""
+    """Settings of sampling an answer."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0: greedy

@@ -95,7 +95,7 @@ def _own_slice(size: int, mesh: DeviceMesh) -> slice:
 
 
 class Style(NamedTuple):
-    """How one module is sharded over the group.
+    """The sharding of one module over the group.
 
     Activations are (..., features).
     """

@@ -162,7 +162,7 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How weights are updated, and what is checked before and during updates."""
+    """Settings of the updates, and of the checks before and during them."""
 
     optimizer: str
     lr: float
@@ -180,7 +180,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """When a run is evaluated, and what it samples then."""
+    """Settings of evaluations and of the samples taken then."""
 
     eval_every: int
     do_first_eval: bool

@@ -351,7 +351,7 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
 
 
 class Outcome(Enum):
-    """How a worker ended."""
+    """The end of a worker."""
 
     DONE, STOPPED, LOST_CONTACT, FAILED = range(4)
 
@@ -492,7 +492,7 @@ def _receive(pipe: Any) -> str | None:
 
 
 def _describe_exit(exit_code: int) -> str:
-    """How a process ended that has left no message."""
+    """Describe the end of a process that left no message."""
     if exit_code >= 0:
         return f"exited with status {exit_code} before it was done"
     name = signal.Signals(-exit_code).name

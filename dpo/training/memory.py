@@ -420,8 +420,8 @@ def _find_sampling_peak(
         def forward(n_tokens: int, n_cached: int, cache: Any) -> Any:
             """Run the policy on `n_tokens`; return the new cache.
 
-            `cache` has keys and values of `n_cached` tokens. A token is drawn too. Only the memory in
-            use matters, so token ids are zeros, and the drawn token is not used.
+            `cache` has keys and values of `n_cached` tokens. A token is drawn too. Only the memory in use matters, so
+            token ids are zeros, and the drawn token is not used.
             """
             token_ids = torch.zeros(n_rows, n_tokens, dtype=torch.long, device=device)
             only_last_logits = {"logits_to_keep": 1} if policy._supports_logits_to_keep() else {}
@@ -681,7 +681,7 @@ def _print_online_phases(plan: Plan, phases: dict[str, Bytes]) -> None:
 
 
 @contextmanager
-def explaining_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
+def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
     """Raise RunError with advice if memory runs out inside.
 
     The message says how much memory a process needs, and which settings would reduce that.

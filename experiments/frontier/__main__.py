@@ -186,7 +186,7 @@ class Sweep:
         return [
             measure("sft", self.limit.reference),
             *(measure("pi_star", exact.optimum(beta, *self.limit), beta) for beta in map(float, OPTIMAL_BETAS)),
-            *(measure(f"best_of_{n}", exact.best_of(n, *self.limit), n=n) for n in DRAWS),
+            *(measure(f"best_of_{n}", exact.best_of_n(n, *self.limit), n=n) for n in DRAWS),
             measure("chosen", exact.chosen(*self.limit)),
         ]
 

@@ -157,7 +157,7 @@ def chosen(reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     return chosen_logps
 
 
-def best_of(n: int, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+def best_of_n(n: int, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     """Log-probabilities of the best of n draws from the reference.
 
     They are -inf for probability 0. Ties are decided at random.

@@ -206,8 +206,8 @@ def test_best_of_n_is_what_all_draws_of_n_come_to(small, n):
         best = [i for i in draws if r[i] == max(r[list(draws)])]  # one of these by lot, equal ones among them too
         for i in best:
             expected[i] += np.prod(p[list(draws)]) / len(best)
-    assert np.exp(exact.best_of(n, *small)[0]) == pytest.approx(expected)
-    many = exact.make_point(exact.best_of(10**6, *small), *small)
+    assert np.exp(exact.best_of_n(n, *small)[0]) == pytest.approx(expected)
+    many = exact.make_point(exact.best_of_n(10**6, *small), *small)
     assert many.reward == pytest.approx(rewards.max(-1).mean())
 
 

@@ -237,7 +237,7 @@ def test_processes_started_by_torchrun_and_by_slurm_end_well(tmp_path):
         where = {**place, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
         runs.append(Run(tmp_path, f"slurm-{rank}", *common, f"local_run_dir={tmp_path}/slurm", **where))
     for run in runs:
-        run.done()
+        run.done()  # asserts status 0
 
 
 # --- two ranks on one device -----------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from dpo.training.memory import (
     LongestAnswers,
     count_communication,
     decide_communication,
-    explaining_out_of_memory,
+    explain_out_of_memory,
     find_fewest_steps,
     notes_on_free_memory,
     predict,
@@ -652,7 +652,7 @@ def test_memory_that_ran_out_is_named_even_if_the_prediction_fails(compose, monk
     monkeypatch.setattr(memory, "predict", refuse)
     with (
         pytest.raises(RunError, match=r"out of memory: .*no rule for fake tensors.*\(40 bytes\)") as raised,
-        explaining_out_of_memory(plan, load_data(plan, silent=True)),
+        explain_out_of_memory(plan, load_data(plan, silent=True)),
     ):
         raise torch.OutOfMemoryError("40 bytes")
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
