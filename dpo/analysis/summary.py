@@ -247,6 +247,10 @@ def _label_policy_sample(policy_name: str, sample: Mapping[str, Any], role: str)
     return Text(f"{policy_name} {when}", role, shortened(sample["policy"]))
 
 
+# how the page shows a drawn answer, by its rank
+DRAWN_ROLES = {"best": "chosen", "worst": "rejected", "best, rejected": "rejected", "worst, chosen": "chosen"}
+
+
 def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
     """Collect some prompts of each run, with its last drawn answers."""
     cards = []
@@ -257,7 +261,7 @@ def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
             for rank, answer in rank_answers(record):
                 name = f"{run.name}, {rank}" if len(runs) > 1 else rank
                 length = count(answer["tokens"], "token") + ("" if answer["ended"] else ", cut off")
-                role = {"best": "chosen", "worst": "rejected"}.get(rank, "other")
+                role = DRAWN_ROLES.get(rank, "other")
                 label = f"{name}: score {figure(answer['score'])}, {length}"
                 texts.append(Text(label, role, shortened(answer["text"])))
             cards.append(Prompted(_shorten_prompt(record["prompt"]), texts))
