@@ -124,6 +124,8 @@ def list_charts(runs: Sequence[Run]) -> list[Chart]:
         Chart("logps", "Log-probabilities", ("logps_SPLIT/chosen", "logps_SPLIT/rejected")),
         Chart("grad_norm", "Gradient norm", ("grad_norm",), log_scale=True),
         Chart("lr", "Learning rate", ("lr",), log_scale=True, smooth=False),
+        Chart("held_out_score", "Scores on held-out prompts", ("online_eval/score", "online_eval/reference_score")),
+        Chart("win_rate", "Win rate against the reference", ("online_eval/win_rate",), in_percent=True, baseline=0.5),
         Chart("online_score", "Scores of answers", ("online/score_best", "online/score", "online/score_worst")),
         Chart("online_kl", "KL to the reference, estimated", ("online/kl",), unit="nats", baseline=0.0),
         Chart("online_length", "Length of answers", ("online/length",), unit="tokens"),

@@ -121,7 +121,10 @@ class OnlineBatches(Batches):
         scored = self._score(answered, seed=(self.seed, update, SCORING_STREAM))
         drawn, weights = {}, [1.0] * len(prompts)
         for (index, encoded_prompt), prompt_answers in zip(encoded_prompts.items(), scored, strict=True):
-            drawn[index] = self._label(prompts[index], choose_pair(prompts[index], prompt_answers), update)
+            drawn[index] = choose_pair(prompts[index], prompt_answers)
+            if self.labels == "bradley_terry":
+                seed = (self.seed, update, LABEL_STREAM, prompts[index].index_in_split)
+                drawn[index] = draw_label(drawn[index], seed)
             # a tie stays in the batch, with weight 0, so that every process has as many forwards as without ties
             weights[index] = float(self.keeps_ties or not drawn[index].is_tie)
             examples[index] = _add_pair(encoded_prompt, drawn[index])
@@ -191,15 +194,6 @@ class OnlineBatches(Batches):
         for batch in batches:
             self.stop.raise_if_any()
             yield batch
-
-    def _label(self, prompt: Prompt, drawn: Drawn, update: int) -> Drawn:
-        """Decide by `online.labels` which answer of the pair is chosen."""
-        if self.labels == "hard":
-            return drawn
-        best, worst = drawn.pair
-        probability = 1 / (1 + math.exp(worst.score - best.score))
-        rng = np.random.default_rng([self.seed, update, LABEL_STREAM, prompt.index_in_split])
-        return drawn._replace(is_flipped=bool(rng.random() >= probability))
 
     def _choose_offline_pairs(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
         """Choose `n_offline` random prompts, and a random pair of each.
@@ -362,6 +356,13 @@ def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> Drawn:
     different = [i for i in others if answers[i].tokens != answers[best].tokens]
     worst = min(reversed(different or others), key=lambda i: answers[i].score)  # the last of them
     return Drawn(prompt.text, answers, best, worst)
+
+
+def draw_label(drawn: Drawn, seed: Sequence[int]) -> Drawn:
+    """Draw which answer of a pair is chosen, by the Bradley-Terry model."""
+    best, worst = drawn.answers[drawn.best], drawn.answers[drawn.worst]
+    probability_of_best = 1 / (1 + math.exp(worst.score - best.score))
+    return drawn._replace(is_flipped=bool(np.random.default_rng(seed).random() >= probability_of_best))
 
 
 def _add_pair(encoded_prompt: Example, drawn: Drawn) -> Example:
