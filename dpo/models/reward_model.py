@@ -48,8 +48,9 @@ class RewardModel:
         self.form = form
         # a tokenizer may append EOS itself
         self.appends_eos = form == "text_eos" and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]
-        # RoBERTa and DeBERTa-v3 have no types to tell the segments apart
-        self.has_types = form == "pair" and getattr(model.config.get_text_config(), "type_vocab_size", 0) > 1
+        # RoBERTa, for one, has no types that tell segments apart
+        n_types = getattr(model.config.get_text_config(), "type_vocab_size", 0)
+        self.has_types = form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
         self.limit = _count_positions(model, tokenizer)
         tokenizer.truncation_side = "left"  # of a text that is too long, keep the end with the answer
         self.pad = model.config.get_text_config().pad_token_id
