@@ -123,7 +123,8 @@ def test_a_tokenizer_with_a_separator_gives_two_segments(family, tmp_path):
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     for prompt, answer, score in zip(PROMPTS, ANSWERS, scores, strict=True):
         inputs = segments(prompt.text, answer.text, return_tensors="pt")
-        assert not has_types or {0, 1} == set(inputs["token_type_ids"][0].tolist())
+        if has_types and answer.text:  # transformers makes one segment if the other is empty
+            assert {0, 1} == set(inputs["token_type_ids"][0].tolist())
         with torch.no_grad():
             assert score == pytest.approx(model(**inputs).logits.item(), rel=1e-4, abs=1e-5)
     assert scores != pytest.approx(scorer_of(folder, reward_format="text")(PROMPTS, ANSWERS), rel=1e-3)
@@ -138,9 +139,7 @@ def test_a_tokenizer_with_a_separator_gives_two_segments(family, tmp_path):
 )
 def test_a_format_that_the_tokenizer_lacks_is_refused(wanted, said, tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "llama", tokenizer, template=None)
-    with pytest.raises(
-        InputError, match=rf"^online.reward_format={wanted}: the tokenizer of online.reward_model=.* {said}"
-    ):
+    with pytest.raises(InputError, match=rf"^online.reward_format={wanted}: the tokenizer of .* {said}"):
         scorer_of(folder, reward_format=wanted)
 
 
