@@ -58,7 +58,10 @@ class Prompt(NamedTuple):
     messages: Messages | None = None  # from which the text was rendered
 
     def texts(self, example_index: int) -> dict[str, str]:
-        """The responses of an example by role; none if the prompt has no examples."""
+        """The responses of an example by role.
+
+        A prompt without examples has none.
+        """
         roles = self.examples[example_index] if self.examples else {}
         return {role: self.responses[i] for role, i in roles.items()}
 

@@ -262,7 +262,7 @@ class Objective:
 
     @torch.no_grad()
     def find_log_ratios(self, batches: Iterable[Batch]) -> list[float]:
-        """log pi(y) - log ref(y) of examples whose only response is chosen."""
+        """Log-ratios of examples whose only response is chosen."""
         scores, _ = self._compute_all_scores(batches)
         return (scores.chosen - scores.reference_chosen).tolist()
 

@@ -1,8 +1,9 @@
-"""Online pairs, the best and the worst answer to a prompt; their evaluation.
+"""Online pairs: the best and the worst answer to a prompt.
 
-The policy writes the answers, and a scorer ranks them (online DPO, arXiv 2402.04792). Up to rounding, an answer depends
-only on the weights, the config's seed, and the index of the answer in the run. It depends neither on other prompts nor
-on the number of processes, so checkpoints need no state of the sampling.
+The policy writes the answers, and a scorer ranks them (online DPO, arXiv 2402.04792). At each evaluation it also
+answers held-out prompts. Up to rounding, an answer depends only on the weights, the config's seed, and the number of
+the answer in the run. It depends neither on other prompts nor on the number of processes, so checkpoints need no state
+of the sampling.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ class OnlineBatches(Batches):
         return [answer for [answer] in self._score(answered, seed=(self.seed, who, HELD_OUT_STREAM))]
 
     def _find_log_ratios(self, answers: Sequence[Answer]) -> list[float]:
-        """log pi(y) - log ref(y) of an answer y to each held-out prompt."""
+        """Log-ratios of policy and reference on held-out answers."""
         examples = [
             encoded._replace(responses=(answer.tokens,), roles=("chosen",))
             for encoded, answer in zip(self._encoded.values(), answers, strict=True)
@@ -208,7 +209,7 @@ class OnlineBatches(Batches):
         return chosen_pairs
 
     def _answer(self, encoded_prompts: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
-        """Sample `n_samples` answers of the policy to each prompt of a batch.
+        """Sample `n_samples` answers of the policy per prompt.
 
         Prompts and answers go by the prompt's index in the batch.
         """
