@@ -52,8 +52,7 @@ def get_custom(
             )
         if is_chat:
             messages, answers = _split_messages(prompt, responses, tokenizer, where)
-            last_role = answers[0][-1]["role"]
-            if "messages" in used and last_role != "assistant":
+            if "messages" in used and (last_role := answers[0][-1]["role"]) != "assistant":
                 raise InputError(f"{where}: the last message is from {last_role}, and must be from assistant")
             prompt, responses = _render(messages, answers, tokenizer, where)
             data.messages[prompt] = [{key: message[key] for key in ("role", "content")} for message in messages]
