@@ -89,7 +89,9 @@ class OnlineBatches(Batches):
         online = plan.online
         self.n_samples, self.missing_eos_penalty = online.n_samples, online.missing_eos_penalty
         self.labels, self.keeps_ties = online.labels, online.ties == "keep"
-        self.sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p, seed)
+        self.sampling = Sampling(
+            online.max_new_tokens, online.temperature, online.top_p, seed, plan.model.cache_implementation
+        )
         self.n_offline = plan.n_offline
         self._reference_answers: list[Answer] = []  # to the held-out prompts, once they are drawn
 
