@@ -659,7 +659,7 @@ def ties(run: Run) -> Iterator[Finding]:
     share = run.tail("train", "online/ties")
     if share >= 0.5:
         effect = (
-            "Ties are trained on (online.ties=keep), with the answer that was drawn first as chosen"
+            "Ties are trained on (online.ties=keep), though the scorer prefers neither answer"
             if run.setting("online.ties") == "keep"
             else "Ties are not trained on (online.ties=skip), so the gradient comes from few pairs, or from none"
         )
