@@ -141,11 +141,11 @@ def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, fold
 
 
 @pytest.mark.parametrize(
-    "name", ["aot", "bco", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_unpaired", "beta_dpo"))]
+    "name", ["aot", "bco", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_unpaired", "beta_dpo"))]
 )
 def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
     """Not on how its examples are cut into batches, nor on the updates before it."""
-    command = (f"loss={name}", "loss.beta=0.5", "n_eval_examples=32")
+    command = (f"loss={name}", "loss.beta=0.5", "n_eval_examples=32", *["unpair=true"] * (name == "kto"))
     trained = trainers.make(trainers.compose(tmp_path, "trained", *command))
     trainers.updates(trained)
     torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
         other.objective.models_are_equal = False
         found = other.evaluator.metrics().means()
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    at_equal_models = 2 * math.log(2) if name == "bco" else math.log(2)
+    at_equal_models = {"bco": 2 * math.log(2), "kto": 0.5}.get(name, math.log(2))
     assert expected["loss/eval"] != pytest.approx(at_equal_models, rel=1e-3)
 
 
