@@ -136,7 +136,7 @@ def orpo(pairs: list[dict], log_probs: torch.Tensor, *, beta: float) -> torch.Te
 class ModelOfLabels:
     """A stand-in that returns the mismatched responses' log-probabilities for `KL_input_ids`, which are ones."""
 
-    training = True
+    training, is_gradient_checkpointing = True, False
 
     def __init__(self, log_probs: torch.Tensor) -> None:
         self.log_probs = log_probs

@@ -16,7 +16,7 @@ from dpo.errors import InputError
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 # labels in lower case, as text
 DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs up", "thumbs_up", "👍")
-UNDESIRABLE = ("false", "0", "0.0", "-1", "-1.0", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
+UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
 
 
 def get_custom(

@@ -20,10 +20,7 @@ def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
     """
     by_lower_case = {name.lower(): name for name in sorted(names)}
     lower = value.lower()
-    if lower in by_lower_case:
-        similar = [lower]
-    else:
-        similar = difflib.get_close_matches(lower, by_lower_case, n=MAX_SUGGESTED)
+    similar = [lower] if lower in by_lower_case else difflib.get_close_matches(lower, by_lower_case, n=MAX_SUGGESTED)
     suggestion = f"did you mean {join_with_or([by_lower_case[name] for name in similar])}?" if similar else ""
     if len(names) <= MAX_LISTED:
         return f"{key}={value} is not one of {', '.join(sorted({*names}))}" + (f": {suggestion}" if similar else "")

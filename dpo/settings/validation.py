@@ -68,9 +68,7 @@ def _list_losses(is_listed: Callable[[Loss], bool], separator: str = ", ") -> st
 SEVERAL_PROCESSES = "a trainer of several processes: trainer=FSDPTrainer"
 LOSS_WITH_REFERENCE = f"a loss with a reference: any but {_list_losses(lambda loss: not loss.reference)}"
 LOSS_OF_PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: loss.trains_on != 'pairs')}"
-LOSS_OF_LABELS = (
-    f"a loss of labels: loss={_list_losses(lambda loss: loss.trains_on == 'labels', ' or loss=')}"
-)
+LOSS_OF_LABELS = f"a loss of labels: loss={_list_losses(lambda loss: loss.trains_on == 'labels', ' or loss=')}"
 LOSS_OF_MARGIN = (
     "a loss that depends on the log-ratios by their difference alone: "
     f"loss={_list_losses(lambda loss: loss.reference and loss.margin_only, ' or ')}"

@@ -58,7 +58,10 @@ REFUSED = [
     ),
     ("hydra.sweeper.params.x=1", "hydra.sweeper.params.x=1 is not a valid override"),
     ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but sft"),
-    ("loss=sft loss.wpo=true", "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, orpo, "),
+    (
+        "loss=sft loss.wpo=true",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
+    ),
     ("loss=orpo loss.gamma=1", "loss.gamma does not exist here: it belongs to loss=mix and loss=simpo"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
     # --- keys
@@ -189,10 +192,16 @@ REFUSED = [
     (f"{PACKAGE} sample_during_eval=false {DRAWN}", "online=online does not work with tensor_parallel.backend=tensor_"),
     # --- losses
     ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unpaired"),
-    ("loss=kto loss.wpo=true", "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, orpo, "),
+    (
+        "loss=kto loss.wpo=true",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
+    ),
     ("loss=kto loss.desirable_weight=-1", "loss.desirable_weight=-1 must be a number from 0 to 1e30"),
     (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto or loss=apo_zero_unpaired"),
-    ("loss=mix loss.weights.dpo=1 +loss.weights.kto=1", "loss.weights.kto: kto trains on labels and a mix on pairs, so"),
+    (
+        "loss=mix loss.weights.dpo=1 +loss.weights.kto=1",
+        "loss.weights.kto: kto trains on labels and a mix on pairs, ",
+    ),
     (f"{DPO} loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
     (f"{DPO} loss.f_divergence=kl", "loss.f_divergence=kl is not one of alpha, forward_kl, js"),
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),

@@ -141,11 +141,13 @@ def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, fold
 
 
 @pytest.mark.parametrize(
-    "name", ["aot", "bco", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_unpaired", "beta_dpo"))]
+    "name",
+    ["aot", "bco", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_unpaired", "beta_dpo"))],
 )
 def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
     """Not on how its examples are cut into batches, nor on the updates before it."""
-    command = (f"loss={name}", "loss.beta=0.5", "n_eval_examples=32", *["unpair=true"] * (name == "kto"))
+    settings = ("loss.beta=0.005", "unpair=true") if name == "kto" else ("loss.beta=0.5",)
+    command = (f"loss={name}", "n_eval_examples=32", *settings)
     trained = trainers.make(trainers.compose(tmp_path, "trained", *command))
     trainers.updates(trained)
     torch.manual_seed(0)
