@@ -134,7 +134,10 @@ def orpo(pairs: list[dict], log_probs: torch.Tensor, *, beta: float) -> torch.Te
 
 
 class ModelOfLabels:
-    """A stand-in that returns the mismatched responses' log-probabilities for `KL_input_ids`, which are ones."""
+    """A stand-in for a model that also scores mismatched responses.
+
+    Their `KL_input_ids` are ones, and all other ids are zeros.
+    """
 
     training, is_gradient_checkpointing = True, False
 
@@ -148,9 +151,9 @@ class ModelOfLabels:
 
 
 def kto(pairs: list[dict], log_probs: torch.Tensor, *, loss_type: str, **options: Any) -> torch.Tensor:
-    """Compute a loss of KTOTrainer on unpaired pairs; `options` are those of KTOConfig.
+    """Compute a loss of KTOTrainer on unpaired pairs.
 
-    A prompt's mismatched response is that of the row before it, as in TRL.
+    `options` are those of KTOConfig. A prompt's mismatched response is that of the row before it, as in TRL.
     """
     mask = torch.tensor([[0] + [1] * n + [0] * (T - n) for n in count_tokens(pairs)])
     trainer = SimpleNamespace(

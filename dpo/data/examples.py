@@ -25,7 +25,7 @@ ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the e
 
 
 class TextExample(NamedTuple):
-    """An example as text: a pair, an SFT target, or a labelled response."""
+    """An example as text: a pair, an SFT target or a labelled response."""
 
     prompt: Prompt
     example_index: int  # among the prompt's examples
@@ -85,7 +85,7 @@ def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[T
     return examples
 
 
-def mismatch(prompts: Sequence[Prompt], examples: Sequence[TextExample], *, seed: int) -> list[TextExample]:
+def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample], *, seed: int) -> list[TextExample]:
     """Replace the responses of examples by those of another prompt.
 
     The other prompt is at a random distance in the data, the same for all examples. So it depends on the seed alone,

@@ -19,7 +19,7 @@ from dpo.data.examples import (
     encode_examples,
     iterate_examples,
     iterate_once,
-    mismatch,
+    mismatch_examples,
     read_examples,
 )
 from dpo.data.preflight import TrainingData
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
 
 def with_mismatched(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield each batch, and after it its mismatched examples if it has any."""
+    """Yield each batch, and after it its mismatched one, if any."""
     for batch in batches:
         yield batch
         if batch.mismatched is not None:
@@ -186,7 +186,7 @@ class Batches:
         batch = self._make_batch(texts, cache_rows, n_microbatches)
         if not self.loss.mismatched:
             return batch
-        mismatched_texts = mismatch(prompts, texts, seed=self.seed)
+        mismatched_texts = mismatch_examples(prompts, texts, seed=self.seed)
         mismatched_rows = [self.data.n_examples + row for row in cache_rows]
         return batch._replace(mismatched=self._make_batch(mismatched_texts, mismatched_rows, n_microbatches))
 

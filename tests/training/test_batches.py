@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dpo.data.examples import list_examples, mismatch
+from dpo.data.examples import list_examples, mismatch_examples
 from dpo.data.table import Prompt
 from dpo.training.batches import prefetch
 
@@ -68,11 +68,11 @@ def test_a_mismatched_example_has_a_response_to_another_prompt():
         prompts.append(Prompt(str(i), responses, examples, "keep_end", False, index_in_split=i))
     examples = [example for prompt in prompts for example in list_examples(prompt)]
 
-    found = {seed: mismatch(prompts, examples, seed=seed) for seed in range(8)}
+    found = {seed: mismatch_examples(prompts, examples, seed=seed) for seed in range(8)}
 
     for mismatched in found.values():
         assert [(e.prompt, e.example_index) for e in mismatched] == [(e.prompt, e.example_index) for e in examples]
         assert not any(text.startswith(e.prompt.text) for e in mismatched for text in e.texts.values())
-        some = mismatch(prompts, examples[2:5], seed=next(seed for seed in found if found[seed] is mismatched))
+        some = mismatch_examples(prompts, examples[2:5], seed=next(seed for seed in found if found[seed] is mismatched))
         assert some == mismatched[2:5]  # whatever else is in the batch
     assert len({str(mismatched) for mismatched in found.values()}) == 3  # distances
