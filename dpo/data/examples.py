@@ -25,7 +25,7 @@ ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the e
 
 
 class TextExample(NamedTuple):
-    """An example as text: a pair, an SFT target or a labelled response."""
+    """An example as text: a pair, SFT target or labelled response."""
 
     prompt: Prompt
     example_index: int  # among the prompt's examples

@@ -196,6 +196,10 @@ REFUSED = [
         "loss=kto loss.wpo=true",
         "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
     ),
+    (
+        "loss=kto +loss.wpo=true",
+        "loss.wpo=true needs a loss of pairs with a reference: any but sft, simpo, orpo, kto, ",
+    ),
     ("loss=kto loss.desirable_weight=-1", "loss.desirable_weight=-1 must be a number from 0 to 1e30"),
     (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto or loss=apo_zero_unpaired"),
     (
@@ -215,8 +219,8 @@ REFUSED = [
     ("loss=mix loss.weights.cpo=1", "loss.weights.cpo: no loss is called cpo; a mix adds up sft, dpo, "),
     ("loss=mix loss.weights.dpo=1 +loss.weights.aot=1", "loss.weights.aot: aot compares the examples of a batch with "),
     ("loss=mix loss.weights.dpo=1 loss.weights.apo_zero=1 loss.f_divergence=js", "loss.f_divergence=js needs a loss"),
-    ("loss=mix loss.weights.orpo=1 loss.ld_alpha=0", "loss.ld_alpha=0 needs a loss with a reference"),
-    ("loss=mix loss.weights.orpo=1 loss.wpo=true", "loss.wpo=true needs a loss with a reference"),
+    ("loss=mix loss.weights.orpo=1 loss.ld_alpha=0", "loss.ld_alpha=0 needs a loss of pairs with a reference"),
+    ("loss=mix loss.weights.orpo=1 loss.wpo=true", "loss.wpo=true needs a loss of pairs with a reference"),
     ("loss=mix loss.weights.exo=1", "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
     # --- adapters
     (f"{LORA} lora.r=0", "lora.r=0 must be an integer from 1 to 65536"),
