@@ -67,9 +67,9 @@ class PreferenceData(dict[str, Entry]):
 
     def add_labelled(self, prompt: str, response: str, *, is_desirable: bool) -> None:
         """Add a response with its label."""
-        entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": "", "labels": []})
+        entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
         entry["responses"].append(response)
-        entry["labels"].append(is_desirable)
+        entry.setdefault("labels", []).append(is_desirable)
 
     def take(self, trains_on: str) -> Iterator[tuple[str, list[str], list[dict[str, int]]]]:
         """Remove the prompts one by one, and yield each with its examples.
@@ -136,8 +136,8 @@ def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[
     if value is None or value != value:  # NaN differs from itself
         null = "null" if value is None else "NaN, which is how pandas writes null"
         raise InputError(f"{where}: {key} is {null}: give it a value, or remove the record")
-    is_unwanted_bool = isinstance(value, bool) and types is not LABEL_TYPES  # Python counts a bool as an int
-    if not isinstance(value, types) or is_unwanted_bool:
+    # Python counts a bool as an int
+    if not isinstance(value, types) or (isinstance(value, bool) and types is not LABEL_TYPES):
         raise InputError(f"{where}: {key} must be {TYPE_NAMES[types]}, and is {value!r:.80}")
     if isinstance(value, str) and SURROGATE.search(value):
         raise InputError(f"{where}: field {key!r} has an unpaired UTF-16 surrogate (invalid text): {value[:80]!r}")

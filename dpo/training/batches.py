@@ -101,6 +101,7 @@ class Batches:
         n_examples = np.concatenate([data.train.counts, data.test.counts])  # per prompt
         first_rows = np.cumsum(n_examples) - n_examples
         self._first_train_rows, self._first_test_rows = np.split(first_rows, [len(data.train.counts)])
+        self._first_mismatched_row = int(n_examples.sum())
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
         """Iterate over training batches in the reference code's order.
@@ -187,7 +188,7 @@ class Batches:
         if not self.loss.mismatched:
             return batch
         mismatched_texts = mismatch_examples(prompts, texts, seed=self.seed)
-        mismatched_rows = [self.data.n_examples + row for row in cache_rows]
+        mismatched_rows = [self._first_mismatched_row + row for row in cache_rows]
         return batch._replace(mismatched=self._make_batch(mismatched_texts, mismatched_rows, n_microbatches))
 
     def _make_batch(self, texts: Sequence[TextExample], cache_rows: Sequence[int], n_microbatches: int) -> Batch:
