@@ -129,6 +129,20 @@ def test_targets_have_no_counts_of_pairs(tokenizer):
     assert [getattr(report, name) for name in pairwise] == [None] * 5  # not counted, which is not 0
 
 
+def test_labels_are_counted(tokenizer):
+    examples = [{"chosen": 0}, {"rejected": 1}, {"rejected": 0}, {"chosen": 0}]
+    counter = SplitCounter(TextEncoder(tokenizer), trains_on="labels")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "split.arrow"
+        write_prompts(path, counter.watch([Prompt("a", [" b", " c d"], examples, "keep_end", False)]))
+        report = counter.count_tokens(PromptTable(path), max_length=6, max_prompt_length=2)
+    assert (report.desirable, report.undesirable, report.duplicated_pairs) == (2, 2, None)
+    assert report.describe("train") == (
+        "train: 4 examples of 1 prompt, 2 desirable and 2 undesirable, 2 responses with both labels; "
+        "2.0 tokens per desirable response, 2.5 per undesirable response"
+    )
+
+
 def test_texts_with_eos_stop_the_run_and_are_counted_also_beyond_the_sample(tokenizer, monkeypatch):
     monkeypatch.setattr(counts, "SAMPLE_SIZE", 1)
     with pytest.raises(InputError) as error:
