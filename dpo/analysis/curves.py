@@ -122,6 +122,7 @@ def list_charts(runs: Sequence[Run]) -> list[Chart]:
         Chart("margin", "Reward margin", ("rewards_SPLIT/margins",), baseline=0.0),
         Chart("rewards", "Rewards", ("rewards_SPLIT/chosen", "rewards_SPLIT/rejected"), baseline=0.0),
         Chart("logps", "Log-probabilities", ("logps_SPLIT/chosen", "logps_SPLIT/rejected")),
+        Chart("kto_kl", "KL to the reference, estimated by KTO", ("kto/kl/SPLIT",), unit="nats", baseline=0.0),
         Chart("grad_norm", "Gradient norm", ("grad_norm",), log_scale=True),
         Chart("lr", "Learning rate", ("lr",), log_scale=True, smooth=False),
         Chart("held_out_score", "Scores on held-out prompts", ("online_eval/score", "online_eval/reference_score")),

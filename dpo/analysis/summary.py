@@ -303,6 +303,8 @@ def _shorten_prompt(prompt: str) -> str:
 DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "examples": "examples",
     "prompts": "prompts",
+    "desirable": "desirable responses",
+    "undesirable": "undesirable responses",
     "mean_chosen_tokens": "mean tokens, chosen",
     "mean_rejected_tokens": "mean tokens, rejected",
     "chosen_longer": "pairs with chosen longer",

@@ -33,6 +33,7 @@ TEXT_COUNTS = (
     ("empty_responses", "with an empty response", "with an empty response"),
     ("duplicated_pairs", "duplicated pair", "duplicated pairs"),
     ("contradictory_pairs", "contradictory pair", "contradictory pairs"),
+    ("contradictory_labels", "response with both labels", "responses with both labels"),
 )
 TOKEN_COUNTS = (
     ("truncated_prompts", "with a truncated prompt", "with a truncated prompt"),
@@ -45,8 +46,8 @@ TOKEN_COUNTS = (
 class SplitReport:
     """Counts over the examples of a split; lengths in tokens.
 
-    Fields that only pairs have are None for SFT targets. The fields after `tokenized` are over all examples of a small
-    split, and over a random sample of a large one.
+    Fields that only pairs have are None for other examples, and so are those that only labelled examples have. The
+    fields after `tokenized` are over all examples of a small split, and over a random sample of a large one.
     """
 
     prompts: int = 0
@@ -54,6 +55,9 @@ class SplitReport:
     empty_responses: int = 0  # examples with a response of only whitespace and EOS
     duplicated_pairs: int | None = None  # pairs that repeat an earlier pair of their prompt
     contradictory_pairs: int | None = None  # pairs that reverse an earlier pair of their prompt
+    desirable: int | None = None  # labelled examples by their label
+    undesirable: int | None = None
+    contradictory_labels: int | None = None  # responses that an earlier example of their prompt has with another label
     joined_words: int = 0  # examples whose prompt and response have no space between them
     joined_example: str = ""  # the end of the prompt and the beginning of the response of the first such example
     tokenized: int = 0  # number of examples that the following fields are over
@@ -75,13 +79,17 @@ class SplitReport:
             size = f"{split}: {count(self.prompts, 'prompt')} without responses"
             return f"{size}{truncated}; {self.mean_prompt_tokens:.1f} tokens per prompt"
         text = f"{split}: {count(self.examples, 'example')} of {count(self.prompts, 'prompt')}"
+        chosen, rejected = "chosen", "rejected"
+        if self.desirable is not None:
+            chosen, rejected = "desirable", "undesirable"
+            text += f", {self.desirable:,} desirable and {self.undesirable:,} undesirable"
         text += self._list_counts(TEXT_COUNTS)
         if self.tokenized < self.examples:
             text += f"; in a random sample of {self.tokenized:,}"
         text += self._list_counts(TOKEN_COUNTS)
-        text += f"; {self.mean_chosen_tokens:.1f} tokens per chosen response"
+        text += f"; {self.mean_chosen_tokens:.1f} tokens per {chosen} response"
         if self.mean_rejected_tokens is not None:
-            text += f", {self.mean_rejected_tokens:.1f} per rejected response"
+            text += f", {self.mean_rejected_tokens:.1f} per {rejected} response"
         if self.mean_rejected_tokens is not None and self.chosen_longer is not None:
             gap = self.mean_chosen_tokens - self.mean_rejected_tokens
             text += f" (gap {gap:+.1f}; chosen longer in {self.chosen_longer:.0%} of pairs)"
@@ -161,16 +169,19 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
 class SplitCounter:
     """Counts a split: all its texts, then the tokens of a sample.
 
-    `counts_prompts`: prompts without examples count too, as an online run answers them.
+    With `trains_on="prompts"` prompts without examples count too, as an online run answers them.
     """
 
-    def __init__(self, encode: TextEncoder, *, counts_prompts: bool = False) -> None:
-        self.encode, self.counts_prompts = encode, counts_prompts
+    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs") -> None:
+        self.encode, self.trains_on = encode, trains_on
         self.counts: Counter[str] = Counter()  # by field of SplitReport
+        if trains_on == "labels":
+            self.counts.update(desirable=0, undesirable=0)
         self.digest = hashlib.sha256()  # of prompts, responses and examples, in order
         self._formats: dict[str, str] = {}  # of prompts, by dataset
         self._joined_example = ""
-        self._seen_pairs: set[int] = set()  # hashes; pairs of all datasets, which may have prompts in common
+        # hashes of pairs or labelled responses, of all datasets, which may have prompts in common
+        self._seen: set[int] = set()
         self._texts_with_eos: dict[str, str] = {}  # each with its prompt
 
     def watch(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
@@ -188,7 +199,7 @@ class SplitCounter:
             for texts in examples:
                 self._count_texts(prompt, texts)
             if not prompt.rendered:  # in a rendered chat EOS ends turns
-                self._find_eos(prompt.text, examples or [{}] * self.counts_prompts)
+                self._find_eos(prompt.text, examples or [{}] * (self.trains_on == "prompts"))
             yield prompt
         if self._texts_with_eos:
             self._refuse_eos()
@@ -220,9 +231,15 @@ class SplitCounter:
         if tuple(texts) == TRAINS_ON["pairs"]:
             pair = hash((prompt.text, *responses))
             reversed_pair = hash((prompt.text, *reversed(responses)))
-            counts["duplicated_pairs"] += pair in self._seen_pairs
-            counts["contradictory_pairs"] += reversed_pair in self._seen_pairs and reversed_pair != pair
-            self._seen_pairs.add(pair)
+            counts["duplicated_pairs"] += pair in self._seen
+            counts["contradictory_pairs"] += reversed_pair in self._seen and reversed_pair != pair
+            self._seen.add(pair)
+        elif self.trains_on == "labels":
+            [(role, response)] = texts.items()
+            other_role = "rejected" if role == "chosen" else "chosen"
+            counts["desirable" if role == "chosen" else "undesirable"] += 1
+            counts["contradictory_labels"] += hash((prompt.text, other_role, response)) in self._seen
+            self._seen.add(hash((prompt.text, role, response)))
         joined = [text for text in responses if _are_joined(prompt.text, text)]
         if joined and not prompt.rendered:  # a chat template may put no space there
             counts["joined_words"] += 1
@@ -239,7 +256,7 @@ class SplitCounter:
         digest = hashlib.sha256(repr(vocabulary).encode())
         prompt_lengths: list[int] = []
         response_lengths: list[dict[str, int]] = []  # of each example, by role
-        counts = np.maximum(prompts.counts, 1) if self.counts_prompts else prompts.counts
+        counts = np.maximum(prompts.counts, 1) if self.trains_on == "prompts" else prompts.counts
         sample_ids = _sample_examples(counts)
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             examples = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])

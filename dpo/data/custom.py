@@ -1,4 +1,4 @@
-"""Custom data: pairs and SFT targets from records of the user."""
+"""Custom data: pairs, SFT targets and labelled responses from a user's records."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import jinja2
 
 from dpo.data.columns import find_columns, recognize_columns
-from dpo.data.schema import ASSISTANT, Messages, PreferenceData, get_field, is_sharegpt
+from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, PreferenceData, get_field, is_sharegpt
 from dpo.errors import InputError
 
 # the role of each speaker in ShareGPT's messages
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# labels in lower case, as text
+DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs up", "thumbs_up", "👍")
+UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
 
 
 def get_custom(
@@ -28,8 +31,8 @@ def get_custom(
     """Convert custom records to preference data.
 
     Pairs come from `{prompt, chosen, rejected}`, or from `{chosen, rejected}` with a common beginning, the prompt.
-    SFT targets also come from `{prompt, completion}`, and from `{messages}`, where the last message is the target.
-    Prompts to answer come from `{prompt}`.
+    SFT targets also come from `{prompt, completion}`, and from `{messages}`, where the last message is the target;
+    labelled responses from either of these with `label`. Prompts to answer come from `{prompt}`.
 
     All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
     `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
@@ -65,7 +68,9 @@ def get_custom(
                 f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
                 f"prompt, or remove it"
             )
-        if len(responses) == 2:
+        if "label" in used:
+            data.add_labelled(prompt, *responses, is_desirable=_read_label(row, used["label"], where))
+        elif len(responses) == 2:
             data.add_pair(prompt, *responses)
         elif responses:
             data.add_target(prompt, *responses)
@@ -75,6 +80,18 @@ def get_custom(
     if note := recognized.describe(columns):
         data.notes.append(f"{origin}: {note}")
     return data
+
+
+def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
+    """Read whether a response is desirable."""
+    value = get_field(row, column, where, LABEL_TYPES)
+    label = str(value).strip().lower()
+    if label not in DESIRABLE + UNDESIRABLE:
+        raise InputError(
+            f"{where}: {column} is {value!r:.80}, which does not say whether the response is good: write true or "
+            f"false (1 or 0, good or bad, up or down), or remove the record"
+        )
+    return label in DESIRABLE
 
 
 def _find_shared_prompt(
@@ -103,7 +120,7 @@ def _read_fields(row: Mapping[str, Any], used: Mapping[str, str], where: str) ->
     fields = {
         field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
         for field, column in used.items()
-        if field != "input"
+        if field not in ("input", "label")
     }
     prompt = fields.get("prompt")
     responses = [value for field, value in fields.items() if field != "prompt"]

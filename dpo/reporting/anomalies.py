@@ -76,6 +76,9 @@ class NonFiniteGuard(Callback):
                 texts |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
             elif self.context.plan.loss.trains_on == "targets":
                 texts = {"completion": prompt.texts(index_in_prompt)["chosen"]}
+            elif self.context.plan.loss.trains_on == "labels":
+                [(role, text)] = prompt.texts(index_in_prompt).items()
+                texts = {"completion": text, "label": role == "chosen"}
             else:
                 texts = prompt.texts(index_in_prompt)
             line = {"prompt": prompt.text, **texts, "prompt_number": prompt_number}

@@ -152,6 +152,7 @@ class DataPlan:
 
     datasets: list[str]
     dataset_sources: Mapping[str, Any]
+    unpair: bool
     batch_size: int
     eval_batch_size: int
     gradient_accumulation_steps: int

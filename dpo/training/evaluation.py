@@ -59,16 +59,17 @@ class Evaluator:
             return Reduced({}, {})
         objective = self.objective
         objective.policy.eval()
-        metrics = objective.evaluate(self._iterate_batches())
+        mismatched = [batch.mismatched for batch in self.batches if batch.mismatched is not None]
+        metrics = objective.evaluate(self._iterate(self.batches), self._iterate(mismatched))
         release_gathered(objective.policy)
         if objective.reference is not None:
             release_gathered(objective.reference.model)
         return metrics
 
-    def _iterate_batches(self) -> Iterator[Batch]:
+    def _iterate(self, batches: list[Batch]) -> Iterator[Batch]:
         """Yield the batches, with a progress bar; check for stop signals."""
-        n_examples = sum(len(batch.examples) for batch in self.batches)
-        for batch in self.progress.over(self.batches, total=len(self.batches), what="evaluate", examples=n_examples):
+        n_examples = sum(len(batch.examples) for batch in batches)
+        for batch in self.progress.over(batches, total=len(batches), what="evaluate", examples=n_examples):
             self.stop.raise_if_any()
             yield batch
 

@@ -118,5 +118,9 @@ def _count_trained_tokens(plan: Plan, data: TrainingData) -> int:
         n_drawn_tokens = plan.online.n_samples * plan.online.max_new_tokens
         per_example = train.mean_prompt_tokens + 2 * plan.online.max_new_tokens + SAMPLED_COST * n_drawn_tokens
     else:
-        per_example = train.mean_prompt_tokens + train.mean_chosen_tokens + (train.mean_rejected_tokens or 0)
+        chosen, rejected = train.mean_chosen_tokens, train.mean_rejected_tokens or 0
+        if plan.loss.trains_on == "labels":  # an example has one of the two responses
+            chosen *= (train.desirable or 0) / train.examples
+            rejected *= (train.undesirable or 0) / train.examples
+        per_example = train.mean_prompt_tokens + chosen + rejected
     return round(data.report.updates * plan.data.batch_size * per_example)

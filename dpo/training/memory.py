@@ -34,7 +34,7 @@ from dpo.settings.choices import FROZEN_WEIGHTS
 from dpo.settings.plan import Plan
 from dpo.settings.validation import find_problems
 from dpo.system.host import host_memory, list_own_gpus, resident_memory
-from dpo.training.batches import Batch, Batches
+from dpo.training.batches import Batch, Batches, with_mismatched
 from dpo.training.memory_tracker import MemoryTracker, on_device
 from dpo.training.online import add_placeholders, encode_prompt, list_held_out, some_prompts
 from dpo.training.optimization import OPTIMIZERS
@@ -114,7 +114,7 @@ def run_passes(plan: Plan, data: TrainingData) -> Passes:
     # the second backward pass runs while gradients are held; further ones need no more memory
     n_backwards = min(plan.data.gradient_accumulation_steps, 2)
     update_peak = _find_microbatch_peak(plan, policy, fake, layout, train_microbatches, n_backwards=n_backwards)
-    eval_microbatches = (microbatch for batch in eval_batches for microbatch in batch.microbatches)
+    eval_microbatches = (microbatch for batch in with_mismatched(eval_batches) for microbatch in batch.microbatches)
     eval_peak = _find_microbatch_peak(plan, policy, fake, layout, eval_microbatches, n_backwards=0)
     sampling_peaks, scoring_peak = {}, None
     if plan.evaluation.sample_during_eval:

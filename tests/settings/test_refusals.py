@@ -34,7 +34,6 @@ REFUSED = [
     ("loss=1", f"loss=1 does not exist; `ls config/loss` shows all {len(LOSSES)}"),
     ("loss=dppo", "loss=dppo does not exist: did you mean dpo, sppo or dpop? `ls config/loss` shows all"),
     ("loss=dppo loss.beta=0.1", "loss=dppo does not exist"),  # whether there is a beta is not known
-    ("loss=kto", "loss=kto does not exist: did you mean bco or apo_zero? `ls config/loss` shows all"),
     ("model=pythia2.8", "model=pythia2.8 does not exist: did you mean pythia28, "),
     ("model=gpt2", "model=gpt2 does not exist: did you mean gptj or gpt2-xl? `ls config/model` shows all "),
     ("model=/my/model", "model=/my/model: model names a file of config/model; for a directory or Hub id give model."),
@@ -59,7 +58,10 @@ REFUSED = [
     ),
     ("hydra.sweeper.params.x=1", "hydra.sweeper.params.x=1 is not a valid override"),
     ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but sft"),
-    ("loss=sft loss.wpo=true", "loss.wpo does not exist here: it belongs to any loss but orpo, sft, simpo"),
+    (
+        "loss=sft loss.wpo=true",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
+    ),
     ("loss=orpo loss.gamma=1", "loss.gamma does not exist here: it belongs to loss=mix and loss=simpo"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
     # --- keys
@@ -192,7 +194,21 @@ REFUSED = [
     (f"{PACKAGE} sample_during_eval=false {LORA}", "lora=lora does not work with tensor_parallel.backend=tensor_para"),
     (f"{PACKAGE} sample_during_eval=false {DRAWN}", "online=online does not work with tensor_parallel.backend=tensor_"),
     # --- losses
-    ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft"),
+    ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unpaired"),
+    (
+        "loss=kto loss.wpo=true",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
+    ),
+    (
+        "loss=kto +loss.wpo=true",
+        "loss.wpo=true needs a loss of pairs with a reference: any but sft, simpo, orpo, kto, ",
+    ),
+    ("loss=kto loss.desirable_weight=-1", "loss.desirable_weight=-1 must be a number from 0 to 1e30"),
+    (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto or loss=apo_zero_unpaired"),
+    (
+        "loss=mix loss.weights.dpo=1 +loss.weights.kto=1",
+        "loss.weights.kto: kto trains on labels and a mix on pairs, ",
+    ),
     (f"{DPO} loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
     (f"{DPO} loss.f_divergence=kl", "loss.f_divergence=kl is not one of alpha, forward_kl, js"),
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
@@ -206,8 +222,8 @@ REFUSED = [
     ("loss=mix loss.weights.cpo=1", "loss.weights.cpo: no loss is called cpo; a mix adds up sft, dpo, "),
     ("loss=mix loss.weights.dpo=1 +loss.weights.aot=1", "loss.weights.aot: aot compares the examples of a batch with "),
     ("loss=mix loss.weights.dpo=1 loss.weights.apo_zero=1 loss.f_divergence=js", "loss.f_divergence=js needs a loss"),
-    ("loss=mix loss.weights.orpo=1 loss.ld_alpha=0", "loss.ld_alpha=0 needs a loss with a reference"),
-    ("loss=mix loss.weights.orpo=1 loss.wpo=true", "loss.wpo=true needs a loss with a reference"),
+    ("loss=mix loss.weights.orpo=1 loss.ld_alpha=0", "loss.ld_alpha=0 needs a loss of pairs with a reference"),
+    ("loss=mix loss.weights.orpo=1 loss.wpo=true", "loss.wpo=true needs a loss of pairs with a reference"),
     ("loss=mix loss.weights.exo=1", "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
     # --- adapters
     (f"{LORA} lora.r=0", "lora.r=0 must be an integer from 1 to 65536"),
@@ -228,6 +244,7 @@ REFUSED = [
     (f"{DRAWN} online.scorer=function online.function=os:system", "online.function=os:system must be a file and a fun"),
     (f"{DRAWN} online.scorer=function online.function=no.py:f", "online.function=no.py:f: there is no file no.py"),
     ("loss=sft online=online online.scorer=shorter", "online=online draws pairs, and loss=sft trains on none: choose "),
+    ("loss=kto online=online online.scorer=shorter", "online=online draws pairs, and loss=kto trains on none: choose "),
     (
         f"{DRAWN} online.n_samples=1",
         "online.n_samples=1 must be an integer from 2 to 1024: at least a best and a worst",
@@ -301,6 +318,7 @@ ACCEPTED = [
     f"{DPO} loss.label_smoothing=0.499 loss.reference_free=true",
     f"{DPO} loss.sft_weight=0.2 loss.wpo=true loss.ld_alpha=0 loss.f_divergence=alpha loss.f_alpha=0.9",
     "loss=mix loss.weights.dpo=0.8 loss.weights.sft=1",
+    "loss=kto unpair=true loss.desirable_weight=0",
     "batch_size=64 gradient_accumulation_steps=16 eval_every=64",
     "max_length=2 max_prompt_length=1",
     "n_epochs=null n_examples=1",
