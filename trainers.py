@@ -106,8 +106,12 @@ class Trainer:
         stop = self.stop = StopRequest(mesh)
         self.batches = self._make_batches()
         self.eval_batches = list(self.batches.test())  # prepared once, as every evaluation uses all of them
+        # an online run may have prompts without pairs
+        self.eval_examples = [batch.examples for batch in self.eval_batches] or self.batches.held_out_examples()
         self.first_update = FirstUpdate.of(plan, data, [len(batch.examples) for batch in self.eval_batches])
-        self.evaluator = Evaluator(plan, data, objective, self.eval_batches, progress, stop, seed=seed)
+        self.evaluator = Evaluator(
+            plan, data, objective, self.eval_batches, self.eval_examples, progress, stop, seed=seed
+        )
 
         n_parameters = adapters.count_parameters(self.policy)
         context = RunContext(plan, self.run_dir, rank, data, progress.line, n_parameters)
@@ -319,7 +323,7 @@ class Trainer:
 
     def self_test(self) -> None:
         """Run the step-0 self-test on the first two evaluation examples per process."""
-        for note in self_test(self.objective, self.eval_batches[0].examples, self.plan):
+        for note in self_test(self.objective, self.eval_examples[0], self.plan):
             self.progress.line(note)
 
     def _predict_evaluation(self, seconds: float) -> None:
@@ -327,6 +331,8 @@ class Trainer:
 
         `seconds` is the time of the self-test.
         """
+        if self.plan.online:  # most of the time goes into sampling, whose speed is not known yet
+            return
         lengths = [example.n_tokens for batch in with_mismatched(self.eval_batches) for example in batch.examples]
         n_tested_tokens = sum(lengths[: self.first_update.n_tested])
         n_forwards = 2 if self.loss.reference else 1  # per example of an evaluation: the policy, and the reference
@@ -384,7 +390,7 @@ class Trainer:
             return None
         evaluated = self.evaluator.metrics()
         examples = [example for batch in self.eval_batches for example in batch.examples]
-        metrics = evaluated.means(examples)
+        metrics = {**self.batches.evaluate(), **evaluated.means(examples)}
         is_first = state.batch_counter == 0
         draws_samples = self.first_update.draws_samples if is_first else self.plan.evaluation.sample_during_eval
         samples = self.evaluator.samples(n_examples=state.example_counter) if draws_samples else []
@@ -418,7 +424,7 @@ class Trainer:
 
         The links LATEST, and BEST if `metrics` are the best yet, then name `step-N`; they never name `output_dir`.
         """
-        state, (metric, sign) = self.state, self.loss.best
+        state, (metric, sign) = self.state, self.plan.best
         if output_dir is None:
             state.saved_at = state.example_counter
         self.checkpoints.save(
@@ -437,7 +443,7 @@ class Trainer:
 
     def _report_best(self) -> None:
         """Log which checkpoint BEST names, if it is better than LATEST."""
-        metric, sign = self.loss.best
+        metric, sign = self.plan.best
         best, latest = self.checkpoints.best, self.checkpoints.latest  # qualities: the metric times its sign
         if best > latest:
             step = self.run_dir / f"step-{self.checkpoints.best_at}"

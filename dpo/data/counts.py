@@ -74,6 +74,10 @@ class SplitReport:
 
     def describe(self, split: str) -> str:
         """Describe the split: its size, the counts above 0, and mean lengths."""
+        if not self.examples:  # an online run answers the prompts
+            truncated = self._list_counts(TOKEN_COUNTS[:1])
+            size = f"{split}: {count(self.prompts, 'prompt')} without responses"
+            return f"{size}{truncated}; {self.mean_prompt_tokens:.1f} tokens per prompt"
         text = f"{split}: {count(self.examples, 'example')} of {count(self.prompts, 'prompt')}"
         chosen, rejected = "chosen", "rejected"
         if self.desirable is not None:
@@ -163,10 +167,13 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
 
 
 class SplitCounter:
-    """Counts a split: all its texts, then the tokens of a sample."""
+    """Counts a split: all its texts, then the tokens of a sample.
 
-    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs") -> None:
-        self.encode, self.trains_on = encode, trains_on
+    `counts_prompts`: prompts without examples count too, as an online run answers them.
+    """
+
+    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs", counts_prompts: bool = False) -> None:
+        self.encode, self.trains_on, self.counts_prompts = encode, trains_on, counts_prompts
         self.counts: Counter[str] = Counter()  # by field of SplitReport
         if trains_on == "labels":
             self.counts.update(desirable=0, undesirable=0)
@@ -192,7 +199,7 @@ class SplitCounter:
             for texts in examples:
                 self._count_texts(prompt, texts)
             if not prompt.rendered:  # in a rendered chat EOS ends turns
-                self._find_eos(prompt.text, examples)
+                self._find_eos(prompt.text, examples or [{}] * self.counts_prompts)
             yield prompt
         if self._texts_with_eos:
             self._refuse_eos()
@@ -249,7 +256,8 @@ class SplitCounter:
         digest = hashlib.sha256(repr(vocabulary).encode())
         prompt_lengths: list[int] = []
         response_lengths: list[dict[str, int]] = []  # of each example, by role
-        sample_ids = _sample_examples(prompts.counts)
+        counts = np.maximum(prompts.counts, 1) if self.counts_prompts else prompts.counts
+        sample_ids = _sample_examples(counts)
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             examples = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
             ids = self.encode(text for example in examples for text in (example.prompt.text, *example.texts.values()))
@@ -261,7 +269,7 @@ class SplitCounter:
                 response_lengths.append(dict(zip(example.texts, map(len, responses), strict=True)))
         chosen, rejected = ([n[role] for n in response_lengths if role in n] for role in TRAINS_ON["pairs"])
         pairs = [n for n in response_lengths if tuple(n) == TRAINS_ON["pairs"]]
-        longest_responses = (max(n.values()) for n in response_lengths)
+        longest_responses = (max(n.values(), default=0) for n in response_lengths)
         return SplitReport(
             **self.counts,
             joined_example=self._joined_example,

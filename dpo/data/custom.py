@@ -32,7 +32,7 @@ def get_custom(
 
     Pairs come from `{prompt, chosen, rejected}`, or from `{chosen, rejected}` with a common beginning, the prompt.
     SFT targets also come from `{prompt, completion}`, and from `{messages}`, where the last message is the target;
-    labelled responses from either of these with `label`.
+    labelled responses from either of these with `label`. Prompts to answer come from `{prompt}`.
 
     All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
     `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
@@ -46,7 +46,7 @@ def get_custom(
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
         prompt, responses = _read_fields(row, used, where)
-        is_chat = isinstance(responses[0], list)
+        is_chat = isinstance((*responses, prompt)[0], list)  # there may be no responses
         if data is None:
             data = PreferenceData(truncation_mode="keep_start", rendered=is_chat)
         elif data.rendered != is_chat:
@@ -55,8 +55,7 @@ def get_custom(
             )
         if is_chat:
             messages, answers = _split_messages(prompt, responses, tokenizer, where)
-            last_role = answers[0][-1]["role"]
-            if "messages" in used and last_role != "assistant":
+            if "messages" in used and (last_role := answers[0][-1]["role"]) != "assistant":
                 raise InputError(f"{where}: the last message is from {last_role}, and must be from assistant")
             prompt, responses = _render(messages, answers, tokenizer, where)
             data.messages[prompt] = [{key: message[key] for key in ("role", "content")} for message in messages]
@@ -73,8 +72,10 @@ def get_custom(
             data.add_labelled(prompt, *responses, is_desirable=_read_label(row, used["label"], where))
         elif len(responses) == 2:
             data.add_pair(prompt, *responses)
-        else:
+        elif responses:
             data.add_target(prompt, *responses)
+        else:
+            data.add_prompt(prompt)
     data = data if data is not None else PreferenceData(truncation_mode="keep_start")
     if note := recognized.describe(columns):
         data.notes.append(f"{origin}: {note}")
@@ -125,7 +126,7 @@ def _read_fields(row: Mapping[str, Any], used: Mapping[str, str], where: str) ->
     responses = [value for field, value in fields.items() if field != "prompt"]
     if "input" in used and row.get(used["input"]) not in (None, ""):  # goes below the instruction, as in Alpaca
         prompt = "\n\n".join(get_field(row, used[field], where) for field in ("prompt", "input"))
-    is_chat = isinstance(responses[0], list)
+    is_chat = isinstance((*responses, prompt)[0], list)
     is_mixed = any(isinstance(response, list) != is_chat for response in responses)
     if is_mixed or (isinstance(prompt, list) and not is_chat):
         kinds = (f"{used[field]} holds {_name_kind(isinstance(value, list))}" for field, value in fields.items())

@@ -109,7 +109,7 @@ def build_table(
             get_dataset,
             options.names,
             split,
-            trains_on=options.trains_on,
+            trains_on="prompts" if options.online else options.trains_on,
             unpair=options.unpair,
             with_messages=options.online,
             notes=notes,
@@ -119,15 +119,17 @@ def build_table(
             cache_dir=cache_dir,
             tokenizer=tokenizer,
         )
-        counter, path = SplitCounter(encode, trains_on=options.trains_on), directory / f"{split}.arrow"
+        counter = SplitCounter(encode, trains_on=options.trains_on, counts_prompts=options.online)
+        path = directory / f"{split}.arrow"
         write_prompts(path, counter.watch(prompts))
         report = counter.count_tokens(
             PromptTable(path), max_length=options.max_length, max_prompt_length=options.max_prompt_length
         )
         reports[split] = asdict(report)
         digests[split] = counter.digest.hexdigest()[:32]
-        if not reports[split]["examples"]:
-            raise InputError(f"the {split} split of {', '.join(options.names)} has no examples")
+        counted = "prompts" if options.online else "examples"
+        if not reports[split][counted]:
+            raise InputError(f"the {split} split of {', '.join(options.names)} has no {counted}")
     return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
 
 
@@ -246,6 +248,11 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
 
         table, facts = json.loads(once_per_machine(prepare, silence_secs=plan.run.collective_timeout_secs))
         data = TrainingData.open(Path(table), facts, tokenizer, plan.data, online=options.online)
+    if plan.online and plan.n_offline and (n_without := int((data.train.counts == 0).sum())):
+        raise InputError(
+            f"online.mix_offline={plan.online.mix_offline} trains on the data's pairs, and {n_without:,} of "
+            f"{count(len(data.train), 'training prompt')} have none: give data with pairs, or online.mix_offline=0"
+        )
     if not silent:
         print(data.report.describe(plan.data.batch_size), flush=True)
         formats = data.report.train.prompt_formats

@@ -48,12 +48,16 @@ class PreferenceData(dict[str, Entry]):
         self.messages: dict[str, Messages] = {}  # from which the chat template rendered each prompt
         self.notes: list[str] = []
 
+    def add_prompt(self, prompt: str) -> Entry:
+        """Return a prompt's data, which is empty for a new prompt."""
+        return self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
+
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
         """Add a pair of responses.
 
         `better` is the index of the preferred one, 0 or 1. The preferred response becomes the prompt's SFT target.
         """
-        entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
+        entry = self.add_prompt(prompt)
         n_before = len(entry["responses"])
         entry["responses"] += [first, second]
         entry["pairs"].append((n_before + better, n_before + 1 - better))
@@ -61,7 +65,7 @@ class PreferenceData(dict[str, Entry]):
 
     def add_target(self, prompt: str, target: str) -> None:
         """Add an SFT target without a pair."""
-        entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
+        entry = self.add_prompt(prompt)
         entry["responses"].append(target)
         entry["sft_target"] = target
 
@@ -75,13 +79,14 @@ class PreferenceData(dict[str, Entry]):
         """Remove the prompts one by one, and yield each with its examples.
 
         Yields (prompt, responses, examples). An example maps its roles to indices into the responses, and is of the
-        kind `trains_on` (a key of `TRAINS_ON`). SFT trains on a prompt's target if the prompt has pairs, and on all of
-        its responses if it has none. Under a loss of labels a pair is two examples.
+        kind `trains_on`, a key of `TRAINS_ON`. SFT trains on a prompt's target if the prompt has pairs, and on all of
+        its responses if it has none. Under a loss of labels a pair is two examples. "prompts" also yields pairs, if
+        there are any.
         """
         for prompt in list(self):  # removed, as a second copy of all texts might not fit into memory
             entry = self.pop(prompt)
             responses = entry["responses"]
-            if trains_on == "pairs":
+            if trains_on in ("pairs", "prompts"):
                 yield prompt, responses, [{"chosen": better, "rejected": worse} for better, worse in entry["pairs"]]
             elif trains_on == "labels":
                 roles = ("chosen" if is_desirable else "rejected" for is_desirable in entry.get("labels", []))

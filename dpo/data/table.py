@@ -59,8 +59,12 @@ class Prompt(NamedTuple):
     messages: Messages | None = None  # from which the text was rendered
 
     def texts(self, example_index: int) -> dict[str, str]:
-        """The responses of an example by role."""
-        return {role: self.responses[i] for role, i in self.examples[example_index].items()}
+        """The responses of an example by role.
+
+        A prompt without examples has none.
+        """
+        roles = self.examples[example_index] if self.examples else {}
+        return {role: self.responses[i] for role, i in roles.items()}
 
 
 def iterate_prompts(
@@ -76,7 +80,7 @@ def iterate_prompts(
 ) -> Iterator[Prompt]:
     """Yield the prompts of several datasets, one dataset after another.
 
-    Examples are of the kind `trains_on` (a key of `TRAINS_ON`). The loaders' notes are added to `notes`. Raises
+    Examples are of the kind `trains_on` (see `PreferenceData.take`). The loaders' notes are added to `notes`. Raises
     InputError for pairs that a loss of labels must not `unpair`.
     """
     indices = count()

@@ -71,6 +71,9 @@ REFERENCES = ("base", "adapter", "model")  # sources of the reference's log-prob
 ONLINE = ("none", "online")
 SCORERS = ("reward_model", "function", "keyword", "shorter")
 TIES = ("skip", "keep")
+LABELS = ("hard", "bradley_terry")
+REWARD_FORMATS = ("chat", "pair", "text_eos", "text")
+HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
 SCHEDULES = ("constant", "linear", "cosine")
 LR_SCALINGS = ("none", "linear", "sqrt")
 NAN_POLICIES = ("raise", "skip")
@@ -78,8 +81,10 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 # fields of custom data. A form is the fields of one record; FORMS has those from which each kind of examples is made
 PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
 LABEL_FIELDS, LABELLED_CHAT_FIELDS = ("prompt", "completion", "label"), ("messages", "label")
-FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss
+PROMPT_FIELDS = ("prompt",)
+FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss, and for prompts that a policy answers
     "pairs": (PAIR_FIELDS,),
+    "prompts": (PAIR_FIELDS, PROMPT_FIELDS),
     "targets": (PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS),
     "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, PAIR_FIELDS),  # pairs with `unpair`
 }

@@ -127,7 +127,8 @@ CHECKS = (
           lambda v, p: p.reference == "model"),
     needs("online.sync_reference_every", f"{LOSS_WITH_REFERENCE}, and lora=none",
           lambda v, p: p.reference == "model" and v["lora.name"] not in ADAPTED, "error"),
-    needs("online.reward_model", "online.scorer=reward_model", lambda v, p: v["online.scorer"] == "reward_model"),
+    needs("online.reward_model online.reward_format", "online.scorer=reward_model",
+          lambda v, p: v["online.scorer"] == "reward_model"),
     needs("online.function", "online.scorer=function", lambda v, p: v["online.scorer"] == "function"),
     needs("online.keyword", "online.scorer=keyword", lambda v, p: v["online.scorer"] == "keyword"),
     # --- processes

@@ -119,6 +119,20 @@ class Batches:
         """
         return item
 
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the policy beyond the evaluation batches.
+
+        `OnlineBatches` evaluates answers to held-out prompts.
+        """
+        return {}
+
+    def held_out_examples(self) -> list[list[Example]]:
+        """Held-out prompts with placeholder answers, in groups.
+
+        Only `OnlineBatches` has them, whose data may have no pairs.
+        """
+        return []
+
     def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
         """Yield `prepare(example_ids)` for each training batch after the first `skip`.
 

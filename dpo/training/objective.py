@@ -268,6 +268,12 @@ class Objective:
             output = self.loss(scores._replace(average=average))
         return Reduced(self._metrics(scores, reference, output, split="eval"), {})
 
+    @torch.no_grad()
+    def find_log_ratios(self, batches: Iterable[Batch]) -> list[float]:
+        """Log-ratios of examples whose only response is chosen."""
+        scores, _ = self._compute_all_scores(batches)
+        return (scores.chosen - scores.reference_chosen).tolist()
+
     def _compute_all_scores(
         self, batches: Iterable[Batch], *, update: int | None = None
     ) -> tuple[Scores, NamedTensors]:

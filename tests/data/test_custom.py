@@ -205,6 +205,22 @@ def test_unpaired_pairs_are_a_desirable_and_an_undesirable_response_each(tokeniz
         list_texts()
 
 
+def test_prompts_to_answer_need_no_responses(tokenizer, chat):
+    rows = [{"question": "Q:", "source": "a book"}, {"question": "P:", "source": "a film"}, {"question": "Q:"}]
+    data = get_custom(rows, "mine", tokenizer, trains_on="prompts")
+    assert data.notes == ["mine: columns prompt=question; not used: source"]
+    nothing = {"responses": [], "pairs": [], "sft_target": ""}
+    assert data == {"Q:": nothing, "P:": nothing}
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="prompts")
+    assert [(prompt.text, prompt.examples) for prompt in prompts] == [("Q:", []), ("P:", [])]
+
+    messages = get_custom([{"prompt": [user("Hi")]}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
+    assert messages == {"<user>Hi;<assistant>": nothing}
+    assert messages.messages == {"<user>Hi;<assistant>": [user("Hi")]}
+    pairs = get_custom([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
+    assert [examples for _, _, examples in pairs.take("prompts")] == [[{"chosen": 0, "rejected": 1}]]
+
+
 def test_columns_with_our_names_or_given_ones_need_no_note(tokenizer):
     ours = get_custom([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, trains_on="targets")
     given = get_custom(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, trains_on="targets")

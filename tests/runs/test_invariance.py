@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
-from support.runs import assert_alike, read_metrics, train_here
+from support.runs import assert_alike, read_metrics, train_here, write_prompts
 
 from benchmarks.soak import find_differences, read_log
 from dpo.analysis.ledger_file import PARQUET, read_ledger
@@ -73,6 +73,7 @@ FEATURES = {
     "online": ONLINE,
     "online lora": f"{ONLINE} {LORA} online.temperature=0.8 online.top_p=0.9",
     "online a following reference": f"{ONLINE} online.mix_offline=0.25 online.sync_reference_every=3",
+    "online prompts alone": f"{ONLINE} datasets=PROMPTS online.labels=bradley_terry online.ties=keep",
     "online a reward model": f"{ONLINE} online.scorer=reward_model online.reward_model=REWARD_MODEL",
     **ONLINE_BY_LOSS,
 }
@@ -155,13 +156,13 @@ QUICK = {
     "recomputed": "lora and a second model",
     "references first": "kto, lora from an adapter",
     "eager": "simpo",
-    "sharded": "lora",
+    "sharded": "lora, online prompts alone",
     "sharded, padded, in parts": "all options, kto",
     "frozen weights whole, in parts": "lora from an adapter, online a following reference",
     "cut": "online a reward model",
     "resumed": "much at once, beta_dpo, kto, lora from an adapter, qlora, online a following reference",
     "killed, resumed": "bco, online lora",
-    "sharded, resumed": "dpo",
+    "sharded, resumed": "dpo, online prompts alone",
     "resumed sharded": "dpo",
 }
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are
@@ -238,9 +239,10 @@ def whole(finished) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def settings_of(whole, tokenizer, tmp_path_factory) -> Callable[[str], str]:
-    """A feature's settings, with paths for ADAPTER and REWARD_MODEL."""
+    """A feature's settings, with paths for ADAPTER, REWARD_MODEL, PROMPTS."""
     makers = {
         "=ADAPTER": lambda: whole(f"{ROUNDED} {FEATURES['lora with sft']}"),
+        "=PROMPTS": lambda: write_prompts(tmp_path_factory.mktemp("data") / "prompts"),
         "=REWARD_MODEL": lambda: save_reward_model(tmp_path_factory.mktemp("reward") / "model", "llama", tokenizer),
     }
 
@@ -265,7 +267,8 @@ def assert_identical(expected: Path, found: Path) -> None:
 
 def assert_same(expected: Path, found: Path) -> None:
     lines = read_log(expected)
-    assert lines[0]["logps_eval/chosen"] != pytest.approx(lines[-1]["logps_eval/chosen"], rel=1e-4)  # it trains
+    trained = "logps_eval/chosen" if "logps_eval/chosen" in lines[0] else "online_eval/kl"
+    assert lines[0][trained] != pytest.approx(lines[-1][trained], rel=1e-4)  # it trains
     assert_alike(found, expected, TOLERANCE)
 
     ledger, other = read_ledger(found), read_ledger(expected)
