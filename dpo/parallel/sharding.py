@@ -201,9 +201,12 @@ def release_gathered(model: Any) -> None:
     units = _list_units(model)
     for unit in units:
         unit.reshard()
-    # only a forward sets up the record; older torch cannot clear it
-    if units and model._get_fsdp_state()._is_root and hasattr(model, "reset_iter_state"):
+    if not units or not model._get_fsdp_state()._is_root:  # only a forward makes it the root, and sets up the record
+        return
+    if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
+    else:  # torch 2.11
+        model._get_fsdp_state()._comm_ctx.post_forward_order.clear()
 
 
 def _list_units(model: Any) -> list[Any]:
