@@ -13,6 +13,10 @@ from dpo.analysis.runs import Log, Run, first_tenth, number
 
 USEFUL = 0.55  # below this accuracy nothing useful was learned
 SIDES = ("chosen", "rejected")
+NUMBERS_OF_PAIRS = (  # columns of the ledger
+    "loss", "margin", "chosen_tokens", "rejected_tokens",
+    "policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected",
+)  # fmt: skip
 Z_95, Z_98 = 1.959964, 2.326348  # half the width of a 95 % and a 98 % interval, in standard errors
 
 
@@ -39,9 +43,32 @@ def accuracy_error(accuracy: float, n: float) -> float:
     return 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.0) / n) if n > 0 else 0.0
 
 
-def difference_error(first: np.ndarray, last: np.ndarray) -> float:
-    """Two standard errors of a difference of means."""
-    return 2 * math.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
+def is_below(share: float, limit: float, n: float) -> bool:
+    """Return whether a share measured on n examples is below a limit, beyond chance."""
+    return n > 0 and wilson_interval(share, n)[1] < limit
+
+
+def is_above(share: float, limit: float, n: float) -> bool:
+    """Return whether a share measured on n examples is above a limit, beyond chance."""
+    return n > 0 and wilson_interval(share, n)[0] > limit
+
+
+def mean_error(values: np.ndarray) -> float:
+    """Standard error of the mean of successive values, which may be correlated.
+
+    The correlation of neighbours is taken to fall off geometrically with their distance.
+    """
+    n, centered = len(values), values - values.mean()
+    total = float(centered @ centered)
+    correlation = float(centered[1:] @ centered[:-1]) / total if total > 0 else 0.0
+    correlation = min(max(correlation, 0.0), 0.95)
+    return math.sqrt(total / (n - 1) / n * (1 + correlation) / (1 - correlation))
+
+
+def change_and_bound(first: np.ndarray, last: np.ndarray) -> tuple[float, float]:
+    """Difference of two means of successive values, and half the width of its 98 % interval."""
+    error = math.hypot(mean_error(first), mean_error(last))
+    return float(last.mean() - first.mean()), student_quantile(min(len(first), len(last)) - 1) * error
 
 
 def mean_and_bound(differences: np.ndarray) -> tuple[float, float]:
@@ -51,16 +78,20 @@ def mean_and_bound(differences: np.ndarray) -> tuple[float, float]:
     run of twenty.
     """
     n = len(differences)
-    z, degrees = Z_98, n - 1  # degrees of freedom
-    # the 99 % quantile of Student's t, within 1 % from 5 degrees of freedom on (expansion by Cornish and Fisher)
-    quantile = (
+    standard_error = float(differences.std(ddof=1)) / math.sqrt(n)
+    return float(differences.mean()), student_quantile(n - 1) * standard_error
+
+
+def student_quantile(degrees: int) -> float:
+    """99 % quantile of Student's t, within 1 % from 5 degrees of freedom on."""
+    z = Z_98
+    # expansion by Cornish and Fisher
+    return (
         z
         + (z**3 + z) / (4 * degrees)
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
     )
-    standard_error = float(differences.std(ddof=1)) / math.sqrt(n)
-    return float(differences.mean()), quantile * standard_error
 
 
 def binomial_tail(heads: int, tosses: int) -> float:
@@ -217,23 +248,46 @@ def length_by_pair(run: Run) -> float:
     NaN without a ledger, or if rewards are not beta times the change of log-probabilities.
     """
     beta, logged_margin = number(run.setting("loss.beta")), run.eval.last("rewards_eval/margins")
-    if run.ledger is None or not beta > 0:
+    pairs = evaluated_pairs(run, run.eval.updates[-1]) if len(run.eval) else None
+    if pairs is None or not beta > 0:
         return math.nan
-    import pyarrow.compute as pc  # most runs have no ledger
-
-    table = run.ledger.filter(pc.equal(run.ledger["split"], "eval"))
-    if not len(table):
-        return math.nan
-    table = table.filter(pc.equal(table["update"], pc.max(table["update"])))
-    rewards = {}
-    for side in SIDES:
-        log_ratio = table[f"policy_{side}"].to_numpy() - table[f"reference_{side}"].to_numpy()
-        rewards[side] = beta * log_ratio
+    rewards = {side: beta * (pairs[f"policy_{side}"] - pairs[f"reference_{side}"]) for side in SIDES}
     margin = float((rewards["chosen"] - rewards["rejected"]).mean())
     if not math.isclose(margin, logged_margin, rel_tol=0.01, abs_tol=1e-6):  # the loss has other rewards
         return math.nan
-    chosen_tokens, rejected_tokens = (table[f"{side}_tokens"].to_numpy() for side in SIDES)
+    chosen_tokens, rejected_tokens = (pairs[f"{side}_tokens"] for side in SIDES)
     return float(length_part(rewards["chosen"], rewards["rejected"], chosen_tokens, rejected_tokens).mean())
+
+
+def evaluated_pairs(run: Run, n_updates: float) -> dict[str, np.ndarray] | None:
+    """Columns of the ledger's pairs in the evaluation after `n_updates`, (pairs,) each.
+
+    They are sorted by example, so that two evaluations, which have the same pairs, can be compared pair by pair. None
+    without a ledger or without such rows.
+    """
+    if run.ledger is None:
+        return None
+    import pyarrow.compute as pc  # most runs have no ledger
+
+    table = run.ledger.filter(pc.and_(pc.equal(run.ledger["split"], "eval"), pc.equal(run.ledger["update"], n_updates)))
+    columns = {field.name: table[field.name] for field in table.schema if field.name in NUMBERS_OF_PAIRS}
+    order = pc.sort_indices(table["example"].cast("string")).to_numpy()
+    pairs = {name: column.to_numpy()[order] for name, column in columns.items()}
+    return pairs if len(order) and np.isfinite(pairs["margin"]).all() else None
+
+
+def compare_evaluations(run: Run, name: str, first: float, last: float) -> tuple[float, float] | None:
+    """Mean difference of a pair's value between two evaluations, and its bound (`mean_and_bound`).
+
+    `name` is loss, margin or right, which is 1 for a margin above 0; `first` and `last` are numbers of updates. None
+    unless the ledger has both evaluations of the same pairs.
+    """
+    before, after = evaluated_pairs(run, first), evaluated_pairs(run, last)
+    if before is None or after is None or len(before["loss"]) != len(after["loss"]) or len(before["loss"]) < 2:
+        return None
+    for pairs in (before, after):
+        pairs["right"] = (pairs["margin"] > 0).astype(float)
+    return mean_and_bound(after[name] - before[name])
 
 
 class Cost(NamedTuple):
