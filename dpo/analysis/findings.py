@@ -40,7 +40,7 @@ from dpo.analysis.measures import (
     update_seconds,
     wilson_interval,
 )
-from dpo.analysis.runs import Run, number
+from dpo.analysis.runs import Run, last_tenth, number
 from dpo.losses import LOSSES
 from dpo.numbers import count, figure, percent, signed
 
@@ -222,7 +222,7 @@ def _bound_excess_loss(run: Run, last_loss: float, start: Means) -> tuple[float,
         return by_pair
     if shape is None or shape.of_margin is None or not len(run.eval.points("rewards_eval/margins")[1]):
         return math.nan, math.nan
-    deviation = shape.estimate_deviation(last_loss, run.eval.last("rewards_eval/margins"))
+    deviation = 1.2 * shape.estimate_deviation(last_loss, run.eval.last("rewards_eval/margins"))  # for other laws
     n = n_evaluated(run)
     return last_loss - start.loss, student_quantile(int(n) - 1) * deviation / math.sqrt(n) if n >= 2 else math.nan
 
@@ -381,13 +381,16 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
 
 
 def _accuracy_did_not_fall(run: Run, *, since: float) -> bool:
-    """Return whether held-out accuracy is no lower than at `since` examples.
+    """Return whether held-out accuracy is no lower than at `since` examples, but for chance.
 
     False without accuracies, and if `since` is 0: before training all pairs tie.
     """
     examples, accuracies = run.eval.points(EVAL_ACCURACY)
     earlier_accuracies = accuracies[(examples == since) & (examples > 0)]
-    return len(earlier_accuracies) > 0 and bool(accuracies[-1] >= earlier_accuracies[0])
+    if not len(earlier_accuracies):
+        return False
+    fall = float(earlier_accuracies[0] - accuracies[-1])
+    return fall <= accuracy_error(float(accuracies[-1]), n_evaluated(run))
 
 
 def accuracy_gap(run: Run) -> Iterator[Finding]:
@@ -465,7 +468,7 @@ def margin_sides(run: Run) -> Iterator[Finding]:
         before, after = figure(logps_change.chosen_before, 4), figure(logps_change.chosen_after, 4)
         value = f"logps_{logps_change.split}/chosen {before}, then {after} ({signed(logps_change.chosen)}); {value}"
     # chosen falls by more than the two sides moved apart
-    falls_beyond_margin = change.chosen < -change.margin
+    falls_beyond_margin = change.chosen + change.margin < -_bound_fall(run, in_nats=logps_change is not None)
     only_difference_counts = _loss_sees_only_differences(run)
     if not only_difference_counts:
         mechanism, advice = "", "By itself that is no fault: read the samples, and compare them with earlier ones."
@@ -487,6 +490,20 @@ def margin_sides(run: Run) -> Iterator[Finding]:
         value,
         f"{_describe_sides(parts)} {mechanism}The probability goes to texts that are in neither. {advice}",
     )
+
+
+def _bound_fall(run: Run, *, in_nats: bool) -> float:
+    """Size that chosen rewards plus margins, averaged over the held-out pairs, may reach by chance.
+
+    Their standard deviation is that of the last updates; infinite with too few.
+    """
+    chosen, rejected = (run.train[f"rewards_train/{side}"] for side in SIDES)
+    sums = last_tenth((2 * chosen - rejected)[np.isfinite(chosen) & np.isfinite(rejected)])
+    scale = number(run.setting("loss.beta")) if in_nats else 1.0
+    if len(sums) < 10 or not scale > 0:
+        return math.inf
+    deviation = float(sums.std(ddof=1)) * math.sqrt(number(run.setting("batch_size", 1)))
+    return Z_98 * deviation / math.sqrt(n_evaluated(run)) / scale
 
 
 def _describe_sides(parts: MarginParts) -> str:
@@ -751,19 +768,25 @@ def _describe_fast_fall(run: Run) -> str | None:
     scale = beta if run.is_per_token else beta * tokens  # rewards per nat and token
     is_beta_times_log_ratio = run.setting("loss.f_divergence", "reverse_kl") == "reverse_kl"
     updates, rewards = run.train.updates, run.train["rewards_train/chosen"]
-    n_blocks = len(rewards) // BLOCK
-    if not (run.has_pairs and scale > 0 and is_beta_times_log_ratio and n_blocks >= 2):
+    n_blocks = len(rewards) // (BLOCK // 2)
+    if not (run.has_pairs and scale > 0 and is_beta_times_log_ratio and n_blocks >= 3):
         return None
-    blocks = rewards[: n_blocks * BLOCK].reshape(n_blocks, BLOCK) / scale
+    blocks = rewards[: n_blocks * (BLOCK // 2)].reshape(n_blocks, BLOCK // 2) / scale
     means = blocks.mean(axis=1)
-    falls = means[:-1] - means[1:]
+    falls = means[:-2] - means[2:]  # within BLOCK updates
     for i in (falls > FAST_FALL).nonzero()[0]:
-        if falls[i] > 4 * math.hypot(mean_error(blocks[i]), mean_error(blocks[i + 1])):
+        if falls[i] > 4 * math.hypot(mean_error(_detrend(blocks[i])), mean_error(_detrend(blocks[i + 2]))):
             return (
-                f"chosen responses lost {figure(falls[i])} nats a token from the {BLOCK} updates up to "
-                f"{updates[(i + 1) * BLOCK - 1]:,.0f} to the next {BLOCK}"
+                f"log-probabilities of chosen responses fell by {figure(falls[i])} a token within {BLOCK} updates, up "
+                f"to update {updates[(i + 3) * (BLOCK // 2) - 1]:,.0f}"
             )
     return None
+
+
+def _detrend(values: np.ndarray) -> np.ndarray:
+    """Subtract a straight line, which is no noise."""
+    times = np.arange(len(values)) - (len(values) - 1) / 2
+    return values - values.mean() - times * (times @ values) / (times @ times)
 
 
 def _describe_growing_gradients(run: Run) -> str | None:
@@ -776,9 +799,8 @@ def _describe_growing_gradients(run: Run) -> str | None:
     first, last = float(np.median(norms[:BLOCK])), float(np.median(norms[-max(BLOCK, len(norms) // 10) :]))
     if not last >= GROWN_NORM * first > 0:
         return None
-    return (
-        f"the median of grad_norm was {figure(first)} in the first {BLOCK} updates after the warmup, {figure(last)} now"
-    )
+    first_updates = f"in the first {BLOCK} updates after the warmup"
+    return f"the median of grad_norm was {figure(first)} {first_updates}, and is {figure(last)} now"
 
 
 def clipping(run: Run) -> Iterator[Finding]:
@@ -859,8 +881,8 @@ def leakage(run: Run) -> Iterator[Finding]:
     yield Finding(
         WARNING if n_whole / n_prompts >= MUCH_LEAKED else NOTE,
         "Test prompts are in the training split",
-        f"{n_whole:,.0f} of {count(n_prompts, 'test prompt')} ({percent(n_whole / n_prompts)}) are in training too; "
-        f"{n_first_turns:,.0f} ({percent(n_first_turns / n_prompts)}) open with the first turn of a training prompt",
+        f"of {count(n_prompts, 'test prompt')}, {n_whole:,.0f} ({percent(n_whole / n_prompts)}) are training prompts "
+        f"too, and {n_first_turns:,.0f} ({percent(n_first_turns / n_prompts)}) open with the first turn of one",
         "The run has trained on the subjects of these prompts, so held-out numbers are too good for them. Split the "
         "data by first turn, so that no dialogue is in both splits.",
     )
@@ -873,10 +895,10 @@ def label_noise(run: Run) -> Iterator[Finding]:
     from dpo.analysis.ledger import count_clearly_wrong  # most runs have no ledger
 
     counted = count_clearly_wrong(run.ledger)
-    if counted is None:
+    if counted is None or counted.right < 0.75:  # a policy that ranks few pairs right knows too little of labels
         return
-    excess = counted.share - counted.expected
-    if excess > max(0.03, Z_98 * math.sqrt(counted.expected * (1 - counted.expected) / counted.pairs)):
+    excess, error = counted.share - counted.expected, math.sqrt(counted.share * (1 - counted.share) / counted.pairs)
+    if excess > max(0.04, Z_98 * error):  # margins with longer tails than the normal ones reach 0.037
         yield note(
             "Some labels may be wrong",
             f"{percent(counted.share)} of {count(counted.pairs, 'training pair')} in the second half of the run are "

@@ -234,6 +234,7 @@ class ClearlyWrong(NamedTuple):
 
     share: float
     expected: float  # share if margins were normal, with as many above 0
+    right: float  # share with a margin above 0
     pairs: int
 
 
@@ -255,7 +256,7 @@ def count_clearly_wrong(table: pa.Table) -> ClearlyWrong | None:
     typical_sizes = _find_group_medians(abs(margins[rows]), _periods(table)[rows])
     share_right = float((margins[rows] > 0).mean())
     share = float((margins[rows] <= -typical_sizes).mean())
-    return ClearlyWrong(share, _expect_clearly_wrong(share_right), len(rows))
+    return ClearlyWrong(share, _expect_clearly_wrong(share_right), share_right, len(rows))
 
 
 def _expect_clearly_wrong(share_right: float) -> float:

@@ -9,7 +9,7 @@ of the default settings. docs/metrics.md has the table, which this command print
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,16 +34,18 @@ ONLINE = yaml.safe_load((ROOT / "config/online/online.yaml").read_text(encoding=
 BATCH, N_HELD_OUT = DEFAULTS["batch_size"], DEFAULTS["n_eval_examples"]
 N_SAMPLES, N_TOKENS = DEFAULTS["n_eval_model_samples"], DEFAULTS["n_eval_tokens"]
 LONG, SHORT = 160_800 // BATCH, 2_000 // BATCH  # updates: the training split of HH, and a small dataset
-PER_EVALUATION = DEFAULTS["eval_every"] // BATCH  # updates
+WARMUP = DEFAULTS["warmup_steps"]  # updates
+N_EVALUATIONS = LONG * BATCH // DEFAULTS["eval_every"] + 1  # after the first update
 TOKENS = 70.0  # of a response
-TRIALS, ALL_TRIALS = 12, 1000  # simulated runs of each kind, by default and in the slow test
+TRIALS, ALL_TRIALS = 8, 1000  # simulated runs of each kind, by default and in the slow test
 LIMITS = {WARNING: 0.05, NOTE: 0.10}  # largest rate of false ones
 
 Rng = np.random.Generator
 Draw = Callable[[Rng, tuple[int, ...]], np.ndarray]  # values with mean 0 and standard deviation 1
 LAWS: dict[str, Draw] = {
     "normal": lambda rng, shape: rng.standard_normal(shape),
-    "Student's t, 5": lambda rng, shape: rng.standard_t(5, shape) / (5 / 3) ** 0.5,
+    "Student's t (5)": lambda rng, shape: rng.standard_t(5, shape) / (5 / 3) ** 0.5,
+    "skewed (1 - exponential)": lambda rng, shape: 1 - rng.exponential(size=shape),
 }
 
 
@@ -51,16 +53,16 @@ class Columns(Log):
     """A log made of columns."""
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
+        self.n_rows = len(columns["updates"])
         super().__init__()
-        self._columns = dict(columns)
+        self._columns, self.names = dict(columns), list(columns)
         self.examples, self.updates = columns["updates"] * BATCH, columns["updates"]
-        self.names = list(columns)
 
     def __len__(self) -> int:
-        return len(self.updates)
+        return self.n_rows
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._columns.get(name, np.full(len(self), np.nan)) if self._columns else super().__getitem__(name)
+        return self._columns.get(name, np.full(self.n_rows, np.nan))
 
 
 def make_run(train: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray] | None = None, **more: Any) -> Run:
@@ -101,8 +103,7 @@ def train_pairs(
     evaluations = None
     if held_out is not None:
         held_out = np.concatenate([np.zeros((1, N_HELD_OUT)), held_out])
-        updates = np.minimum(np.arange(len(held_out)) * max(PER_EVALUATION, 1), len(margins)).astype(float)
-        updates[-1] = len(margins)
+        updates = np.linspace(0, len(margins), len(held_out)).round()
         evaluations = {"updates": updates, **describe("eval", held_out, loss)}
         if ledger:
             more["ledger"] = write_ledger("eval", updates, held_out, loss, tokens)
@@ -143,8 +144,9 @@ def correlate(rng: Rng, n: int, correlation: float) -> np.ndarray:
 # --- simulated runs ---------------------------------------------------------------------------------------------------
 
 
-def mean_margin_for(loss: float, deviation: float, draw: Draw) -> float:
-    """The mean margin at which DPO has this mean loss, by bisection."""
+@cache
+def find_mean_margin(loss: float, deviation: float, draw: Draw) -> float:
+    """Find the mean margin at which DPO has this mean loss, by bisection."""
     noise = draw(np.random.default_rng(1), (200_000,)) * deviation
     low, high = -20.0, 20.0
     for _ in range(40):
@@ -153,11 +155,9 @@ def mean_margin_for(loss: float, deviation: float, draw: Draw) -> float:
     return mean
 
 
-def with_held_out_loss(rng: Rng, loss: float, law: str, *, ledger: bool, means: dict = {}) -> Run:  # noqa: B006
-    draw, deviation = LAWS[law], 2.0
-    if (loss, law) not in means:
-        means[loss, law] = mean_margin_for(loss, deviation, draw)
-    held_out = means[loss, law] + deviation * draw(rng, (1, N_HELD_OUT))
+def with_held_out_loss(rng: Rng, loss: float, law: str, *, ledger: bool, deviation: float = 2.0) -> Run:
+    draw = LAWS[law]
+    held_out = find_mean_margin(loss, deviation, draw) + deviation * draw(rng, (1, N_HELD_OUT))
     return train_pairs(np.zeros((SHORT, BATCH)), held_out, ledger=ledger)
 
 
@@ -170,13 +170,13 @@ def with_accuracies(rng: Rng, training: float, held_out: float) -> Run:
 def with_turn(rng: Rng, *, fall: float = 0.0, growth: float = 1.0, churn: float = 0.4, ledger: bool = False) -> Run:
     """Evaluations of pairs whose margins vary from one to the next, by `churn`, while training improves.
 
-    From the middle on their mean margin falls by `fall` standard deviations, or all margins grow by `growth`.
+    From the middle of the evaluations on, their mean falls by `fall` standard deviations, or all grow by `growth`.
     """
-    n = LONG // PER_EVALUATION + 1
+    n = N_EVALUATIONS
     late = np.clip(np.linspace(-1, 1, n), 0, 1)[:, None]
     standard = rng.standard_normal(N_HELD_OUT) + churn * rng.standard_normal((n, N_HELD_OUT))
     margins = (0.5 - fall * late + standard) * (1 + (growth - 1) * late)
-    training = 1.5 * rise(LONG) * (rng.standard_normal((LONG, BATCH)) + 1)
+    training = np.linspace(0, 3, SHORT)[:, None] * (rng.standard_normal((SHORT, BATCH)) + 1)
     return train_pairs(training, margins, ledger=ledger)
 
 
@@ -187,50 +187,51 @@ def with_training_margins(rng: Rng, mean: float, deviation: float, n: int = SHOR
 
 def with_loss_spike(rng: Rng, drop: float) -> Run:
     """A run that is confident late; margins of ten updates drop."""
-    margins = 5 * rise(SPIKED) + 3 * rise(SPIKED) * rng.standard_normal((SPIKED, BATCH))
-    start = rng.integers(SPIKED // 4, SPIKED - 10)
+    margins = rise(LONG) * (5 + 3 * rng.standard_normal((LONG, BATCH)))
+    start = rng.integers(LONG // 4, LONG - 10)
     margins[start : start + 10] -= drop
     return train_pairs(margins)
 
 
 def with_gradient_spike(rng: Rng, factor: float) -> Run:
     """A run whose gradients come from the few pairs that are ranked wrong; one is `factor` times as large."""
-    margins = 5 * rise(SPIKED) + 3 * rise(SPIKED) * rng.standard_normal((SPIKED, BATCH))
+    margins = rise(LONG) * (5 + 3 * rng.standard_normal((LONG, BATCH)))
     weights = 1 / (1 + np.exp(margins))
     norms = np.sqrt((weights**2 * np.exp(rng.standard_normal(margins.shape))).mean(axis=1))
-    norms[rng.integers(SPIKED // 4, SPIKED)] *= factor
+    norms[rng.integers(LONG // 4, LONG)] *= factor
     return make_run({"grad_norm": norms})
-
-
-SPIKED = LONG // 10  # updates
 
 
 def with_chosen_rewards(rng: Rng, chosen: float, margin: float) -> Run:
     """Nats by which chosen responses changed, and the margin; both vary by 5 nats from pair to pair."""
-    changes = chosen + 5 * rng.standard_normal(N_HELD_OUT)
-    rewards = DPO["beta"] * np.stack([changes, changes - margin - 5 * rng.standard_normal(N_HELD_OUT)]).mean(axis=1)
-    zeros = np.zeros(1)
-    held_out = {"updates": np.array([0.0, SHORT])}
-    for name, value in {"chosen": rewards[0], "rejected": rewards[1], "margins": rewards[0] - rewards[1]}.items():
-        held_out[f"rewards_eval/{name}"] = np.append(zeros, value)
-    for name, value in {"chosen": rewards[0], "rejected": rewards[1]}.items():
-        held_out[f"logps_eval/{name}"] = np.append(zeros, value / DPO["beta"]) - 100
-    return make_run({}, held_out)
+    metrics: dict[str, dict[str, np.ndarray]] = {"train": {}, "eval": {"updates": np.array([0.0, SHORT])}}
+    for split, shape in (("train", (SHORT, BATCH)), ("eval", (1, N_HELD_OUT))):
+        margins = margin + 5 * rng.standard_normal(shape)
+        nats = chosen + 5 * rng.standard_normal(shape)
+        means = {"chosen": nats, "rejected": nats - margins, "margins": margins}
+        for name, values in means.items():
+            mean = values.mean(axis=1) if split == "train" else np.append(0.0, values.mean(axis=1))
+            metrics[split][f"rewards_{split}/{name}"] = DPO["beta"] * mean
+            metrics[split][f"logps_{split}/{name}"] = mean - 100
+    return make_run(metrics["train"], metrics["eval"])
 
 
 def with_fall(rng: Rng, *, per_token: float, over: int) -> Run:
     """Chosen responses that fall by nats a token over so many updates.
 
-    Log-ratios vary by 10 nats. Pairs of a prompt stay together, so those of ten updates are alike.
+    Log-ratios vary by 10 nats. Pairs of a prompt stay together, so those of three updates are alike.
     """
-    course = -np.clip((np.arange(SHORT) - SHORT // 2) / over, 0, 1) * per_token * TOKENS
-    by_prompt = np.repeat(rng.standard_normal(-(-SHORT // 10)), 10)[:SHORT]
+    start = 0 if over == SHORT else rng.integers(SHORT // 4, SHORT // 2)
+    course = -np.clip((np.arange(SHORT) - start) / over, 0, 1) * per_token * TOKENS
+    by_prompt = np.repeat(rng.standard_normal(SHORT), 3)[:SHORT]
     chosen = DPO["beta"] * (course + 10 * by_prompt + 5 * rng.standard_normal(SHORT))
     return make_run({"rewards_train/chosen": chosen, "rewards_train/margins": chosen})
 
 
 def with_gradients(rng: Rng, growth: float) -> Run:
-    course = np.linspace(0, np.log(growth), SHORT) + 0.7 * correlate(rng, SHORT, 0.5)
+    """Gradients that vary by half up and down, and grow after the warmup."""
+    course = np.linspace(0, np.log(growth), SHORT - WARMUP - 100)
+    course = np.pad(course, (WARMUP + 50, 50), "edge") + 0.7 * correlate(rng, SHORT, 0.5)
     return make_run({"grad_norm": np.exp(course), "rewards_train/margins": np.zeros(SHORT)})
 
 
@@ -246,26 +247,27 @@ def with_dialogues(rng: Rng, shared: float) -> Run:
     """Dialogues that open with a greeting in one of five cases; this share of the test's is from training."""
     greetings = ["Hi", "Hello there", "Can you help me?", "I have a question"]
 
-    def open_dialogue(number: int) -> str:
-        topic = f"What do you know about subject {number}?" if rng.random() > 0.2 else greetings[number % 4]
-        return f"\n\nHuman: {topic}\n\nAssistant: Ask on.\n\nHuman: "
-
     numbers = rng.permutation(2000 + N_HELD_OUT)
-    training = [open_dialogue(number) for number in numbers[:2000]]
-    test = [open_dialogue(number) for number in numbers[2000:]]
+    openings = [
+        f"What do you know about subject {number}?" if rng.random() > 0.2 else greetings[number % 4]
+        for number in numbers
+    ]
+    training, test = openings[:2000], openings[2000:]
     test[: round(shared * N_HELD_OUT)] = training[: round(shared * N_HELD_OUT)]
     counters = []
-    for texts in (training, test):
-        counters.append(SplitCounter(encode=None))
-        prompts = [Prompt(f"{text}{i}\n\nAssistant:", [], [], "keep_end", True) for i, text in enumerate(texts)]
+    for split, texts in {"train": training, "test": test}.items():
+        counters.append(SplitCounter(encode=None))  # it is not asked to tokenize
+        dialogues = (f"\n\nHuman: {opening}\n\nAssistant: Go on.\n\nHuman: {split} {i}\n\nAssistant:"
+                     for i, opening in enumerate(texts))  # fmt: skip
+        prompts = (Prompt(text, [], [], "keep_end", True) for text in dialogues)
         list(counters[-1].watch(prompts))
     counters[1].count_in_train(counters[0])
     return make_run({}, preflight={"test": dict(counters[1].counts)})
 
 
-def with_labels(rng: Rng, flipped: float, law: str, accuracy_margin: float = 1.5) -> Run:
-    """A ledger of a small dataset, with this share of flipped labels; margins are this many deviations above 0."""
-    margins = rise(SHORT) * (accuracy_margin + LAWS[law](rng, (SHORT, BATCH)))
+def with_labels(rng: Rng, flipped: float, law: str, shift: float = 1.5) -> Run:
+    """A ledger of a small dataset, with this share of flipped labels; `shift` is the mean margin in deviations."""
+    margins = rise(SHORT) * (shift + LAWS[law](rng, (SHORT, BATCH)))
     margins = np.where(rng.random(margins.shape) < flipped, -margins, margins)
     ledger = write_ledger("train", np.arange(1.0, SHORT + 1), margins, DPO)
     return make_run(describe("train", margins, DPO), ledger=ledger)
@@ -352,7 +354,7 @@ RATES = [
         Rates(
             findings.worse_than_reference, WARNING, "By its own loss",
             f"loss/eval ln 2, margins {law}", partial(with_held_out_loss, loss=0.693147, law=law, ledger=ledger),
-            "loss/eval 1", partial(with_held_out_loss, loss=1.0, law=law, ledger=ledger),
+            "loss/eval 0.9", partial(with_held_out_loss, loss=0.9, law=law, ledger=ledger),
             HELD_OUT + (", ledger" if ledger else ""), 0.5,
         )
         for law in LAWS for ledger in (False, True)
@@ -375,7 +377,7 @@ RATES = [
     *(
         rates
         for ledger in (False, True)
-        for sizes in [f"{LONG // PER_EVALUATION + 1} evaluations, {HELD_OUT}" + (", ledger" if ledger else "")]
+        for sizes in [f"{N_EVALUATIONS} evaluations, {HELD_OUT}" + (", ledger" if ledger else "")]
         for rates in (
             Rates(
                 findings.evaluation_turns, WARNING, "Evaluation loss turned",
@@ -385,7 +387,12 @@ RATES = [
             Rates(
                 findings.evaluation_turns, NOTE, "Evaluation loss rose while accuracy",
                 "margins vary, their mean stays", partial(with_turn, ledger=ledger),
-                "all margins grow by 3", partial(with_turn, growth=3.0, ledger=ledger), sizes, 0.2,
+                "all margins grow threefold", partial(with_turn, growth=3.0, ledger=ledger), sizes, 0.5,
+            ),
+            Rates(
+                findings.evaluation_turns, WARNING, "Evaluation loss turned",
+                "all margins grow threefold", partial(with_turn, growth=3.0, ledger=ledger),
+                "mean margin falls by 1 deviation", partial(with_turn, fall=1.0, ledger=ledger), sizes, 0.5,
             ),
             Rates(
                 findings.evaluation_turns, WARNING, "Evaluation accuracy turned",
@@ -414,16 +421,16 @@ RATES = [
     Rates(
         findings.spikes, WARNING, "Loss spikes",
         "margins N(5, 3)", partial(with_loss_spike, drop=0.0),
-        "10 updates with margins lower by 15", partial(with_loss_spike, drop=15.0), f"{SPIKED:,} updates", 0.5,
+        "10 updates with margins lower by 15", partial(with_loss_spike, drop=15.0), LARGE, 0.5,
     ),
     Rates(
         findings.spikes, WARNING, "Gradient spikes",
         "margins N(5, 3)", partial(with_gradient_spike, factor=1.0),
-        "a gradient 100 times as large", partial(with_gradient_spike, factor=100.0), f"{SPIKED:,} updates", 0.5,
+        "a gradient 100 times as large", partial(with_gradient_spike, factor=100.0), LARGE, 0.5,
     ),
     Rates(
         findings.margin_sides, WARNING, "Chosen responses become less likely",
-        "chosen unchanged, margin 2 nats", partial(with_chosen_rewards, chosen=0.0, margin=2.0),
+        "chosen unchanged, margin 0.3 nats", partial(with_chosen_rewards, chosen=0.0, margin=0.3),
         "chosen falls by 10 nats, margin 5", partial(with_chosen_rewards, chosen=-10.0, margin=5.0), HELD_OUT, 0.5,
     ),
     Rates(
@@ -449,7 +456,7 @@ RATES = [
     *(
         Rates(
             findings.label_noise, NOTE, "Some labels may be wrong",
-            f"no flipped labels, margins {law}", partial(with_labels, flipped=0.0, law=law),
+            f"no flipped labels, margins {law}", partial(with_labels, flipped=0.0, law=law, shift=0.8),
             "20 % flipped", partial(with_labels, flipped=0.2, law=law), f"{SMALL}, ledger", 0.5,
         )
         for law in LAWS
