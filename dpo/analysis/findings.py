@@ -312,6 +312,26 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
         yield note("Held-out accuracy cannot be told from chance", value, text)
 
 
+def new_training_pairs(run: Run) -> Iterator[Finding]:
+    """Training pairs before they were trained on, where held-out pairs are too few to tell."""
+    examples, held_out = run.eval.points(EVAL_ACCURACY)
+    is_open = len(held_out) > 0 and examples[-1] > 0 and is_inconclusive(float(held_out[-1]), n_evaluated(run))
+    examples, accuracies = run.train.points(TRAIN_ACCURACY)
+    accuracies = accuracies[examples <= run.count("epoch")]  # none if the count is lost
+    late = accuracies[len(accuracies) // 2 :]
+    if not is_open or len(late) < 20:
+        return
+    accuracy, bound = float(late.mean()), student_quantile(len(late) - 1) * mean_error(late)
+    if accuracy - bound > 0.5:
+        yield note(
+            "New training pairs are ranked better than by chance",
+            f"{TRAIN_ACCURACY} {figure(accuracy)} over the second half of the first epoch, 98 % interval "
+            f"{figure(accuracy - bound)} to {figure(accuracy + bound)}",
+            "An update ranks its pairs before it trains on them, so in a first epoch they are as new as held-out ones, "
+            "of which there are too few to tell: something was learned that carries over.",
+        )
+
+
 def _advise_more_pairs(run: Run) -> str:
     available = run.count("test.examples")
     if not available > 0:
@@ -1069,8 +1089,8 @@ ANY_RUN: tuple[Rule, ...] = (
 )  # fmt: skip
 # rules that an online run would break: its pairs change with the policy, and its scorer may contradict held-out labels
 OFFLINE: tuple[Rule, ...] = (
-    worse_than_reference, no_better_than_chance, rate_too_high, saturation, evaluation_turns, epoch_step, margin_sides,
-    length_in_margin, lengths_in_data, accuracy_by_length, accuracy_gap, label_noise, slowing,
+    worse_than_reference, no_better_than_chance, new_training_pairs, rate_too_high, saturation, evaluation_turns,
+    epoch_step, margin_sides, length_in_margin, lengths_in_data, accuracy_by_length, accuracy_gap, label_noise, slowing,
 )  # fmt: skip
 ONLINE: tuple[Rule, ...] = (
     online_accuracies, unfinished_answers, ties, scores, score_length_correlation, divergence, time_to_draw,

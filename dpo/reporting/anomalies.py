@@ -161,6 +161,6 @@ class InstabilityWarner(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            self._warned, self._detector.first = state["warned"], dict(state["first"])
+            self._warned = state["warned"]
+            self._detector.first, self._detector.largest = dict(state["first"]), dict(state["largest"])
             self._detector.start = Means(*state["start"]) if state["start"] else None
-            self._detector.largest = dict(state.get("largest", {}))  # older checkpoints lack it
