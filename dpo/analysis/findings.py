@@ -222,7 +222,8 @@ def _bound_excess_loss(run: Run, last_loss: float, start: Means) -> tuple[float,
         return by_pair
     if shape is None or shape.of_margin is None or not len(run.eval.points("rewards_eval/margins")[1]):
         return math.nan, math.nan
-    deviation = 1.2 * shape.estimate_deviation(last_loss, run.eval.last("rewards_eval/margins"))  # for other laws
+    # margins may have longer tails than normal ones
+    deviation = 1.2 * shape.estimate_deviation(last_loss, run.eval.last("rewards_eval/margins"))
     n = n_evaluated(run)
     return last_loss - start.loss, student_quantile(int(n) - 1) * deviation / math.sqrt(n) if n >= 2 else math.nan
 
@@ -258,7 +259,8 @@ def saturation(run: Run) -> Iterator[Finding]:
         )
         yield warning("Accuracy and loss are saturated", value, text)
     else:
-        yield note("Accuracy is saturated", value, f"{text}Updates still move the policy: go by margins and samples.")
+        text += "Updates still move the policy: go" if left >= SPENT else "Go"
+        yield note("Accuracy is saturated", value, f"{text} by margins and samples.")
 
 
 def _measure_gradient_left(run: Run) -> tuple[float, str]:
@@ -313,7 +315,7 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
 
 
 def new_training_pairs(run: Run) -> Iterator[Finding]:
-    """Training pairs before they were trained on, where held-out pairs are too few to tell."""
+    """Accuracy on new training pairs, if held-out pairs are too few."""
     examples, held_out = run.eval.points(EVAL_ACCURACY)
     is_open = len(held_out) > 0 and examples[-1] > 0 and is_inconclusive(float(held_out[-1]), n_evaluated(run))
     examples, accuracies = run.train.points(TRAIN_ACCURACY)
@@ -401,7 +403,7 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
 
 
 def _accuracy_did_not_fall(run: Run, *, since: float) -> bool:
-    """Return whether held-out accuracy is no lower than at `since` examples, but for chance.
+    """Return whether held-out accuracy is not clearly lower than at `since` examples.
 
     False without accuracies, and if `since` is 0: before training all pairs tie.
     """
@@ -427,7 +429,7 @@ def accuracy_gap(run: Run) -> Iterator[Finding]:
 
 
 def epoch_step(run: Run) -> Iterator[Finding]:
-    """A training loss that falls by a step as an epoch begins, while evaluations do not follow."""
+    """A training loss that falls at an epoch's start, unlike the evaluation's."""
     losses = run.train["loss/train"]
     batch_size, epoch = number(run.setting("batch_size", 1)), run.count("epoch")
     if not (epoch >= batch_size > 0):
@@ -442,7 +444,7 @@ def epoch_step(run: Run) -> Iterator[Finding]:
         steady_fall = max(float(earlier.mean() - before.mean()), 0.0)
         step = float(before.mean() - after.mean()) - steady_fall
         bound = student_quantile(n - 1) * math.hypot(mean_error(earlier), 2 * mean_error(before), mean_error(after))
-        held_out_before, held_out_after = _evaluations_around(run, end)
+        held_out_before, held_out_after = _find_evaluations_around(run, end)
         if step > max(bound, 0.05 * abs(before.mean())) and held_out_before - held_out_after < step / 2:
             yield note(
                 "Training loss fell by a step as an epoch began",
@@ -456,8 +458,8 @@ def epoch_step(run: Run) -> Iterator[Finding]:
             return
 
 
-def _evaluations_around(run: Run, n_updates: float) -> tuple[float, float]:
-    """`loss/eval` at the last evaluation up to `n_updates`, and at the last of all; NaN without one."""
+def _find_evaluations_around(run: Run, n_updates: float) -> tuple[float, float]:
+    """`loss/eval` up to `n_updates`, and at the end; NaN if unknown."""
     losses = run.eval["loss/eval"]
     before, after = losses[run.eval.updates <= n_updates], losses[run.eval.updates > n_updates]
     return _last(before), _last(after)
@@ -513,9 +515,9 @@ def margin_sides(run: Run) -> Iterator[Finding]:
 
 
 def _bound_fall(run: Run, *, in_nats: bool) -> float:
-    """Size that chosen rewards plus margins, averaged over the held-out pairs, may reach by chance.
+    """Bound the mean of chosen rewards plus margins that chance explains.
 
-    Their standard deviation is that of the last updates; infinite with too few.
+    The mean is over the held-out pairs. Their standard deviation is that of the last updates; infinite with too few.
     """
     chosen, rejected = (run.train[f"rewards_train/{side}"] for side in SIDES)
     sums = last_tenth((2 * chosen - rejected)[np.isfinite(chosen) & np.isfinite(rejected)])
@@ -601,7 +603,7 @@ def lengths_in_data(run: Run) -> Iterator[Finding]:
 
 
 def accuracy_by_length(run: Run) -> Iterator[Finding]:
-    """Held-out accuracy where the chosen response is the longer one, and where it is the shorter one."""
+    """Held-out accuracy where chosen is longer, and where it is shorter."""
     pairs = evaluated_pairs(run, run.eval.updates[-1]) if len(run.eval) and run.eval.updates[-1] > 0 else None
     if pairs is None:
         return
@@ -695,7 +697,7 @@ def _explain_empty_samples(run: Run, *, all_others_too: bool) -> str:
 
 
 def cut_off_samples(run: Run) -> Iterator[Finding]:
-    """Samples that seem to break off, more than those that they are compared with."""
+    """Samples that break off more often than the others."""
     limit = run.setting("n_eval_tokens")
     pairs, source = _pair_samples(run)
     cut_off = [(_seems_cut_off(policy, limit), _seems_cut_off(other, limit)) for policy, other in pairs]
@@ -713,10 +715,10 @@ def cut_off_samples(run: Run) -> Iterator[Finding]:
 
 
 def _seems_cut_off(text: str, limit: Any) -> bool:
-    """Return whether a sample ends within a sentence, and may have as many tokens as the limit."""
+    """Return whether a sample ends within a sentence, and is long."""
     text = text.rstrip()
     ends_in_sentence = text[-1:].isalnum() or text[-1:] in (",", ";", ":", "-", "(")
-    return bool(text) and ends_in_sentence and len(text) >= (limit or 0)  # a token is a character or more
+    return ends_in_sentence and not len(text) < number(limit)  # a token is a character or more
 
 
 def sample_lengths(run: Run) -> Iterator[Finding]:
@@ -777,8 +779,7 @@ def rate_too_high(run: Run) -> Iterator[Finding]:
         yield warning(
             "The learning rate looks too high",
             "; ".join(evidence),
-            "In so few updates a preference changes log-probabilities by much less: steps this large also change what "
-            "the pairs say nothing about. Try a third of lr, or more warmup_steps.",
+            "Steps this large change more than what the pairs are about. Try a third of lr, or more warmup_steps.",
         )
 
 
@@ -893,7 +894,7 @@ def data_counts(run: Run) -> Iterator[Finding]:
 
 
 def leakage(run: Run) -> Iterator[Finding]:
-    """Test prompts that are in the training split, whole or by their first turn."""
+    """Test prompts, or their first turns, that are in the training split."""
     n_prompts, n_whole = run.count("test.prompts"), run.count("test.prompts_in_train")
     n_first_turns = run.count("test.first_turns_in_train")
     if not (n_prompts > 0 and max(n_whole, n_first_turns) / n_prompts >= LEAKED):  # false for NaN
@@ -909,7 +910,7 @@ def leakage(run: Run) -> Iterator[Finding]:
 
 
 def label_noise(run: Run) -> Iterator[Finding]:
-    """More training pairs that are clearly ranked wrong than right labels would explain."""
+    """Training pairs ranked clearly wrong, more than right labels would explain."""
     if run.ledger is None or not run.has_pairs:
         return
     from dpo.analysis.ledger import count_clearly_wrong  # most runs have no ledger
@@ -950,7 +951,7 @@ def online_accuracies(run: Run) -> Iterator[Finding]:
 
 def unfinished_answers(run: Run) -> Iterator[Finding]:
     share_ended, limit = run.tail("train", "online/eos"), run.setting("online.max_new_tokens")
-    n_answers = _n_prompts_in_tail(run, "online/eos") * number(run.setting("online.n_samples", 2))
+    n_answers = _count_prompts_in_tail(run, "online/eos") * number(run.setting("online.n_samples", 2))
     if is_below(share_ended, 0.9, n_answers):
         has_penalty = number(run.setting("online.missing_eos_penalty")) > 0
         penalty = "" if has_penalty else "set online.missing_eos_penalty, "
@@ -964,14 +965,14 @@ def unfinished_answers(run: Run) -> Iterator[Finding]:
         )
 
 
-def _n_prompts_in_tail(run: Run, name: str) -> float:
-    """Number of prompts that a metric's value over the last updates is from."""
+def _count_prompts_in_tail(run: Run, name: str) -> float:
+    """Count the prompts behind a metric's mean over the last updates."""
     return len(run.ends(name)[1]) * number(run.setting("batch_size", 1))
 
 
 def ties(run: Run) -> Iterator[Finding]:
     share = run.tail("train", "online/ties")
-    if is_above(share, 0.5, _n_prompts_in_tail(run, "online/ties")):
+    if is_above(share, 0.5, _count_prompts_in_tail(run, "online/ties")):
         effect = (
             "Ties are trained on (online.ties=keep), with the answer that was drawn first as chosen"
             if run.setting("online.ties") == "keep"

@@ -239,11 +239,11 @@ class ClearlyWrong(NamedTuple):
 
 
 def count_clearly_wrong(table: pa.Table) -> ClearlyWrong | None:
-    """Count clearly wrong training pairs, at their first visits in the second half of a run.
+    """Count the training pairs that are clearly wrong late in a run.
 
-    In a normal distribution few margins are that low if most are above 0. Flipped labels mirror the margins of their
-    pairs, so they add a second hump there, the clearer the better the policy ranks other pairs. None with fewer than
-    100 pairs.
+    A pair counts at its first visit in the second half of the updates. In a normal distribution few margins are that
+    low if most are above 0. Flipped labels mirror the margins of their pairs, so they add a second hump there, the
+    clearer the better the policy ranks other pairs. None with fewer than 100 pairs.
     """
     table = encode(table)
     margins, updates = _numbers(table, "margin"), _numbers(table, "update")
@@ -260,7 +260,7 @@ def count_clearly_wrong(table: pa.Table) -> ClearlyWrong | None:
 
 
 def _expect_clearly_wrong(share_right: float) -> float:
-    """Share of a normal distribution below minus the median size of its values.
+    """Compute the share of a normal distribution below minus its median size.
 
     Its standard deviation is 1; `share_right` of it is above 0.
     """

@@ -7,6 +7,7 @@ out: those without rewards, that compare the pairs of a batch, or with an option
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,32 +37,34 @@ def _discopop(margin: np.ndarray, tau: float) -> np.ndarray:
     return _sigmoid(-margin / tau) * _logistic(margin) + np.exp(-_logistic(margin / tau) - margin)
 
 
-# w and r are the rewards of chosen and rejected, and m is their margin; b is beta, and o has the options of the loss
+# w and r are the rewards of chosen and rejected, and m is their margin; the other parameters are options of the loss
 OF_MARGIN: dict[str, Callable[..., np.ndarray]] = {
-    "dpo": lambda m, b, o: (1 - o["label_smoothing"]) * _logistic(m) + o["label_smoothing"] * _logistic(-m),
-    "dpo_norm": lambda m, b, o: _logistic(m),
-    "ipo": lambda m, b, o: ((m - 0.5) / b) ** 2,
-    "hinge": lambda m, b, o: np.maximum(0.0, 1 - m),
-    "robust": lambda m, b, o: (
-        ((1 - o["label_smoothing"]) * _logistic(m) - o["label_smoothing"] * _logistic(-m))
-        / (1 - 2 * o["label_smoothing"])
+    "dpo": lambda m, label_smoothing=0.0: (1 - label_smoothing) * _logistic(m) + label_smoothing * _logistic(-m),
+    "dpo_norm": lambda m: _logistic(m),
+    "ipo": lambda m, beta: ((m - 0.5) / beta) ** 2,
+    "hinge": lambda m: np.maximum(0.0, 1 - m),
+    "robust": lambda m, label_smoothing: (
+        ((1 - label_smoothing) * _logistic(m) - label_smoothing * _logistic(-m)) / (1 - 2 * label_smoothing)
     ),
-    "exo": lambda m, b, o: _exo(m, o["label_smoothing"]),
-    "discopop": lambda m, b, o: _discopop(m, o["tau"]),
-    "simpo": lambda m, b, o: _logistic(m - o["gamma"]),
+    "exo": lambda m, label_smoothing: _exo(m, label_smoothing),
+    "discopop": lambda m, tau: _discopop(m, tau),
+    "simpo": lambda m, gamma: _logistic(m - gamma),
 }
 OF_BOTH: dict[str, Callable[..., np.ndarray]] = {
-    "apo_zero": lambda w, r, b, o: _sigmoid(-w) + _sigmoid(r),
-    "apo_down": lambda w, r, b, o: _sigmoid(w) + _sigmoid(r - w),
-    "nca": lambda w, r, b, o: _logistic(w) + (_logistic(-w) + _logistic(-r)) / 2,
-    "sppo": lambda w, r, b, o: ((w - 0.5) / b) ** 2 + ((r + 0.5) / b) ** 2,
-    "dpop": lambda w, r, b, o: _logistic(w - r - o["penalty"] * np.maximum(0.0, -w)),
-    "cal_dpo": lambda w, r, b, o: _logistic((w - r) / b) + ((w - 0.5) / b) ** 2 + ((r + 0.5) / b) ** 2,
+    "apo_zero": lambda w, r: _sigmoid(-w) + _sigmoid(r),
+    "apo_down": lambda w, r: _sigmoid(w) + _sigmoid(r - w),
+    "nca": lambda w, r: _logistic(w) + (_logistic(-w) + _logistic(-r)) / 2,
+    "sppo": lambda w, r, beta: ((w - 0.5) / beta) ** 2 + ((r + 0.5) / beta) ** 2,
+    "dpop": lambda w, r, penalty: _logistic(w - r - penalty * np.maximum(0.0, -w)),
+    "cal_dpo": lambda w, r, beta: _logistic((w - r) / beta) + ((w - 0.5) / beta) ** 2 + ((r + 0.5) / beta) ** 2,
 }
 
 
 class LossShape(NamedTuple):
-    """A loss as a function of rewards; `of_margin` is None if they matter separately."""
+    """A loss as a function of rewards.
+
+    `of_margin` is None if the two rewards matter separately.
+    """
 
     of_rewards: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (chosen, rejected) -> losses
     of_margin: Callable[[np.ndarray], np.ndarray] | None = None
@@ -93,14 +96,20 @@ class LossShape(NamedTuple):
 
 
 def find_loss_shape(config: Any) -> LossShape | None:
-    """Find the shape of the loss that `config.loss` describes; None if it has none."""
-    if not isinstance(config, Mapping) or not isinstance(config.get("beta"), (int, float)):
+    """Find the shape of the loss in `config.loss`; None without one."""
+    if not isinstance(config, Mapping):
         return None
-    name, beta, options = config.get("name"), config["beta"], {"label_smoothing": 0.0, **config}
-    has_other_terms = options.get("sft_weight") or options.get("wpo") or options.get("reference_free")
-    if has_other_terms or options.get("f_divergence", "reverse_kl") != "reverse_kl":
+    name = config.get("name")
+    has_other_terms = any(config.get(key) for key in ("sft_weight", "wpo", "reference_free"))
+    function = OF_MARGIN.get(name) or OF_BOTH.get(name)
+    if function is None or has_other_terms or config.get("f_divergence", "reverse_kl") != "reverse_kl":
         return None
-    if name in OF_MARGIN:
-        of_margin = partial(OF_MARGIN[name], b=beta, o=options)
-        return LossShape(lambda chosen, rejected: of_margin(chosen - rejected), of_margin)
-    return LossShape(partial(OF_BOTH[name], b=beta, o=options)) if name in OF_BOTH else None
+    options = {}
+    for key, parameter in inspect.signature(function).parameters.items():
+        if key in ("m", "w", "r"):
+            continue
+        options[key] = config.get(key, parameter.default)
+        if not isinstance(options[key], (int, float)):  # an edited config may lack it
+            return None
+    shape = partial(function, **options)
+    return LossShape(lambda w, r: shape(w - r), shape) if name in OF_MARGIN else LossShape(shape)

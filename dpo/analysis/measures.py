@@ -44,12 +44,12 @@ def accuracy_error(accuracy: float, n: float) -> float:
 
 
 def is_below(share: float, limit: float, n: float) -> bool:
-    """Return whether a share measured on n examples is below a limit, beyond chance."""
+    """Return whether a share of n examples is clearly below a limit."""
     return n > 0 and wilson_interval(share, n)[1] < limit
 
 
 def is_above(share: float, limit: float, n: float) -> bool:
-    """Return whether a share measured on n examples is above a limit, beyond chance."""
+    """Return whether a share of n examples is clearly above a limit."""
     return n > 0 and wilson_interval(share, n)[0] > limit
 
 
@@ -66,7 +66,10 @@ def mean_error(values: np.ndarray) -> float:
 
 
 def change_and_bound(first: np.ndarray, last: np.ndarray) -> tuple[float, float]:
-    """Difference of two means of successive values, and half the width of its 98 % interval."""
+    """Difference of two means, and half its 98 % interval.
+
+    Both are means of successive values (`mean_error`).
+    """
     error = math.hypot(mean_error(first), mean_error(last))
     return float(last.mean() - first.mean()), student_quantile(min(len(first), len(last)) - 1) * error
 
@@ -83,7 +86,10 @@ def mean_and_bound(differences: np.ndarray) -> tuple[float, float]:
 
 
 def student_quantile(degrees: int) -> float:
-    """99 % quantile of Student's t, within 1 % from 5 degrees of freedom on."""
+    """99 % quantile of Student's t.
+
+    It is right within 1 % from 5 degrees of freedom on.
+    """
     z = Z_98
     # expansion by Cornish and Fisher
     return (
@@ -277,7 +283,7 @@ def evaluated_pairs(run: Run, n_updates: float) -> dict[str, np.ndarray] | None:
 
 
 def compare_evaluations(run: Run, name: str, first: float, last: float) -> tuple[float, float] | None:
-    """Mean difference of a pair's value between two evaluations, and its bound (`mean_and_bound`).
+    """Compare two evaluations pair by pair: mean difference and its bound.
 
     `name` is loss, margin or right, which is 1 for a margin above 0; `first` and `last` are numbers of updates. None
     unless the ledger has both evaluations of the same pairs.

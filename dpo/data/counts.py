@@ -198,7 +198,7 @@ class SplitCounter:
             self._refuse_eos()
 
     def count_in_train(self, train: SplitCounter) -> None:
-        """Count the prompts of this split that the training split has too, whole or by their first turn."""
+        """Count the prompts, and first turns, that the training split has too."""
         self.counts["prompts_in_train"] = int(np.isin(self._prompt_hashes, train._prompt_hashes).sum())
         self.counts["first_turns_in_train"] = int(np.isin(self._first_turn_hashes, train._first_turn_hashes).sum())
 
