@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.json
 
 from dpo.data.schema import Messages, PreferenceData
 from dpo.data.tokenization import TruncationMode
@@ -100,12 +101,22 @@ def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     remaining = iter(prompts)
     with pa.ipc.new_file(str(path), SCHEMA) as writer:
         while batch := list(islice(remaining, ROWS_PER_BATCH)):
-            rows = []
+            lines = []
             for prompt in batch:
                 messages = None if prompt.messages is None else json.dumps(prompt.messages)
-                rows.append(prompt._asdict() | {"messages": messages})
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
+                lines.append(json.dumps(prompt._asdict() | {"messages": messages}) + "\n")
+            # `from_pylist` would import pandas, and so would `to_numpy` below: 0.5 s and 60 MB
+            writer.write_table(_parse_lines("".join(lines).encode()))
     pa.default_memory_pool().release_unused()  # pyarrow would keep about as much memory as the texts took
+
+
+def _parse_lines(lines: bytes) -> pa.Table:
+    """Parse JSON lines with the columns of SCHEMA; other keys are ignored."""
+    return pyarrow.json.read_json(
+        pa.BufferReader(lines),
+        read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(lines)),  # a line must fit a block
+        parse_options=pyarrow.json.ParseOptions(explicit_schema=SCHEMA, unexpected_field_behavior="ignore"),
+    )
 
 
 class PromptTable(Sequence[Prompt]):
@@ -117,7 +128,7 @@ class PromptTable(Sequence[Prompt]):
     def __init__(self, path: Path) -> None:
         self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         # the examples of all prompts are one Arrow list, and its offsets say where those of each prompt begin
-        counts = [np.diff(chunk.offsets.to_numpy()) for chunk in self._table["examples"].chunks]
+        counts = [np.diff(np.from_dlpack(chunk.offsets)) for chunk in self._table["examples"].chunks]
         self.counts = np.concatenate([np.zeros(0, dtype=np.int32), *counts])  # a table may have no chunk
 
     def __len__(self) -> int:

@@ -30,6 +30,7 @@ class Sampling(NamedTuple):
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     seed: int = 0
+    cache_implementation: str | None = None  # of transformers' `generate`
 
 
 class Answer(NamedTuple):
@@ -96,6 +97,7 @@ def answer(
             logits_processor=choosing(sampling, numbers, n_prompt=n_prompt),
             stopping_criteria=transformers.StoppingCriteriaList(criteria),
             synced_gpus=in_step,
+            cache_implementation=sampling.cache_implementation,
         )
     answers = []
     for new_tokens in rows[:, n_prompt:].tolist():

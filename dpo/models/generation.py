@@ -28,11 +28,12 @@ def sample(
     max_new_tokens: int,
     seed: int | Sequence[int],
     in_step: bool = False,
+    cache_implementation: str | None = None,
 ) -> list[str]:
     """Sample one continuation per prompt, without a change of the random state.
 
     `in_step`: several processes hold shards of the model and sample in lockstep, so each continues until the last one
-    has finished.
+    has finished. `cache_implementation` is that of transformers' `generate`.
     """
     prompt_ids = batch["prompt_input_ids"]
     gpus = range(torch.cuda.device_count())
@@ -44,6 +45,7 @@ def sample(
             max_new_tokens=max_new_tokens,  # overrides the model's generation config
             do_sample=True,
             synced_gpus=in_step,
+            cache_implementation=cache_implementation,
             pad_token_id=tokenizer.pad_token_id,
         )
     return tokenizer.batch_decode(

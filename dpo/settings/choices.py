@@ -66,6 +66,7 @@ REDUCE_DTYPES = ("float32", "bfloat16")
 FROZEN_WEIGHTS = ("whole", "sharded")
 VARLEN = "varlen"
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention", VARLEN)
+CACHES = ("static",)
 LAYOUTS = ("padded", "shared_prefix")
 CACHING = ("as_needed", "all")
 LORA = ("none", "lora", "qlora")

@@ -18,6 +18,7 @@ from dpo.losses import LOSSES
 from dpo.settings.choices import (
     ATTENTION,
     AUTOCAST_DTYPES,
+    CACHES,
     CACHING,
     DIVERGENCES,
     DTYPES,
@@ -275,6 +276,7 @@ KEYS: dict[str, Key] = {
     "model.reference_dtype": Key("name or null", KEEP, DTYPES),
     "model.autocast": Key("name or null", KEEP, AUTOCAST_DTYPES),
     "model.attn_implementation": Key("name", CHANGE, ATTENTION),
+    "model.cache_implementation": Key("name or null", CHANGE, CACHES),
     "model.random_init": Key("flag", KEEP),
     "model.trust_remote_code": Key("flag", KEEP),
     "loss.name": Key("name", KEEP, LOSSES),

@@ -104,6 +104,7 @@ class ModelPlan:
     fsdp_policy_mp: str | None
     autocast: str | None
     attn_implementation: str
+    cache_implementation: str | None
     random_init: bool
     trust_remote_code: bool
 

@@ -103,6 +103,8 @@ CHECKS = (
     needs("wandb.entity wandb.project wandb.group wandb.tags wandb.notes wandb.artifacts",
           "wandb.enabled=true and debug=false", lambda v, p: v["wandb.enabled"] and not v["debug"]),
     needs("n_eval_tokens", "sample_during_eval=true", lambda v, p: v["sample_during_eval"]),
+    needs("model.cache_implementation", "sample_during_eval=true, or online=online",
+          lambda v, p: v["sample_during_eval"] or v["online.name"] == "online"),
     needs("n_eval_model_samples", "sample_during_eval=true, or online=online",
           lambda v, p: v["sample_during_eval"] or v["online.name"] == "online"),
     needs("do_first_sampling", "do_first_eval=true and sample_during_eval=true",
@@ -177,6 +179,9 @@ CHECKS = (
           "sdpa"),
     Check(lambda v, p: v["model.attn_implementation"] == VARLEN and v["layout"] == "padded",
           "model.attn_implementation=varlen has no effect with layout=padded: use layout=shared_prefix, or sdpa"),
+    Check(lambda v, p: v["model.cache_implementation"] and (p.dims.world_size > 1 or p.gpus > 1),
+          "model.cache_implementation={model.cache_implementation} compiles sampling for a model on one device, and "
+          "this run has {processes} processes and {gpus} GPUs: use null, or set CUDA_VISIBLE_DEVICES=0"),
     # its block masks read tensors that stay on the first GPU
     Check(lambda v, p: v["model.attn_implementation"] == "flex_attention"
           and p.gpus > 1 and not p.trainer.multi_process,

@@ -120,4 +120,5 @@ class Evaluator:
                 max_new_tokens=max_new_tokens,
                 seed=[self.seed, n_examples, self.mesh.data_rank],
                 in_step=self.mesh.world_size > 1,  # processes may share the model's shards
+                cache_implementation=plan.model.cache_implementation,
             )

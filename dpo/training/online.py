@@ -83,7 +83,9 @@ class OnlineBatches(Batches):
         online = plan.online
         self.n_samples, self.missing_eos_penalty = online.n_samples, online.missing_eos_penalty
         self.keeps_ties = online.ties == "keep"
-        self.sampling = Sampling(online.max_new_tokens, online.temperature, online.top_p, seed)
+        self.sampling = Sampling(
+            online.max_new_tokens, online.temperature, online.top_p, seed, plan.model.cache_implementation
+        )
         self.n_offline = plan.n_offline
 
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:

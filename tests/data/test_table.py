@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support import warm
-from support.runs import GOLDEN, make_environment, train, write_rows
+from support.runs import GOLDEN, make_environment, run_python, train, write_rows
 
 import preference_datasets
 from benchmarks.harness import compose
@@ -68,6 +68,17 @@ def test_prompts_come_back_as_they_were(tmp_path, monkeypatch, rows_per_batch):
     assert stored.counts.tolist() == [2, 1, 0, 1]
     with pytest.raises(IndexError):
         stored[4]
+
+
+def test_tables_do_not_import_pandas(tmp_path):
+    """Most functions of pyarrow would."""
+    script = (
+        "import sys; from pathlib import Path; from dpo.data.table import *; path = Path(sys.argv[1]);"
+        "write_prompts(path, [Prompt('a', ['b'], [{'chosen': 0}], 'keep_end', False)]);"
+        "assert list(PromptTable(path)) and 'pandas' not in sys.modules"
+    )
+    result = run_python("-c", script, str(tmp_path / "table.arrow"))
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_table_without_prompts_is_empty(tmp_path):

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu import GPU, Process, build, describe, limit, pick, write_model
+import transformers
+from support.gpu import GPU, TINY, Process, build, describe, limit, measure_seconds, pick, random_pairs, write_model
 
+from dpo.models.answers import Answer, Sampling, answer
 from dpo.settings.choices import VARLEN
 
 SHAPES = {  # of published models
@@ -100,6 +102,42 @@ def test_speed_of_shared_prefixes_and_of_padded_rows(name, tmp_path, record):
         assert found[VARLEN]["losses"] == pytest.approx(padded["losses"], rel=LOSS_TOLERANCE)
         assert ours["MFU"] >= LEAST_MFU
         assert ours["pairs/s"] >= TIMES_FASTER * padded["pairs/s"]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@limit(150)
+def test_speed_of_sampling_with_a_growing_and_with_a_static_cache(tmp_path, record):
+    """Answers in float32 begin alike; times are of bfloat16, after a first round."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    prompts, n_new_tokens = random_prompts(16), pick(128, 128, 8)
+
+    def sample_prompts(model: Any, cache: str | None, n_tokens: int) -> list[Answer]:
+        sampling = Sampling(n_tokens, temperature=0, cache_implementation=cache)
+        return answer(model, tokenizer, prompts, range(len(prompts)), sampling)
+
+    settings = describe("llama", *pick((24, 2048, 16), (24, 1024, 16), (2, 64, 4)))
+    found, ms = {}, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build(settings, dtype=dtype, attention="sdpa")
+        for cache in (None, "static"):
+            found[dtype, cache] = [given.tokens[:4] for given in sample_prompts(model, cache, n_new_tokens)]
+            secs = [
+                measure_seconds(lambda model=model, cache=cache: sample_prompts(model, cache, n_new_tokens))
+                for _ in range(3)
+            ]
+            ms[dtype, cache] = 1000 * median(secs) / n_new_tokens
+    growing, static = ms[torch.bfloat16, None], ms[torch.bfloat16, "static"]
+    better = "static" if growing / static > WORTH_SETTING else "null"
+    record(
+        f"{growing:.2f} ms per token of 16 rows, static {static:.2f}: set model.cache_implementation={better}",
+        growing_ms=growing, static_ms=static,
+    )  # fmt: skip
+    assert found[torch.float32, "static"] == found[torch.float32, None]
+
+
+def random_prompts(n: int) -> list[tuple[int, ...]]:
+    return [pair.prompt for pair in random_pairs(n, prompt=(40, 120), response=(4, 4))]
 
 
 def cut_to_memory(shape: dict[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,17 @@ import copy
 
 import pytest
 import torch
+import transformers
+from support.models import FAMILIES, GROUPED, build
+from torch._dynamo.utils import counters
 
 from dpo.data.collation import get_collate_fn, tokenize_batch_element
 from dpo.data.examples import Example
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder
 from dpo.models import generation
+from dpo.models.adapters import add_adapter, make_adapter_config
+from dpo.models.answers import Sampling, answer
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +74,59 @@ def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
     examples = [Example(prompt, (), id=(i, 0)) for i, prompt in enumerate(ids)]
     stored = [Prompt(text, [], [], mode, False) for text in prompts]
     assert generation.fed_prompts(examples, stored, TextEncoder(tokenizer)) == [prompts[0], fed]
+
+
+# --- a static cache ---------------------------------------------------------------------------------------------------
+
+WINDOWED = {**GROUPED, "sliding_window": 6}
+CACHED = {**FAMILIES, "mistral, all layers windowed": lambda: transformers.MistralConfig(**WINDOWED)}
+
+
+def answer_greedily(model, tokenizer, length: int, cache: str | None) -> list[tuple[int, ...]]:
+    """Tokens of the answers to two prompts, of `length` tokens and of half as many."""
+    prompts = [tuple(range(5, 5 + n)) for n in (length, length // 2)]
+    sampling = Sampling(12, temperature=0, cache_implementation=cache)
+    return [given.tokens for given in answer(model, tokenizer, prompts, [0, 1], sampling)]
+
+
+@pytest.mark.parametrize("family", CACHED)
+def test_a_static_cache_gives_the_same_answers(family, tokenizer):
+    model = build(CACHED[family]).eval()
+    for length in (20, 9):
+        growing = answer_greedily(model, tokenizer, length, None)
+        assert answer_greedily(model, tokenizer, length, "static") == growing
+
+
+def test_a_static_cache_gives_the_same_samples(tiny_llama, tokenizer, batch):
+    growing, static = (
+        generation.sample(tiny_llama, batch, tokenizer, max_new_tokens=12, seed=3, cache_implementation=cache)
+        for cache in (None, "static")
+    )
+    assert static == growing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [False, True])
+def test_compiled_decoding_follows_the_weights_and_compiles_twice(adapter, tiny_llama, tokenizer, monkeypatch):
+    """On a CPU, where transformers would not compile. The second time is for prompts of any length."""
+    monkeypatch.setattr(
+        transformers.GenerationMixin,
+        "_valid_auto_compile_criteria",
+        lambda self, kwargs, config: config.cache_implementation == "static",
+    )
+    torch._dynamo.reset()
+    model = copy.deepcopy(tiny_llama)
+    if adapter:
+        add_adapter(model, make_adapter_config(4, 8, "auto"), dropout=0.1)
+    graphs, steps = counters["stats"]["unique_graphs"], []
+    for round_index, length in enumerate((20, 9, 31, 14, 26)):
+        with torch.no_grad():  # as an update does
+            for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+                torch.manual_seed(100 * round_index + i)
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        with generation.before_each_forward(model, steps.append):
+            compiled = answer_greedily(model, tokenizer, length, "static")
+        assert steps == list(range(12))
+        steps.clear()
+        assert compiled == answer_greedily(model, tokenizer, length, None)
+    assert counters["stats"]["unique_graphs"] - graphs <= 2

@@ -164,6 +164,10 @@ REFUSED = [
         "GPUS=1 model.attn_implementation=varlen model.autocast=bfloat16 layout=padded",
         "model.attn_implementation=varlen has no effect with layout=padded: use layout=shared_prefix, or sdpa",
     ),
+    (
+        f"{FSDP} world_size=2 model.cache_implementation=static",
+        "model.cache_implementation=static compiles sampling for a model on one device, and this run has 2 processes",
+    ),
     # --- processes
     ("world_size=2", "world_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
     ("RANK=0 WORLD_SIZE=2 lr=1", "trainer=BasicTrainer is one process, and 2 were launched"),
