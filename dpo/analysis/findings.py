@@ -919,7 +919,7 @@ def label_noise(run: Run) -> Iterator[Finding]:
     if counted is None or counted.right < 0.75:  # a policy that ranks few pairs right knows too little of labels
         return
     excess, error = counted.share - counted.expected, math.sqrt(counted.share * (1 - counted.share) / counted.pairs)
-    if excess > max(0.04, Z_98 * error):  # margins with longer tails than the normal ones reach 0.037
+    if excess > max(0.04, Z_98 * error):  # margins with longer tails than the normal ones reach 0.038
         yield note(
             "Some labels may be wrong",
             f"{percent(counted.share)} of {count(counted.pairs, 'training pair')} in the second half of the run are "
