@@ -99,7 +99,7 @@ def find_loss_shape(config: Any) -> LossShape | None:
     """Find the shape of the loss in `config.loss`; None without one."""
     if not isinstance(config, Mapping):
         return None
-    name = config.get("name")
+    name = str(config.get("name"))
     has_other_terms = any(config.get(key) for key in ("sft_weight", "wpo", "reference_free"))
     function = OF_MARGIN.get(name) or OF_BOTH.get(name)
     if function is None or has_other_terms or config.get("f_divergence", "reverse_kl") != "reverse_kl":
