@@ -21,6 +21,7 @@ from dpo.analysis.measures import (
     Z_98,
     MarginParts,
     accuracy_error,
+    best_of_many_quantile,
     binomial_tail,
     change_and_bound,
     compare_evaluations,
@@ -215,17 +216,19 @@ def _bound_excess_loss(run: Run, last_loss: float, start: Means) -> tuple[float,
     The ledger gives both pair by pair. Without it, the loss must be a function of the margin: then it is the same for
     all pairs where policy and reference are equal, and its deviation follows from the mean loss and margin.
     """
-    first_evaluated, last_evaluated = run.eval.updates[0], run.eval.updates[-1]
-    by_pair = compare_evaluations(run, "loss", first_evaluated, last_evaluated) if first_evaluated == 0 else None
-    shape = find_loss_shape(run.setting("loss"))
+    n, first, last = n_evaluated(run), run.eval.updates[0], run.eval.updates[-1]
+    by_pair = compare_evaluations(run, "loss", first, last) if first == 0 else None
+    if n < 2:
+        return math.nan, math.nan
     if by_pair is not None:
-        return by_pair
+        excess, error = by_pair
+        return excess, student_quantile(int(n) - 1) * error
+    shape = find_loss_shape(run.setting("loss"))
     if shape is None or shape.of_margin is None or not len(run.eval.points("rewards_eval/margins")[1]):
         return math.nan, math.nan
     # margins may have longer tails than normal ones
     deviation = 1.2 * shape.estimate_deviation(last_loss, run.eval.last("rewards_eval/margins"))
-    n = n_evaluated(run)
-    return last_loss - start.loss, student_quantile(int(n) - 1) * deviation / math.sqrt(n) if n >= 2 else math.nan
+    return last_loss - start.loss, student_quantile(int(n) - 1) * deviation / math.sqrt(n)
 
 
 def saturation(run: Run) -> Iterator[Finding]:
@@ -364,15 +367,16 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
     train_at_best = mean_near(run, train_name, examples_at_best)
     train_at_last = mean_near(run, train_name, examples_at_last)
     if kind == "loss":
-        by_chance = evaluation_loss_error(run)
+        error = math.sqrt(2) * evaluation_loss_error(run)
         # where training loss is above its start, the run has failed rather than overfitted
         start = find_start(run)
         has_learned = train_at_last < (start.loss if start is not None else run.train.first(train_name))
     else:
-        by_chance, has_learned = accuracy_error(best, n_evaluated(run)), True
+        error, has_learned = math.sqrt(2) * accuracy_error(best, n_evaluated(run)), True
     by_pair = compare_evaluations(run, "loss" if kind == "loss" else "right", updates[best_index], updates[-1])
     if by_pair is not None:
-        _, by_chance = by_pair
+        _, error = by_pair
+    by_chance = best_of_many_quantile(len(values) - 1) * error
     tolerated = max(0.05 * abs(best), 0.005, by_chance) if kind == "loss" else max(0.02, by_chance)
     got_worse = sign * (best - last) > tolerated
     training_got_better = sign * (train_at_last - train_at_best) > 0
@@ -412,14 +416,14 @@ def _accuracy_did_not_fall(run: Run, *, since: float) -> bool:
     if not len(earlier_accuracies):
         return False
     fall = float(earlier_accuracies[0] - accuracies[-1])
-    return fall <= accuracy_error(float(accuracies[-1]), n_evaluated(run))
+    return fall <= Z_98 * accuracy_error(float(accuracies[-1]), n_evaluated(run))
 
 
 def accuracy_gap(run: Run) -> Iterator[Finding]:
     train, held_out = run.tail("train", TRAIN_ACCURACY), run.tail("eval", EVAL_ACCURACY)
     examples, _ = run.eval.points(EVAL_ACCURACY)
     is_evaluated_after_training = len(examples) > 0 and examples[-1] > 0  # before the first update all pairs tie
-    tolerated = max(0.15, accuracy_error(held_out, n_evaluated(run)))
+    tolerated = max(0.15, 2 * accuracy_error(held_out, n_evaluated(run)))
     if is_evaluated_after_training and train - held_out > tolerated:
         yield note(
             "Training pairs are ranked better than held-out ones",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +40,16 @@ def is_inconclusive(accuracy: float, n: float) -> bool:
 
 
 def accuracy_error(accuracy: float, n: float) -> float:
-    """Two standard errors of an accuracy measured on n examples."""
-    return 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.0) / n) if n > 0 else 0.0
+    """Standard error of an accuracy measured on n examples."""
+    return math.sqrt(max(accuracy * (1 - accuracy), 0.0) / n) if n > 0 else 0.0
+
+
+def best_of_many_quantile(n: int) -> float:
+    """Standard errors by which the best of n values exceeds another by chance.
+
+    Those of the difference of two values: chance exceeds them in at most one run of twenty (Bonferroni).
+    """
+    return NormalDist().inv_cdf(1 - 0.05 / max(n, 1))
 
 
 def is_below(share: float, limit: float, n: float) -> bool:
@@ -113,7 +122,7 @@ def n_evaluated(run: Run) -> float:
 
 
 def evaluation_loss_error(run: Run) -> float:
-    """Two standard errors of `loss/eval`; 0 with fewer than 20 updates.
+    """Standard error of `loss/eval`; 0 with fewer than 20 updates.
 
     The standard deviation of an example's loss is estimated from the training batches, in the tenth of the run where it
     is largest: towards the end, training examples may be learned, and their losses nearly equal.
@@ -124,7 +133,7 @@ def evaluation_loss_error(run: Run) -> float:
     batch_size = max(1.0, number(run.setting("batch_size", 1)))
     batch_deviation = max(float(tenth.std(ddof=1)) for tenth in np.array_split(losses, 10))
     example_deviation = batch_deviation * math.sqrt(batch_size)
-    return 2 * example_deviation / math.sqrt(n_evaluated(run))
+    return example_deviation / math.sqrt(n_evaluated(run))
 
 
 def find_start(run: Run) -> Means | None:
@@ -283,7 +292,7 @@ def evaluated_pairs(run: Run, n_updates: float) -> dict[str, np.ndarray] | None:
 
 
 def compare_evaluations(run: Run, name: str, first: float, last: float) -> tuple[float, float] | None:
-    """Compare two evaluations pair by pair: mean difference and its bound.
+    """Compare two evaluations pair by pair: mean difference, standard error.
 
     `name` is loss, margin or right, which is 1 for a margin above 0; `first` and `last` are numbers of updates. None
     unless the ledger has both evaluations of the same pairs.
@@ -293,7 +302,8 @@ def compare_evaluations(run: Run, name: str, first: float, last: float) -> tuple
         return None
     for pairs in (before, after):
         pairs["right"] = (pairs["margin"] > 0).astype(float)
-    return mean_and_bound(after[name] - before[name])
+    differences = after[name] - before[name]
+    return float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(len(differences))
 
 
 class Cost(NamedTuple):

@@ -200,7 +200,7 @@ TOLD = [
          IMPROVES + evaluated((0, 0.69, None), (100, 0.60, None), (200, 0.66, None))),
     Told("note", "Evaluation loss rose while accuracy did not fall", "",
          IMPROVES + evaluated((0, 0.69, 0.7), (100, 0.60, 0.7), (200, 0.66, 0.7))),
-    # two standard errors of 0.8 on 256 pairs are 2 sqrt(0.8 * 0.2 / 256) = 0.05
+    # 1.645 standard errors of the difference of 0.8 and as much, on 256 pairs: 1.645 sqrt(2 * 0.8 * 0.2 / 256) = 0.058
     Told("warning", ACCURACY_TURNED, "", LEARNS + evaluated((100, 0.6, 0.8), (200, 0.6, 0.70))),
     Told("note", GAP, "accuracy 0.9 against 0.7", held_out(0.7, training=0.9)),
     Told("note", BEST, "rewards_eval/accuracies 0.8 at 20 examples, 0.75 at the last", BEST_THEN_WORSE, {"best": 20},
