@@ -384,13 +384,14 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
         return
     value = (
         f"{eval_name} {figure(best)} at {count(examples_at_best, 'example')}, {figure(last)} at "
-        f"{examples_at_last:,.0f}; {train_name} {figure(train_at_best)}, then {figure(train_at_last)}"
+        f"{examples_at_last:,.0f}; {train_name} {figure(train_at_best)}, then {figure(train_at_last)}; a change of "
+        f"{kind} up to {figure(tolerated)} may be chance"
     )
     if kind == "loss" and _accuracy_did_not_fall(run, since=examples_at_best):
         yield note(
             "Evaluation loss rose while accuracy did not fall",
             value,
-            "Accuracy did not fall meanwhile: the policy became surer of pairs that it ranks wrong, the usual "
+            "Accuracy did not fall beyond chance meanwhile: the policy became surer of pairs that it ranks wrong, the usual "
             "course of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier.",
         )
         return
