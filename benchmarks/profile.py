@@ -100,7 +100,7 @@ def profile_run(overrides: Sequence[str]) -> dict[str, Any]:
     watch, kernels = Stopwatch(), {}
     with tempfile.TemporaryDirectory() as folder:
         config = compose([f"local_run_dir={folder}", *overrides])
-        n_updates = config.n_examples // config.batch_size
+        n_updates = (config.n_examples or 0) // config.batch_size
         if n_updates < 3:
             sys.exit(f"n_examples={config.n_examples} makes {n_updates} updates of {config.batch_size}; 3 are needed")
         phases = [

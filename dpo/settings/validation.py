@@ -80,7 +80,8 @@ CHECKS = (
           lambda v, p: p.trainer.multi_process and not p.launched),
     needs("collective_timeout_secs", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process),
     needs("fsdp_shard_size", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process, "error"),
-    needs("fsdp_reduce_dtype", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process, "error"),
+    needs("fsdp_reduce_dtype", "several processes that see different examples: trainer=FSDPTrainer",
+          lambda v, p: p.dims.data_size > 1),
     needs("fsdp_reshard_after_forward", "processes that share weights: trainer=FSDPTrainer",
           lambda v, p: p.dims.shard_size > 1),
     needs("fsdp_reduce_once", "gradient_accumulation_steps above 1 and processes that share weights: "

@@ -202,3 +202,10 @@ def count_gpus(devices: tuple[str, ...] = DEVICES) -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def list_own_gpus(*, multi_process: bool) -> list[int]:
+    """The GPUs of this process: one if there are others, else all."""
+    import torch
+
+    return [torch.cuda.current_device()] if multi_process else list(range(torch.cuda.device_count()))

@@ -32,7 +32,7 @@ from dpo.parallel.sharding import find_blocks
 from dpo.settings.choices import FROZEN_WEIGHTS
 from dpo.settings.plan import Plan
 from dpo.settings.validation import find_problems
-from dpo.system.host import host_memory, resident_memory
+from dpo.system.host import host_memory, list_own_gpus, resident_memory
 from dpo.training.batches import Batch, Batches
 from dpo.training.memory_tracker import MemoryTracker, on_device
 from dpo.training.online import encode_prompt, some_prompts
@@ -717,7 +717,7 @@ def notes_on_free_memory(plan: Plan) -> list[str]:
     if not torch.cuda.is_available():
         return []
     held, peaks, totals = (
-        [measure(gpu) for gpu in _list_gpus(plan)]
+        [measure(gpu) for gpu in list_own_gpus(multi_process=plan.trainer.multi_process)]
         for measure in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, _find_gpu_memory)
     )
     now = plan.data.gradient_accumulation_steps
@@ -755,14 +755,9 @@ def _find_device_memory(plan: Plan) -> int:
     With GPUs, the memory of its GPU, or of all GPUs if it is the only process; without, its share of host memory.
     """
     if torch.cuda.is_available():
-        return sum(map(_find_gpu_memory, _list_gpus(plan)))
+        return sum(map(_find_gpu_memory, list_own_gpus(multi_process=plan.trainer.multi_process)))
     n_processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world_size))  # the launchers set it
     return (host_memory().available + resident_memory()) // n_processes_here
-
-
-def _list_gpus(plan: Plan) -> Sequence[int]:
-    """The GPUs of this process: all, if it is the only one."""
-    return [torch.cuda.current_device()] if plan.trainer.multi_process else range(torch.cuda.device_count())
 
 
 def _find_gpu_memory(gpu: int) -> int:

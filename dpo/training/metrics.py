@@ -12,6 +12,7 @@ import torch
 
 from dpo.data.examples import Example
 from dpo.losses import ROLES
+from dpo.system.host import list_own_gpus
 
 REFERENCE = "reference/"  # prefix of the reference's log-probabilities, which travel with the metrics
 
@@ -98,11 +99,10 @@ def reduce_metrics(
 def peak_memory_gb() -> float:
     """Peak memory of this process in GB (1e9 bytes).
 
-    Memory allocated on its GPUs if there are any, else resident memory. A process of several has one GPU.
+    Memory allocated on its GPUs if there are any, else resident memory.
     """
     if torch.cuda.is_available():
-        has_one = torch.distributed.is_initialized()
-        gpus = [torch.cuda.current_device()] if has_one else range(torch.cuda.device_count())
+        gpus = list_own_gpus(multi_process=torch.distributed.is_initialized())
         return sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -181,7 +181,6 @@ REFUSED = [
     ("tensor_parallel_size=2", "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
     (f"{FSDP} world_size=2 tensor_parallel_size=2", "tensor_parallel_size=2 needs trainer=TensorParallelTrainer"),
     ("tensor_parallel.backend=tensor_parallel", "tensor_parallel.backend=tensor_parallel needs trainer=Tens"),
-    ("fsdp_reduce_dtype=bfloat16", "fsdp_reduce_dtype=bfloat16 needs a trainer of several processes: trainer=FSDPTr"),
     (
         f"{FSDP} {DPO} {LORA} lora.reference=model model.fsdp_policy_mp=bfloat16 fsdp_frozen_weights=whole",
         "fsdp_frozen_weights=whole rounds the base to bfloat16, and a separate reference in float16 would differ from "
@@ -246,6 +245,11 @@ NO_EFFECT = [
     (f"fsdp_frozen_weights=sharded {FSDP}", "it needs a reference of its own or an adapter, and trainer=FSDPTrainer"),
     ("fsdp_reshard_after_forward=false", "it needs processes that share weights: trainer=FSDPTrainer"),
     (f"fsdp_reduce_once=true {FSDP} world_size=2", "it needs gradient_accumulation_steps above 1 and processes that "),
+    (f"fsdp_reduce_dtype=bfloat16 {FSDP} world_size=1", "it needs several processes that see different examples"),
+    (
+        "model.cache_implementation=static sample_during_eval=false",
+        "it needs sample_during_eval=true, or online=online",
+    ),
     ("collective_timeout_secs=60", "it needs a trainer of several processes: trainer=FSDPTrainer"),
     ("wandb.entity=me wandb.enabled=false", "it needs wandb.enabled=true and debug=false"),
     ("wandb.project=mine debug=true", "it needs wandb.enabled=true and debug=false"),
