@@ -45,9 +45,9 @@ def accuracy_error(accuracy: float, n: float) -> float:
 
 
 def best_of_many_quantile(n: int) -> float:
-    """Standard errors by which the best of n values exceeds another by chance.
+    """Standard errors by which the best of n values may lead by chance.
 
-    Those of the difference of two values: chance exceeds them in at most one run of twenty (Bonferroni).
+    They are those of its difference from another value, which exceeds them in at most one run of twenty (Bonferroni).
     """
     return NormalDist().inv_cdf(1 - 0.05 / max(n, 1))
 
