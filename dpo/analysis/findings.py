@@ -410,14 +410,16 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
 def _accuracy_did_not_fall(run: Run, *, since: float) -> bool:
     """Return whether held-out accuracy is not clearly lower than at `since` examples.
 
-    False without accuracies, and if `since` is 0: before training all pairs tie.
+    Before training all pairs tie, so if `since` is 0, the first evaluation after it counts. False without two.
     """
     examples, accuracies = run.eval.points(EVAL_ACCURACY)
-    earlier_accuracies = accuracies[(examples == since) & (examples > 0)]
+    earlier_accuracies = accuracies[(examples >= since) & (examples > 0)][:-1]
     if not len(earlier_accuracies):
         return False
     fall = float(earlier_accuracies[0] - accuracies[-1])
-    return fall <= Z_98 * accuracy_error(float(accuracies[-1]), n_evaluated(run))
+    # an evaluation with the best loss has a lucky accuracy too
+    errors = best_of_many_quantile(len(accuracies) - 1) * math.sqrt(2)
+    return fall <= errors * accuracy_error(float(accuracies[-1]), n_evaluated(run))
 
 
 def accuracy_gap(run: Run) -> Iterator[Finding]:
