@@ -391,8 +391,8 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
         yield note(
             "Evaluation loss rose while accuracy did not fall",
             value,
-            "Accuracy did not fall beyond chance meanwhile: the policy became surer of pairs that it ranks wrong, the usual "
-            "course of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier.",
+            "Accuracy did not fall beyond chance: the policy became surer of pairs that it ranks wrong, the usual course "
+            "of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier.",
         )
         return
     advice = "Train with a smaller lr, or"

@@ -45,7 +45,7 @@ def accuracy_error(accuracy: float, n: float) -> float:
 
 
 def best_of_many_quantile(n: int) -> float:
-    """Standard errors by which the best of n values may lead by chance.
+    """Standard errors by which chance lets the best of n lead.
 
     They are those of its difference from another value, which exceeds them in at most one run of twenty (Bonferroni).
     """
