@@ -42,7 +42,7 @@ from dpo.settings.files import require, with_defaults
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
-from dpo.training.batches import Batch, Batches
+from dpo.training.batches import Batch, Batches, with_mismatched
 from dpo.training.evaluation import Evaluator, notes_on_interval
 from dpo.training.first_update import FirstUpdate
 from dpo.training.memory import Communication, decide_communication, notes_on_free_memory
@@ -97,16 +97,21 @@ class Trainer:
         self.reference = self._load_reference(reference_model, frozen_digest)
         self.optimizer = self.make_optimizer()  # after placement, which replaces parameters
         self.scheduler = Schedule.of(plan.training, self.optimizer, updates=data.report.updates, size=mesh.data_size)
-        # the answers of an online run may be as long as max_length allows
-        longest_example = plan.data.max_length if plan.online else data.report.longest(plan.data.max_length)
+        # prompts of an online run, or of mismatched examples, may have responses as long as max_length allows
+        has_other_responses = plan.online or plan.loss.mismatched
+        longest_example = plan.data.max_length if has_other_responses else data.report.longest(plan.data.max_length)
         objective = self.objective = make_objective(
             plan, self.policy, self.reference, mesh, longest_example=longest_example, log=progress.line
         )
         stop = self.stop = StopRequest(mesh)
         self.batches = self._make_batches()
         self.eval_batches = list(self.batches.test())  # prepared once, as every evaluation uses all of them
+        # an online run may have prompts without pairs
+        self.eval_examples = [batch.examples for batch in self.eval_batches] or self.batches.held_out_examples()
         self.first_update = FirstUpdate.of(plan, data, [len(batch.examples) for batch in self.eval_batches])
-        self.evaluator = Evaluator(plan, data, objective, self.eval_batches, progress, stop, seed=seed)
+        self.evaluator = Evaluator(
+            plan, data, objective, self.eval_batches, self.eval_examples, progress, stop, seed=seed
+        )
 
         n_parameters = adapters.count_parameters(self.policy)
         context = RunContext(plan, self.run_dir, rank, data, progress.line, n_parameters)
@@ -140,8 +145,10 @@ class Trainer:
     def _load_reference(self, reference_model: Any, frozen_digest: str | None) -> Reference | None:
         """Make the reference from the policy's own module or a loaded model."""
         plan = self.plan
-        identity = repr((self.data.identity, plan.data.max_length, plan.data.max_prompt_length))
-        logps = ReferenceLogps(self.data.n_examples, len(self.loss.reference_columns), identity)
+        n_rows, identity = self.data.n_examples, (self.data.identity, plan.data.max_length, plan.data.max_prompt_length)
+        if self.loss.mismatched:
+            n_rows, identity = 2 * n_rows, (*identity, self.seed)  # mismatched examples depend on the seed
+        logps = ReferenceLogps(n_rows, len(self.loss.reference_columns), repr(identity))
         if plan.reference in ("base", "adapter"):
             adapter = adapters.REFERENCE if plan.reference == "adapter" else None
             return Reference(self.policy, frozen_digest, logps, adapters.switch(self.policy, adapter))
@@ -316,7 +323,7 @@ class Trainer:
 
     def self_test(self) -> None:
         """Run the step-0 self-test on the first two evaluation examples per process."""
-        for note in self_test(self.objective, self.eval_batches[0].examples, self.plan):
+        for note in self_test(self.objective, self.eval_examples[0], self.plan):
             self.progress.line(note)
 
     def _predict_evaluation(self, seconds: float) -> None:
@@ -324,7 +331,9 @@ class Trainer:
 
         `seconds` is the time of the self-test.
         """
-        lengths = [example.n_tokens for batch in self.eval_batches for example in batch.examples]
+        if self.plan.online:  # most of the time goes into sampling, whose speed is not known yet
+            return
+        lengths = [example.n_tokens for batch in with_mismatched(self.eval_batches) for example in batch.examples]
         n_tested_tokens = sum(lengths[: self.first_update.n_tested])
         n_forwards = 2 if self.loss.reference else 1  # per example of an evaluation: the policy, and the reference
         n_test_forwards = n_forwards + 1  # the self-test runs the policy twice, in train and in eval mode
@@ -381,7 +390,7 @@ class Trainer:
             return None
         evaluated = self.evaluator.metrics()
         examples = [example for batch in self.eval_batches for example in batch.examples]
-        metrics = evaluated.means(examples)
+        metrics = {**self.batches.evaluate(), **evaluated.means(examples)}
         is_first = state.batch_counter == 0
         draws_samples = self.first_update.draws_samples if is_first else self.plan.evaluation.sample_during_eval
         samples = self.evaluator.samples(n_examples=state.example_counter) if draws_samples else []
@@ -415,7 +424,7 @@ class Trainer:
 
         The links LATEST, and BEST if `metrics` are the best yet, then name `step-N`; they never name `output_dir`.
         """
-        state, (metric, sign) = self.state, self.loss.best
+        state, (metric, sign) = self.state, self.plan.best
         if output_dir is None:
             state.saved_at = state.example_counter
         self.checkpoints.save(
@@ -434,7 +443,7 @@ class Trainer:
 
     def _report_best(self) -> None:
         """Log which checkpoint BEST names, if it is better than LATEST."""
-        metric, sign = self.loss.best
+        metric, sign = self.plan.best
         best, latest = self.checkpoints.best, self.checkpoints.latest  # qualities: the metric times its sign
         if best > latest:
             step = self.run_dir / f"step-{self.checkpoints.best_at}"

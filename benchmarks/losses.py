@@ -4,9 +4,10 @@ Makes the last columns of the table in docs/losses.md.
 
     OMP_NUM_THREADS=1 python -m benchmarks.losses [LOSS ...]
 
-A small random Llama trains on the words of `tests/golden`, 8 pairs per update in 2 microbatches. It sees 8 batches
-twice: the first time the reference scores each pair, the second time its log-probabilities are cached. Times are CPU
-seconds of this process, which other work on the machine changes little; so it trains on the CPU.
+A small random Llama trains on the words of `tests/golden`, 8 pairs per update in 2 microbatches, also where
+these count as 16 labelled responses. It sees 8 batches twice: the first time the reference scores each pair, the second
+time its log-probabilities are cached. Times are CPU seconds of this process, which other work on the machine changes
+little; so it trains on the CPU.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SETTINGS = (
 DPO = ("loss=dpo", "loss.beta=0.1")
 ROWS = {  # overrides of each loss, and of options of DPO
     **{name: (f"loss={name}",) for name in LOSSES},
+    **{name: (f"loss={name}", "unpair=true", "batch_size=16") for name in LOSSES if LOSSES[name].trains_on == "labels"},
     "dpo": DPO,
     "ipo": ("loss=ipo", "loss.beta=0.1"),
     "mix": ("loss=mix", "loss.weights.dpo=0.8", "loss.weights.bco=0.2", "loss.weights.sft=0.1"),

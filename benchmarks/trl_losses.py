@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import trl
-from trl import DPOTrainer
+from trl import DPOTrainer, KTOTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
@@ -133,6 +133,50 @@ def orpo(pairs: list[dict], log_probs: torch.Tensor, *, beta: float) -> torch.Te
     return (-chosen - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]).mean()
 
 
+class ModelOfLabels:
+    """A stand-in for a model that also scores mismatched responses.
+
+    Their `KL_input_ids` are ones, and all other ids are zeros.
+    """
+
+    training, is_gradient_checkpointing = True, False
+
+    def __init__(self, log_probs: torch.Tensor) -> None:
+        self.log_probs = log_probs
+
+    def __call__(self, *, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        log_probs = self.log_probs.roll(1, 0) if input_ids.any() else self.log_probs
+        zeros = torch.zeros_like(log_probs)
+        return SimpleNamespace(log_probs=log_probs, entropy=zeros, mean_logits=zeros)
+
+
+def kto(pairs: list[dict], log_probs: torch.Tensor, *, loss_type: str, **options: Any) -> torch.Tensor:
+    """Compute a loss of KTOTrainer on unpaired pairs.
+
+    `options` are those of KTOConfig. A prompt's mismatched response is that of the row before it, as in TRL.
+    """
+    mask = torch.tensor([[0] + [1] * n + [0] * (T - n) for n in count_tokens(pairs)])
+    trainer = SimpleNamespace(
+        model=ModelOfLabels(log_probs),
+        ref_model=ModelOfLabels(table(pairs, "reference", log_probs.dtype)),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        loss_type=loss_type,
+        calculate_KL=loss_type == "kto",
+        aux_loss_enabled=False,
+        precompute_ref_logps=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+        **options,
+    )
+    trainer._compute_kl_logps = partial(KTOTrainer._compute_kl_logps, trainer)
+    inputs = {"input_ids": mask * 0, "attention_mask": mask * 0 + 1, "completion_mask": mask}
+    inputs |= {f"KL_{name}": values for name, values in inputs.items()} | {"KL_input_ids": mask * 0 + 1}
+    inputs["label"] = torch.tensor([side == "chosen" for side in SIDES for _ in pairs])
+    return KTOTrainer._compute_loss(trainer, trainer.model, inputs, return_outputs=False)
+
+
 # --- cases: our config, TRL's loss -----------------------------------------------------------------------------------
 
 CASES: list[tuple[dict, partial]] = []
@@ -179,6 +223,10 @@ case({**NORM, "ld_alpha": 0.4}, "sigmoid_norm", ld_alpha=0.4)
 SIMPO = {"loss_type": "simpo", "simpo_gamma": 0.8, "beta": 2.5, "label_smoothing": 0.0}
 CASES.append(({"name": "simpo", "beta": 2.5, "gamma": 0.8}, partial(cpo, kind="means", **SIMPO)))
 CASES.append(({"name": "orpo", "beta": 0.2}, partial(orpo, beta=0.2)))
+for name, weights in (("kto", (1.0, 1.0)), ("kto", (1.5, 0.7)), ("apo_zero_unpaired", (1.5, 0.7))):
+    our_config = {"name": name, "beta": 0.3, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
+    options = {key: value for key, value in our_config.items() if key != "name"}
+    CASES.append((our_config, partial(kto, loss_type=name, **options)))
 
 
 def measure(our_config: dict[str, Any], loss: partial, pairs: list[dict]) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def test_every_loss_takes_exactly_the_keys_of_its_config_file():
         parameters = inspect.signature(loss.fn).parameters.values() if name != "mix" else ()
         assert name == "mix" or {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == loss.options.keys()
         takes = OPTIONS_OF_ALL if LOSSES[name].reference else {"sft_weight"} - {name + "_weight"}
+        takes = {} if LOSSES[name].trains_on == "labels" else takes
         assert {*loss.shared_options} == {*takes}
         assert [*config] == ["name", *loss.options, *loss.shared_options]
 
@@ -159,6 +160,9 @@ WORKED = {  # loss: its options but beta, which is 0.5, and its value
 }
 
 
+OF_LABELS = {name for name, loss in LOSSES.items() if loss.trains_on == "labels"}
+
+
 @pytest.mark.parametrize("page", ["metrics.md", "losses.md"])
 def test_every_loss_has_a_row_in_the_documents(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
@@ -166,7 +170,7 @@ def test_every_loss_has_a_row_in_the_documents(page):
 
 
 def test_every_loss_is_worked_by_hand():
-    assert {*WORKED, "sft", "dpo", "mix"} == LOSSES.keys()
+    assert {*WORKED, "sft", "dpo", "mix"} == LOSSES.keys() - OF_LABELS
 
 
 @pytest.mark.parametrize("name", WORKED)
@@ -265,6 +269,35 @@ def test_what_changes_log_ratios_leaves_the_parts_of_a_mix_without_a_reference_a
     assert value(dpo=1, sft=0.1, simpo=2) - value(dpo=1) == pytest.approx(0.1 * 10 + 2 * simpo, rel=1e-12)
 
 
+# --- losses of labels ------------------------------------------------------------------------------------------------
+
+
+def unpair(scores: Scores) -> Scores:
+    """Each pair as two labelled examples: first all chosen responses, then all rejected ones."""
+    columns = {}
+    for role in ("chosen", "rejected"):
+        for name in (role, f"{role}_lengths", f"reference_{role}"):
+            own = getattr(scores, name)
+            columns[name] = torch.cat([own, own * 0] if role == "chosen" else [own * 0, own])
+    return Scores(**columns)
+
+
+@pytest.mark.parametrize(("mismatched", "z"), [([0.5, 1.1], 0.8), ([0.5, -1.1], 0)])
+def test_kto_and_apo_zero_worked_by_hand(mismatched, z):
+    config = {"beta": HALF, "desirable_weight": 2, "undesirable_weight": 3}
+    kto, apo = (find_loss({"name": name, **config}) for name in ("kto", "apo_zero_unpaired"))
+    logps, none = torch.tensor(mismatched, dtype=torch.float64), torch.zeros(2)
+    statistic = kto.find_batch_statistic(Scores(logps, torch.ones(2), none, none, none, none))
+    scores = unpair(SCORES)._replace(batch_statistic=statistic)  # log-ratios of 1 and -1
+
+    losses, rewards, metrics = kto(scores)
+    by_hand = [2 * (1 - sigmoid(0.5 * (1 - z))), 3 * (1 - sigmoid(0.5 * (z - -1)))]
+    assert losses.tolist() == pytest.approx(by_hand, rel=1e-12)
+    assert metrics["kto/kl"].tolist() == pytest.approx([z, z])
+    assert [rewards[role].tolist() for role in ("chosen", "rejected")] == [[0.5, 0], [0, -0.5]]
+    assert apo(scores).losses.tolist() == pytest.approx([2 * (1 - sigmoid(0.5)), 3 * sigmoid(-0.5)], rel=1e-12)
+
+
 # --- options of all losses of pairs ----------------------------------------------------------------------------------
 
 
@@ -350,7 +383,13 @@ def test_losses_and_gradients_are_those_of_trl(case):
         batches.append((TRL["pairs"], case["together"]))
     for pairs, theirs in batches:
         scores, first = list_scores(pairs)
-        loss = find_loss(case["config"])(scores).losses.mean()
+        loss = find_loss(case["config"])
+        if loss.trains_on == "labels":
+            scores = unpair(scores)
+            if loss.mismatched:  # each prompt with the response of the row before it
+                shifted = Scores(*(column.roll(1) if torch.is_tensor(column) else column for column in scores))
+                scores = scores._replace(batch_statistic=loss.find_batch_statistic(shifted))
+        loss = loss(scores).losses.mean()
         loss.backward()
         in_float32 = "f_divergence" in case["config"] or case["config"]["name"] in ("exo", "orpo")  # there, also partly
         tolerance = {"rel": 1e-4, "abs": 1e-6} if in_float32 else {"rel": 1e-10, "abs": 1e-12}
@@ -377,7 +416,7 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "sft"])
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.trains_on == "pairs"])
 def test_gradients_of_every_loss_agree_with_finite_differences(name, options):
     config = {**DEFAULTS[name], "beta": 0.3, **options}
     if name == "exo":
@@ -421,6 +460,8 @@ AT_EQUAL_MODELS = {  # of docs/metrics.md, under the defaults of config/loss and
     "cal_dpo": math.log(2) + 50,
     "aot": math.log(2),
     "aot_unpaired": math.log(2),
+    "kto": 0.5,
+    "apo_zero_unpaired": 0.5,
 }
 
 

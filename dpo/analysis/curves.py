@@ -122,8 +122,11 @@ def list_charts(runs: Sequence[Run]) -> list[Chart]:
         Chart("margin", "Reward margin", ("rewards_SPLIT/margins",), baseline=0.0),
         Chart("rewards", "Rewards", ("rewards_SPLIT/chosen", "rewards_SPLIT/rejected"), baseline=0.0),
         Chart("logps", "Log-probabilities", ("logps_SPLIT/chosen", "logps_SPLIT/rejected")),
+        Chart("kto_kl", "KL to the reference, estimated by KTO", ("kto/kl/SPLIT",), unit="nats", baseline=0.0),
         Chart("grad_norm", "Gradient norm", ("grad_norm",), log_scale=True),
         Chart("lr", "Learning rate", ("lr",), log_scale=True, smooth=False),
+        Chart("held_out_score", "Scores on held-out prompts", ("online_eval/score", "online_eval/reference_score")),
+        Chart("win_rate", "Win rate against the reference", ("online_eval/win_rate",), in_percent=True),
         Chart("online_score", "Scores of answers", ("online/score_best", "online/score", "online/score_worst")),
         Chart("online_kl", "KL to the reference, estimated", ("online/kl",), unit="nats", baseline=0.0),
         Chart("online_length", "Length of answers", ("online/length",), unit="tokens"),
@@ -252,7 +255,7 @@ def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, 
 def _draw_line(axis: Any, chart: Chart, line: Line, *, several: bool) -> None:
     """Draw a metric's updates, and its evaluations if it has any."""
     _draw_updates(axis, chart, line, several=several)
-    if "SPLIT" in line.metric:
+    if len(line.evaluations()[0]):
         _draw_evaluations(axis, line)
 
 
@@ -393,7 +396,7 @@ def describe(chart: Chart, lines: Sequence[Line]) -> str:
         clauses = []
         for (split, log), name in zip(line.run.splits, ("training", "evaluation"), strict=True):
             values = log.points(line.metric.replace("SPLIT", split))[1]
-            if len(values) and (split == "train" or "SPLIT" in line.metric):
+            if len(values):
                 numbers = (values[0], values[-1], values.min(), values.max())
                 first, last, lowest, highest = map(format_value, numbers)
                 clauses.append(f"{name} from {first} to {last}, between {lowest} and {highest}")

@@ -174,9 +174,9 @@ def _format_start_margin(start: Means) -> str:
 
 
 def best_checkpoint(run: Run) -> Iterator[Finding]:
-    if run.best is None or run.objective is None:
+    if run.best is None or run.best_metric is None:
         return
-    name, sign = run.objective.best  # the metric by which checkpoints are ranked; +1: higher is better
+    name, sign = run.best_metric
     examples, values = run.eval.points(name)
     values_at_best = values[examples == run.best]  # `run.best`: examples trained on at the checkpoint BEST
     if not len(values_at_best):
@@ -391,8 +391,8 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
         yield note(
             "Evaluation loss rose while accuracy did not fall",
             value,
-            "Accuracy did not fall beyond chance: the policy became surer of pairs that it ranks wrong, the usual course "
-            "of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier.",
+            "Accuracy did not fall beyond chance: the policy became surer of pairs that it ranks wrong, the usual "
+            "course of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier.",
         )
         return
     advice = "Train with a smaller lr, or"
@@ -951,8 +951,8 @@ def online_accuracies(run: Run) -> Iterator[Finding]:
             "; ".join(values),
             f"Training pairs are new answers of the policy{mixed}: their accuracy says how often its implicit rewards "
             "agree with the scorer about answers that it was not trained on, and need not rise. Evaluation pairs are "
-            "those of the datasets, whose labels the scorer does not know; BEST goes by them. What is learned shows "
-            "in online/score.",
+            "those of the datasets, whose labels the scorer does not know. What is learned shows in online_eval/score "
+            "and online_eval/win_rate, on held-out prompts; BEST goes by the score.",
         )
 
 
@@ -981,7 +981,7 @@ def ties(run: Run) -> Iterator[Finding]:
     share = run.tail("train", "online/ties")
     if is_above(share, 0.5, _count_prompts_in_tail(run, "online/ties")):
         effect = (
-            "Ties are trained on (online.ties=keep), with the answer that was drawn first as chosen"
+            "Ties are trained on (online.ties=keep), though the scorer prefers neither answer"
             if run.setting("online.ties") == "keep"
             else "Ties are not trained on (online.ties=skip), so the gradient comes from few pairs, or from none"
         )

@@ -228,6 +228,8 @@ def margin_parts(run: Run) -> MarginParts | None:
 
     None without pairs, and for a loss without a reference if there are no earlier values to compare with.
     """
+    if not run.has_pairs:
+        return None
     examples = run.eval.points("rewards_eval/chosen")[0]
     split = "eval" if len(examples) and examples[-1] > 0 else "train"
     chosen, rejected = (run.tail(split, f"rewards_{split}/{side}") for side in SIDES)

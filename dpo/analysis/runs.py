@@ -21,6 +21,7 @@ import numpy as np
 from dpo.errors import InputError
 from dpo.losses import LOSSES, Loss, find_loss
 from dpo.numbers import count
+from dpo.settings.choices import HELD_OUT_SCORE
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.redaction import redact
 from dpo.system.run_directory import PARQUET, STREAM, is_locked
@@ -149,6 +150,16 @@ class Run:
         weights = config.get("weights", {})  # only loss=mix has them, by the names of other losses
         are_known = isinstance(weights, Mapping) and weights.keys() <= LOSSES.keys()
         return find_loss(config) if are_known else None
+
+    @property
+    def best_metric(self) -> tuple[str, int] | None:
+        """The metric that ranks checkpoints: +1 if higher is better, else -1.
+
+        None if the loss is unknown.
+        """
+        if HELD_OUT_SCORE in self.eval.names:
+            return HELD_OUT_SCORE, +1
+        return None if self.objective is None else self.objective.best
 
     @property
     def trains_on(self) -> str | None:
@@ -394,9 +405,11 @@ def rank_answers(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]
     """List (name, answer) of a drawn record: best, others in order, worst."""
     answers, best, worst = record["completions"], record["best"], record["worst"]  # the last two are indices
     others = [i for i in range(len(answers)) if i not in (best, worst)]
-    ranked = [("best", answers[best]), *(("another", answers[i]) for i in others)]
+    is_flipped = record.get("flipped") is True  # a label drawn at random has preferred the worst
+    ranked = [("best, rejected" if is_flipped else "best", answers[best])]
+    ranked += [("another", answers[i]) for i in others]
     if worst != best:
-        ranked.append(("worst", answers[worst]))
+        ranked.append(("worst, chosen" if is_flipped else "worst", answers[worst]))
     return ranked
 
 

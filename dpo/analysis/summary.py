@@ -80,7 +80,8 @@ def _describe_result(run: Run) -> str:
     if len(first_scores):
         before, after, nats = first_scores.mean(), last_scores.mean(), run.tail("train", "online/kl")
         kl = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
-        return f"The mean score of its answers was {figure(before)} at first and is {figure(after)} now{kl}."
+        held_out = _describe_held_out(run)
+        return f"The mean score of its answers was {figure(before)} at first and is {figure(after)} now{kl}.{held_out}"
     examples, losses = run.eval.points("loss/eval")
     accuracy, margin = (run.eval.last(f"rewards_eval/{name}") for name in ("accuracies", "margins"))
     if not len(losses) or examples[-1] == 0:
@@ -96,6 +97,15 @@ def _describe_result(run: Run) -> str:
     return f"The held-out loss {verb} from {figure(losses[0])} to {figure(losses[-1])}."
 
 
+def _describe_held_out(run: Run) -> str:
+    """Say how well the last answers to held-out prompts do."""
+    score, win_rate = (run.eval.last(f"online_eval/{name}") for name in ("score", "win_rate"))
+    if not math.isfinite(score):
+        return ""
+    wins = f", and it wins {percent(win_rate)} against the reference" if math.isfinite(win_rate) else ""
+    return f" On held-out prompts it is {figure(score)}{wins}."
+
+
 def make_tiles(run: Run, cost: Cost) -> list[Tile]:
     """Make tiles with the numbers that readers look for first."""
     return [*_make_online_tiles(run), *_make_evaluation_tiles(run), *_make_cost_tiles(run, cost)]
@@ -103,7 +113,7 @@ def make_tiles(run: Run, cost: Cost) -> list[Tile]:
 
 def _make_online_tiles(run: Run) -> list[Tile]:
     score, nats = run.tail("train", "online/score"), run.tail("train", "online/kl")
-    tiles = []
+    tiles = _make_held_out_tiles(run)
     if math.isfinite(score):
         first = figure(run.train.first("online/score"))
         tiles.append(Tile("Score of answers", figure(score), f"now, {first} at first", score, ("online",)))
@@ -115,6 +125,24 @@ def _make_online_tiles(run: Run) -> list[Tile]:
         else:
             bias = "estimated from the answers"
         tiles.append(Tile("KL to the reference", figure(nats), f"nats, {bias}"))
+    return tiles
+
+
+def _make_held_out_tiles(run: Run) -> list[Tile]:
+    """Make tiles of answers to held-out prompts, with standard errors."""
+    tiles = []
+    for name, label, format_value in (("score", "Held-out score", figure), ("win_rate", "Win rate", percent)):
+        value, error = (run.eval.last(f"online_eval/{name}{suffix}") for suffix in ("", "_se"))
+        if not math.isfinite(value):
+            continue
+        reference = run.eval.last("online_eval/reference_score")
+        details = [f"standard error {format_value(error)}"] if math.isfinite(error) else []
+        if name == "win_rate":
+            details.append("against the reference")
+        elif math.isfinite(reference):
+            details.append(f"the reference has {format_value(reference)}")
+        settings = ("online", *REFERENCE_SETTINGS) if name == "win_rate" else ("online",)
+        tiles.append(Tile(label, format_value(value), ", ".join(details), value, settings))
     return tiles
 
 
@@ -247,6 +275,10 @@ def _label_policy_sample(policy_name: str, sample: Mapping[str, Any], role: str)
     return Text(f"{policy_name} {when}", role, shortened(sample["policy"]))
 
 
+# how the page shows a drawn answer, by its rank
+DRAWN_ROLES = {"best": "chosen", "worst": "rejected", "best, rejected": "rejected", "worst, chosen": "chosen"}
+
+
 def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
     """Collect some prompts of each run, with its last drawn answers."""
     cards = []
@@ -257,7 +289,7 @@ def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
             for rank, answer in rank_answers(record):
                 name = f"{run.name}, {rank}" if len(runs) > 1 else rank
                 length = count(answer["tokens"], "token") + ("" if answer["ended"] else ", cut off")
-                role = {"best": "chosen", "worst": "rejected"}.get(rank, "other")
+                role = DRAWN_ROLES.get(rank, "other")
                 label = f"{name}: score {figure(answer['score'])}, {length}"
                 texts.append(Text(label, role, shortened(answer["text"])))
             cards.append(Prompted(_shorten_prompt(record["prompt"]), texts))
@@ -271,6 +303,8 @@ def _shorten_prompt(prompt: str) -> str:
 DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "examples": "examples",
     "prompts": "prompts",
+    "desirable": "desirable responses",
+    "undesirable": "undesirable responses",
     "mean_chosen_tokens": "mean tokens, chosen",
     "mean_rejected_tokens": "mean tokens, rejected",
     "chosen_longer": "pairs with chosen longer",

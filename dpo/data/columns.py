@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from dpo.data.schema import ASSISTANT, is_message
 from dpo.errors import InputError
 from dpo.losses import LOSSES
-from dpo.settings.choices import CHAT_FIELDS, FIELDS, FORMS, PAIR_FIELDS, TARGET_FIELDS
+from dpo.settings.choices import CHAT_FIELDS, FIELDS, FORMS, LABEL_FIELDS, PAIR_FIELDS, TARGET_FIELDS
 
 # names under which other data has our fields
 OTHER_NAMES = {
@@ -27,6 +27,7 @@ OTHER_NAMES = {
     "rejected": ("dispreferred", "rejected_response", "response_rejected", "worse", "worst"),
     "completion": ("response", "output", "answer", "target"),
     "messages": ("conversation", "conversations"),
+    "label": ("labels", "desirable", "is_desirable", "thumbs", "thumbs_up", "feedback", "kto_tag"),
 }
 UNQUOTED = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accepts without quotes
 DIALOGUE, PROSE, OTHER = "dialogue", "prose", "other"  # kinds of columns; see `_find_kind`
@@ -115,7 +116,7 @@ def recognize_columns(
         for form in all_forms
         if configured.keys() <= set(form) and all(candidates[field] for field in _list_required(form))
     ]
-    form = next((form for form in complete_forms if form in FORMS[trains_on]), None)
+    form = next((form for form in FORMS[trains_on] if form in complete_forms), None)
     if form is None:
         kinds = [kind for kind, forms in FORMS.items() if not set(complete_forms).isdisjoint(forms)]
         raise ColumnsError(_explain_missing(present, candidates, kinds, name=name, origin=origin, trains_on=trains_on))
@@ -145,7 +146,8 @@ def _check_configured(present: Iterable[str], configured: Mapping[str, str], nam
     if not any(configured.keys() <= set(form) for form in chain.from_iterable(FORMS.values())):
         raise InputError(
             f"{key} has the fields {', '.join(configured)}: give some of those of pairs ({', '.join(PAIR_FIELDS)}), or "
-            f"of those of targets ({', '.join(TARGET_FIELDS)}), or {CHAT_FIELDS[0]} alone"
+            f"of those of targets ({', '.join(TARGET_FIELDS)}) or labels ({', '.join(LABEL_FIELDS)}), or "
+            f"{CHAT_FIELDS[0]} alone or with label"
         )
     for field, column in configured.items():
         fields = [other for other, other_column in configured.items() if other_column == column]
@@ -206,10 +208,9 @@ def _explain_missing(
     fixes = (
         [f"name them with {' or '.join(_write_override(name, form, candidates) for form in forms)}"] if forms else []
     )
-    is_labelled = any(column.strip().lower() == "label" for column in present)
-    if trains_on == "pairs" and kinds and is_labelled:  # KTO's data: SFT would learn the bad completions too
-        fixes.append("make each pair of a good and a bad completion of one prompt, by their label")
-    elif losses := [f"loss={loss}" for loss in LOSSES if LOSSES[loss].trains_on in kinds]:
+    if "labels" in kinds:
+        kinds = ["labels"]  # SFT would learn the undesirable completions too
+    if losses := [f"loss={loss}" for loss in LOSSES if LOSSES[loss].trains_on in kinds]:
         fixes.append(f"train on what is there with {' or '.join(losses)}")
     return (
         f"training on {trains_on} needs the columns {', or '.join(required)}; {origin} has {', '.join(present)}: "

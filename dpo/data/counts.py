@@ -38,6 +38,7 @@ TEXT_COUNTS = (
     ("contradictory_pairs", "contradictory pair", "contradictory pairs"),
     ("prompts_in_train", "prompt that is in train too", "prompts that are in train too"),
     ("first_turns_in_train", "prompt that opens like one of train", "prompts that open like one of train"),
+    ("contradictory_labels", "response with both labels", "responses with both labels"),
 )
 TOKEN_COUNTS = (
     ("truncated_prompts", "with a truncated prompt", "with a truncated prompt"),
@@ -50,8 +51,8 @@ TOKEN_COUNTS = (
 class SplitReport:
     """Counts over the examples of a split; lengths in tokens.
 
-    Fields that only pairs have are None for SFT targets. The fields after `tokenized` are over all examples of a small
-    split, and over a random sample of a large one.
+    Fields that only pairs have are None for other examples, and so are those that only labelled examples have. The
+    fields after `tokenized` are over all examples of a small split, and over a random sample of a large one.
     """
 
     prompts: int = 0
@@ -61,6 +62,9 @@ class SplitReport:
     contradictory_pairs: int | None = None  # pairs that reverse an earlier pair of their prompt
     prompts_in_train: int | None = None  # of the test split: prompts that the training split has too
     first_turns_in_train: int | None = None  # of the test split: prompts whose first turn opens a training prompt
+    desirable: int | None = None  # labelled examples by their label
+    undesirable: int | None = None
+    contradictory_labels: int | None = None  # responses that an earlier example of their prompt has with another label
     joined_words: int = 0  # examples whose prompt and response have no space between them
     joined_example: str = ""  # the end of the prompt and the beginning of the response of the first such example
     tokenized: int = 0  # number of examples that the following fields are over
@@ -77,14 +81,22 @@ class SplitReport:
 
     def describe(self, split: str) -> str:
         """Describe the split: its size, the counts above 0, and mean lengths."""
+        if not self.examples:  # an online run answers the prompts
+            truncated = self._list_counts(TOKEN_COUNTS[:1])
+            size = f"{split}: {count(self.prompts, 'prompt')} without responses"
+            return f"{size}{truncated}; {self.mean_prompt_tokens:.1f} tokens per prompt"
         text = f"{split}: {count(self.examples, 'example')} of {count(self.prompts, 'prompt')}"
+        chosen, rejected = "chosen", "rejected"
+        if self.desirable is not None:
+            chosen, rejected = "desirable", "undesirable"
+            text += f", {self.desirable:,} desirable and {self.undesirable:,} undesirable"
         text += self._list_counts(TEXT_COUNTS)
         if self.tokenized < self.examples:
             text += f"; in a random sample of {self.tokenized:,}"
         text += self._list_counts(TOKEN_COUNTS)
-        text += f"; {self.mean_chosen_tokens:.1f} tokens per chosen response"
+        text += f"; {self.mean_chosen_tokens:.1f} tokens per {chosen} response"
         if self.mean_rejected_tokens is not None:
-            text += f", {self.mean_rejected_tokens:.1f} per rejected response"
+            text += f", {self.mean_rejected_tokens:.1f} per {rejected} response"
         if self.mean_rejected_tokens is not None and self.chosen_longer is not None:
             gap = self.mean_chosen_tokens - self.mean_rejected_tokens
             text += f" (gap {gap:+.1f}; chosen longer in {self.chosen_longer:.0%} of pairs)"
@@ -162,15 +174,21 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
 
 
 class SplitCounter:
-    """Counts a split: all its texts, then the tokens of a sample."""
+    """Counts a split: all its texts, then the tokens of a sample.
 
-    def __init__(self, encode: TextEncoder) -> None:
-        self.encode = encode
+    `counts_prompts`: prompts without examples count too, as an online run answers them.
+    """
+
+    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs", counts_prompts: bool = False) -> None:
+        self.encode, self.trains_on, self.counts_prompts = encode, trains_on, counts_prompts
         self.counts: Counter[str] = Counter()  # by field of SplitReport
+        if trains_on == "labels":
+            self.counts.update(desirable=0, undesirable=0)
         self.digest = hashlib.sha256()  # of prompts, responses and examples, in order
         self._formats: dict[str, str] = {}  # of prompts, by dataset
         self._joined_example = ""
-        self._seen_pairs: set[int] = set()  # hashes; pairs of all datasets, which may have prompts in common
+        # hashes of pairs or labelled responses, of all datasets, which may have prompts in common
+        self._seen: set[int] = set()
         self._texts_with_eos: dict[str, str] = {}  # each with its prompt
         # of all prompts and their first turns: a prompt takes 16 bytes
         self._prompt_hashes, self._first_turn_hashes = array("q"), array("q")
@@ -192,7 +210,7 @@ class SplitCounter:
             for texts in examples:
                 self._count_texts(prompt, texts)
             if not prompt.rendered:  # in a rendered chat EOS ends turns
-                self._find_eos(prompt.text, examples)
+                self._find_eos(prompt.text, examples or [{}] * self.counts_prompts)
             yield prompt
         if self._texts_with_eos:
             self._refuse_eos()
@@ -229,9 +247,15 @@ class SplitCounter:
         if tuple(texts) == TRAINS_ON["pairs"]:
             pair = hash((prompt.text, *responses))
             reversed_pair = hash((prompt.text, *reversed(responses)))
-            counts["duplicated_pairs"] += pair in self._seen_pairs
-            counts["contradictory_pairs"] += reversed_pair in self._seen_pairs and reversed_pair != pair
-            self._seen_pairs.add(pair)
+            counts["duplicated_pairs"] += pair in self._seen
+            counts["contradictory_pairs"] += reversed_pair in self._seen and reversed_pair != pair
+            self._seen.add(pair)
+        elif self.trains_on == "labels":
+            [(role, response)] = texts.items()
+            other_role = "rejected" if role == "chosen" else "chosen"
+            counts["desirable" if role == "chosen" else "undesirable"] += 1
+            counts["contradictory_labels"] += hash((prompt.text, other_role, response)) in self._seen
+            self._seen.add(hash((prompt.text, role, response)))
         joined = [text for text in responses if _are_joined(prompt.text, text)]
         if joined and not prompt.rendered:  # a chat template may put no space there
             counts["joined_words"] += 1
@@ -248,7 +272,8 @@ class SplitCounter:
         digest = hashlib.sha256(repr(vocabulary).encode())
         prompt_lengths: list[int] = []
         response_lengths: list[dict[str, int]] = []  # of each example, by role
-        sample_ids = _sample_examples(prompts.counts)
+        counts = np.maximum(prompts.counts, 1) if self.counts_prompts else prompts.counts
+        sample_ids = _sample_examples(counts)
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             examples = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
             ids = self.encode(text for example in examples for text in (example.prompt.text, *example.texts.values()))
@@ -260,7 +285,7 @@ class SplitCounter:
                 response_lengths.append(dict(zip(example.texts, map(len, responses), strict=True)))
         chosen, rejected = ([n[role] for n in response_lengths if role in n] for role in TRAINS_ON["pairs"])
         pairs = [n for n in response_lengths if tuple(n) == TRAINS_ON["pairs"]]
-        longest_responses = (max(n.values()) for n in response_lengths)
+        longest_responses = (max(n.values(), default=0) for n in response_lengths)
         return SplitReport(
             **self.counts,
             joined_example=self._joined_example,

@@ -1,4 +1,4 @@
-"""Custom data: pairs and SFT targets from records of the user."""
+"""Custom data: pairs, SFT targets and labelled responses from a user's records."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 import jinja2
 
 from dpo.data.columns import find_columns, recognize_columns
-from dpo.data.schema import ASSISTANT, Messages, PreferenceData, get_field, is_sharegpt
+from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, PreferenceData, get_field, is_sharegpt
 from dpo.errors import InputError
 
 # the role of each speaker in ShareGPT's messages
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+# labels in lower case, as text
+DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs up", "thumbs_up", "👍")
+UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
 
 
 def get_custom(
@@ -28,7 +31,8 @@ def get_custom(
     """Convert custom records to preference data.
 
     Pairs come from `{prompt, chosen, rejected}`, or from `{chosen, rejected}` with a common beginning, the prompt.
-    SFT targets also come from `{prompt, completion}`, and from `{messages}`, where the last message is the target.
+    SFT targets also come from `{prompt, completion}`, and from `{messages}`, where the last message is the target;
+    labelled responses from either of these with `label`. Prompts to answer come from `{prompt}`.
 
     All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
     `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
@@ -42,7 +46,7 @@ def get_custom(
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
         prompt, responses = _read_fields(row, used, where)
-        is_chat = isinstance(responses[0], list)
+        is_chat = isinstance((*responses, prompt)[0], list)  # there may be no responses
         if data is None:
             data = PreferenceData(truncation_mode="keep_start", rendered=is_chat)
         elif data.rendered != is_chat:
@@ -51,8 +55,7 @@ def get_custom(
             )
         if is_chat:
             messages, answers = _split_messages(prompt, responses, tokenizer, where)
-            last_role = answers[0][-1]["role"]
-            if "messages" in used and last_role != "assistant":
+            if "messages" in used and (last_role := answers[0][-1]["role"]) != "assistant":
                 raise InputError(f"{where}: the last message is from {last_role}, and must be from assistant")
             prompt, responses = _render(messages, answers, tokenizer, where)
             data.messages[prompt] = [{key: message[key] for key in ("role", "content")} for message in messages]
@@ -65,14 +68,30 @@ def get_custom(
                 f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
                 f"prompt, or remove it"
             )
-        if len(responses) == 2:
+        if "label" in used:
+            data.add_labelled(prompt, *responses, is_desirable=_read_label(row, used["label"], where))
+        elif len(responses) == 2:
             data.add_pair(prompt, *responses)
-        else:
+        elif responses:
             data.add_target(prompt, *responses)
+        else:
+            data.add_prompt(prompt)
     data = data if data is not None else PreferenceData(truncation_mode="keep_start")
     if note := recognized.describe(columns):
         data.notes.append(f"{origin}: {note}")
     return data
+
+
+def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
+    """Read whether a response is desirable."""
+    value = get_field(row, column, where, LABEL_TYPES)
+    label = str(value).strip().lower()
+    if label not in DESIRABLE + UNDESIRABLE:
+        raise InputError(
+            f"{where}: {column} is {value!r:.80}, which does not say whether the response is good: write true or "
+            f"false (1 or 0, good or bad, up or down), or remove the record"
+        )
+    return label in DESIRABLE
 
 
 def _find_shared_prompt(
@@ -101,13 +120,13 @@ def _read_fields(row: Mapping[str, Any], used: Mapping[str, str], where: str) ->
     fields = {
         field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
         for field, column in used.items()
-        if field != "input"
+        if field not in ("input", "label")
     }
     prompt = fields.get("prompt")
     responses = [value for field, value in fields.items() if field != "prompt"]
     if "input" in used and row.get(used["input"]) not in (None, ""):  # goes below the instruction, as in Alpaca
         prompt = "\n\n".join(get_field(row, used[field], where) for field in ("prompt", "input"))
-    is_chat = isinstance(responses[0], list)
+    is_chat = isinstance((*responses, prompt)[0], list)
     is_mixed = any(isinstance(response, list) != is_chat for response in responses)
     if is_mixed or (isinstance(prompt, list) and not is_chat):
         kinds = (f"{used[field]} holds {_name_kind(isinstance(value, list))}" for field, value in fields.items())

@@ -25,7 +25,7 @@ ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the e
 
 
 class TextExample(NamedTuple):
-    """An example as text: a pair, or an SFT target."""
+    """An example as text: a pair, SFT target or labelled response."""
 
     prompt: Prompt
     example_index: int  # among the prompt's examples
@@ -83,6 +83,21 @@ def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[T
             prompt = prompts[prompt_index]
         examples.append(TextExample(prompt, example_index, prompt.texts(example_index)))
     return examples
+
+
+def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample], *, seed: int) -> list[TextExample]:
+    """Replace the responses of examples by those of another prompt.
+
+    The other prompt is at a random distance in the data, the same for all examples. So it depends on the seed alone,
+    and each example is mismatched in the same way in every epoch.
+    """
+    distance = random.Random(seed).randrange(1, len(prompts))
+    mismatched = []
+    for example in examples:
+        other = prompts[(example.prompt.index_in_split + distance) % len(prompts)]
+        texts = other.texts(example.example_index % len(other.examples))
+        mismatched.append(example._replace(texts=texts))
+    return mismatched
 
 
 def iterate_examples(

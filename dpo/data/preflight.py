@@ -87,6 +87,7 @@ class DatasetOptions(NamedTuple):
     online: bool  # the table of an online run also has the messages of chats
     max_length: int
     max_prompt_length: int
+    unpair: bool = False
 
 
 def build_table(
@@ -109,7 +110,8 @@ def build_table(
             get_dataset,
             options.names,
             split,
-            trains_on=options.trains_on,
+            trains_on="prompts" if options.online else options.trains_on,
+            unpair=options.unpair,
             with_messages=options.online,
             notes=notes,
             # the following are options of `get_dataset`
@@ -118,7 +120,8 @@ def build_table(
             cache_dir=cache_dir,
             tokenizer=tokenizer,
         )
-        counter, path = SplitCounter(encode), directory / f"{split}.arrow"
+        counter = SplitCounter(encode, trains_on=options.trains_on, counts_prompts=options.online)
+        path = directory / f"{split}.arrow"
         write_prompts(path, counter.watch(prompts))
         counters[split] = counter
         if split == "test":
@@ -128,8 +131,9 @@ def build_table(
         )
         reports[split] = asdict(report)
         digests[split] = counter.digest.hexdigest()[:32]
-        if not reports[split]["examples"]:
-            raise InputError(f"the {split} split of {', '.join(options.names)} has no examples")
+        counted = "prompts" if options.online else "examples"
+        if not reports[split][counted]:
+            raise InputError(f"the {split} split of {', '.join(options.names)} has no {counted}")
     return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
 
 
@@ -221,6 +225,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         online=plan.online is not None,
         max_length=plan.data.max_length,
         max_prompt_length=plan.data.max_prompt_length,
+        unpair=plan.data.unpair,
     )
     with tempfile.TemporaryDirectory() as scratch:  # a mapped table stays readable after its files are removed
 
@@ -237,16 +242,56 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
                 scratch=Path(scratch) if plan.run.dry_run else None,  # a dry run leaves nothing behind
                 silent=silent,
             )
+            for split, report in facts["reports"].items():
+                if plan.loss.mismatched and report["prompts"] < 2:
+                    raise InputError(
+                        f"the {split} split of {', '.join(plan.data.datasets)} has 1 prompt, and loss={plan.loss.name} "
+                        f"combines each prompt with a response to another one: add data"
+                    )
             return json.dumps([str(table), facts])
 
         table, facts = json.loads(once_per_machine(prepare, silence_secs=plan.run.collective_timeout_secs))
         data = TrainingData.open(Path(table), facts, tokenizer, plan.data, online=options.online)
+    if plan.online and plan.n_offline and (n_without := int((data.train.counts == 0).sum())):
+        raise InputError(
+            f"online.mix_offline={plan.online.mix_offline} trains on the data's pairs, and {n_without:,} of "
+            f"{count(len(data.train), 'training prompt')} have none: give data with pairs, or online.mix_offline=0"
+        )
     if not silent:
         print(data.report.describe(plan.data.batch_size), flush=True)
         formats = data.report.train.prompt_formats
         for warning in find_chat_warnings(tokenizer, formats) + find_bos_warnings(tokenizer, data.train[0].text):
             print(f"warning: {warning}", flush=True)
+        for warning in find_weight_warnings(data.report.train, plan.loss.options):
+            print(f"warning: {warning}", flush=True)
     return data
+
+
+def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> list[str]:
+    """Return a warning about KTO's weights for a split's labels.
+
+    The weighted number of desirable examples should be 1 to 4/3 times that of undesirable ones (arXiv 2402.01306,
+    section 4).
+    """
+    weights = [options.get(f"{label}_weight", 0) for label in ("desirable", "undesirable")]
+    if not all(weights):  # another loss, or one that is to learn from one kind alone
+        return []
+    if not (report.desirable and report.undesirable):
+        missing = "undesirable" if report.desirable else "desirable"
+        return [f"the train split has no {missing} response, and KTO learns from both kinds: add some"]
+    desirable, undesirable = weights[0] * report.desirable, weights[1] * report.undesirable
+    if undesirable <= desirable <= 4 / 3 * undesirable:
+        return []
+    if desirable < undesirable:
+        fix = "loss.desirable_weight", undesirable / report.desirable, 4 / 3 * undesirable / report.desirable
+    else:
+        fix = "loss.undesirable_weight", 3 / 4 * desirable / report.undesirable, desirable / report.undesirable
+    return [
+        "loss.desirable_weight times the number of desirable responses is {:.3g} times loss.undesirable_weight times "
+        "that of undesirable ones, and the paper of KTO advises 1 to 4/3: try {} from {:.3g} to {:.3g}".format(
+            desirable / undesirable, *fix
+        )
+    ]
 
 
 def find_chat_warnings(tokenizer: Any, formats: Mapping[str, str]) -> list[str]:

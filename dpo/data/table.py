@@ -59,8 +59,12 @@ class Prompt(NamedTuple):
     messages: Messages | None = None  # from which the text was rendered
 
     def texts(self, example_index: int) -> dict[str, str]:
-        """The responses of an example by role."""
-        return {role: self.responses[i] for role, i in self.examples[example_index].items()}
+        """The responses of an example by role.
+
+        A prompt without examples has none.
+        """
+        roles = self.examples[example_index] if self.examples else {}
+        return {role: self.responses[i] for role, i in roles.items()}
 
 
 def iterate_prompts(
@@ -69,19 +73,26 @@ def iterate_prompts(
     split: str,
     *,
     trains_on: str,
+    unpair: bool = False,
     with_messages: bool = False,
     notes: list[str] | None = None,
     **dataset_options: Any,
 ) -> Iterator[Prompt]:
     """Yield the prompts of several datasets, one dataset after another.
 
-    Examples are of the kind `trains_on` (a key of `TRAINS_ON`). The loaders' notes are added to `notes`.
+    Examples are of the kind `trains_on` (see `PreferenceData.take`). The loaders' notes are added to `notes`. Raises
+    InputError for pairs that a loss of labels must not `unpair`.
     """
     indices = count()
     for name in names:
         data = get_dataset(name, split, trains_on=trains_on, **dataset_options)
         if notes is not None:
             notes += data.notes
+        if trains_on == "labels" and not unpair and any(entry["pairs"] for entry in data.values()):
+            raise InputError(
+                f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true, "
+                f"which makes each chosen response desirable and each rejected one undesirable"
+            )
         for text, responses, examples in data.take(trains_on):
             messages = data.messages.pop(text, None)  # removed as `take` removes the prompt, to free memory
             yield Prompt(

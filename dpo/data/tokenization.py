@@ -65,7 +65,7 @@ def truncate(
     prompt is cut to `max_prompt_length`; `mode` says whether its start or its end is kept. If that is not enough, every
     response is cut to `max_length - max_prompt_length` tokens, even if a short prompt leaves room for more.
     """
-    longest = max(map(len, responses))
+    longest = max(map(len, responses), default=0)
     if len(prompt) + longest > max_length:
         prompt = prompt[:max_prompt_length] if mode == "keep_start" else prompt[-max_prompt_length:]
     if len(prompt) + longest > max_length:

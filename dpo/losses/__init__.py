@@ -28,8 +28,9 @@ __all__ = [
     "preference_loss",
 ]
 
-# kinds of training examples, and the roles of the responses in each; the target of SFT is `chosen`
-TRAINS_ON = {"pairs": ("chosen", "rejected"), "targets": ("chosen",)}
+# kinds of training examples, and the roles of the responses in them. The target of SFT is `chosen`. A labelled example
+# has one response, which is `chosen` if its label says that it is desirable, and else `rejected`
+TRAINS_ON = {"pairs": ("chosen", "rejected"), "targets": ("chosen",), "labels": ("chosen", "rejected")}
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
 
 
@@ -49,6 +50,8 @@ class Loss:
     margin_only: bool = True
     # for a loss that compares the examples of a batch: (scores of the global batch, **options) -> values, (B, k)
     batch_statistic: Callable[..., Any] | None = None
+    # whether the scores of the statistic are those of mismatched examples, in which a response follows another prompt
+    mismatched: bool = False
     # (mean chosen reward, mean rejected reward, beta) -> value, whose average over updates is `Scores.average`
     running_statistic: Callable[[float, float, float], float] | None = None
     needs_label_smoothing: bool = False  # whether it is infinite at label_smoothing=0
@@ -81,9 +84,9 @@ class Loss:
     def can_be_mixed(self) -> bool:
         """Return whether `loss=mix` may contain this loss.
 
-        The loss of each example must depend on that example alone.
+        The loss of each example must depend on that example alone, and a mix is trained on pairs.
         """
-        return self.batch_statistic is None
+        return self.batch_statistic is None and self.trains_on != "labels"
 
     @property
     def needs_tails(self) -> bool:
@@ -193,5 +196,16 @@ LOSSES = {
     "cal_dpo": Loss(formulas.cal_dpo, margin_only=False),
     "aot": Loss(formulas.aot, margin_only=False, batch_statistic=formulas.aot_partners),
     "aot_unpaired": Loss(formulas.aot_unpaired, margin_only=False, batch_statistic=formulas.aot_unpaired_partners),
+    "kto": Loss(
+        formulas.kto,
+        trains_on="labels",
+        best=("loss/eval", -1),
+        margin_only=False,
+        batch_statistic=formulas.estimate_kl,
+        mismatched=True,
+    ),
+    "apo_zero_unpaired": Loss(
+        formulas.apo_zero_unpaired, trains_on="labels", best=("loss/eval", -1), margin_only=False
+    ),
     "mix": Mix(),
 }

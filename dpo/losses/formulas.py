@@ -74,7 +74,7 @@ class Scores(NamedTuple):
     """Input of a loss: log-probabilities summed over each response's tokens.
 
     Every tensor is (B,) unless noted. If an example has no response of some role, its sum and length of that role are
-    0. The target of SFT is `chosen`.
+    0. The target of SFT is `chosen`; of a labelled example a desirable response is `chosen`, another `rejected`.
     """
 
     chosen: Tensor
@@ -104,7 +104,7 @@ class Scores(NamedTuple):
 class Losses(NamedTuple):
     """Output of a loss; each tensor is (B,).
 
-    Rewards and metrics are detached. A loss of pairs must give the rewards of both roles.
+    Rewards and metrics are detached. A loss of pairs or of labels must give the rewards of both roles.
     """
 
     losses: Tensor
@@ -395,3 +395,44 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
     # has that of the chosen responses, and the second is added for that of the rejected ones, without its value
     rejected_losses = _smoothed(beta * (chosen_partners - u_l), label_smoothing)
     return with_rewards(chosen_losses + rejected_losses - rejected_losses.detach(), u_w, u_l, beta)
+
+
+# --- losses of labelled examples, which have one response each. u is its log-ratio ------------------------------------
+
+
+def estimate_kl(scores: Scores, **_: Any) -> Tensor:
+    """Estimate KL(policy || reference) from mismatched examples, (B, 1).
+
+    The mean of their log-ratios, at least 0 (arXiv 2402.01306, section 4).
+    """
+    u_w, u_l = scores.log_ratios()
+    log_ratios = u_w + u_l  # one of the two is 0
+    return log_ratios.detach().mean().clamp(min=0).expand(len(log_ratios), 1)
+
+
+def _weighted_utility(scores: Scores, z: Tensor, beta: float, weights: tuple[float, float]) -> Losses:
+    """KTO's losses, where `weights` are those of desirable and of undesirable responses."""
+    u_w, u_l = scores.log_ratios()
+    desirable = weights[0] * (-beta * (u_w - z)).sigmoid()  # 1 - sigmoid(x) = sigmoid(-x)
+    undesirable = weights[1] * (beta * (u_l - z)).sigmoid()
+    losses = desirable.where(scores.chosen_lengths > 0, undesirable)
+    return with_rewards(losses, u_w, u_l, beta)
+
+
+def kto(scores: Scores, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Losses:
+    """KTO (arXiv 2402.01306, section 4), whose z_0 is `estimate_kl`.
+
+    Without a batch statistic the models count as equal, and z_0 is 0.
+    """
+    z = scores.chosen.detach() * 0 if scores.batch_statistic is None else scores.batch_statistic[:, 0]
+    output = _weighted_utility(scores, z, beta, (desirable_weight, undesirable_weight))
+    return output._replace(metrics={"kto/kl": z})
+
+
+def apo_zero_unpaired(scores: Scores, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Losses:
+    """APO-zero (arXiv 2408.06266, eq. 7), with its two terms on different examples.
+
+    It is KTO without a KL.
+    """
+    z = scores.chosen.detach() * 0
+    return _weighted_utility(scores, z, beta, (desirable_weight, undesirable_weight))

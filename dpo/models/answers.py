@@ -48,17 +48,19 @@ class Drawn(NamedTuple):
     prompt: str
     answers: Sequence[Answer]  # in the order drawn
     best: int  # the first of the highest score
-    worst: int  # the last of the lowest score
+    worst: int  # the last of the lowest score, among those with other tokens than the best if there are any
+    is_flipped: bool = False  # by a label drawn at random: the worst answer is the chosen one
 
     @property
     def pair(self) -> tuple[Answer, Answer]:
-        """The best answer and the worst: the online pair."""
-        return self.answers[self.best], self.answers[self.worst]
+        """The chosen answer and the rejected: the online pair."""
+        best, worst = self.answers[self.best], self.answers[self.worst]
+        return (worst, best) if self.is_flipped else (best, worst)
 
     @property
     def is_tie(self) -> bool:
-        best, worst = self.pair
-        return best.score == worst.score or best.tokens == worst.tokens
+        chosen, rejected = self.pair
+        return chosen.score == rejected.score or chosen.tokens == rejected.tokens
 
 
 def answer(

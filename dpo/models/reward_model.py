@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,34 @@ from dpo.models.answers import Answer
 from dpo.models.pretrained import disable_dropout, refuse_gaps
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0
+from dpo.settings.choices import join_with_or
 from dpo.settings.plan import Plan
 from dpo.system.waiting import after_rank_0
 
-Ids = list[int]
+Inputs = dict[str, list[int]]  # input_ids, and token_type_ids where there are any
+FORMATS = {  # values of online.reward_format, as a note says them
+    "chat": "in its chat template",
+    "pair": "as two segments",
+    "text_eos": "as one text, with EOS if the answer ended",
+    "text": "as one text",
+}
 
 
 class RewardModel:
     """A model that scores answers, `rows` at a time.
 
-    `limit` is the largest number of tokens in a prompt with its answer, or None if not known. Longer texts are
-    truncated.
+    `form` is a key of FORMATS. `limit` is the largest number of tokens in a prompt with its answer, or None if not
+    known. Longer texts are truncated.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, rows: int) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, rows: int, form: str) -> None:
         self.model, self.tokenizer, self.rows = model.eval().requires_grad_(False), tokenizer, rows
+        self.form = form
+        # a tokenizer may append EOS itself
+        self.appends_eos = form == "text_eos" and tokenizer("a")["input_ids"][-1:] != [tokenizer.eos_token_id]
+        # RoBERTa, for one, has no types that tell segments apart
+        n_types = getattr(model.config.get_text_config(), "type_vocab_size", 0)
+        self.has_types = form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
         self.limit = _count_positions(model, tokenizer)
         tokenizer.truncation_side = "left"  # of a text that is too long, keep the end with the answer
         self.pad = model.config.get_text_config().pad_token_id
@@ -45,9 +58,12 @@ class RewardModel:
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """The score of each answer."""
-        texts = [self.encode(prompt, answer.text) for prompt, answer in zip(prompts, answers, strict=True)]
+        texts = [
+            self.encode(prompt, answer.text, ended=answer.ended)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
         # texts of about equal length are scored together, so that little is padded
-        longest_first = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
+        longest_first = sorted(range(len(texts)), key=lambda i: len(texts[i]["input_ids"]), reverse=True)
         scores = [0.0] * len(texts)
         for start in range(0, len(texts), self.rows):
             indices = longest_first[start : start + self.rows]
@@ -60,38 +76,47 @@ class RewardModel:
         """Raise InputError if the chat template rejects a prompt."""
         self.encode(prompt, "")
 
-    def encode(self, prompt: Prompt, answer: str) -> Ids:
-        """The token ids of prompt and answer, truncated on the left.
+    def encode(self, prompt: Prompt, answer: str, *, ended: bool = True) -> Inputs:
+        """The tokens of prompt and answer, truncated on the left.
 
-        The text is in the tokenizer's chat template if it has one. Raises InputError if the template rejects the
-        prompt.
+        Raises InputError if the chat template rejects the prompt.
         """
-        has_template = bool(self.tokenizer.chat_template)
-        text = prompt.text + answer
-        if has_template:
+        texts = [prompt.text, answer] if self.form == "pair" else [prompt.text + answer]
+        if self.appends_eos and ended:
+            texts[-1] += self.tokenizer.eos_token
+        if self.form == "chat":
             try:
-                text = self.tokenizer.apply_chat_template(as_messages(prompt, answer), tokenize=False)
+                texts = [self.tokenizer.apply_chat_template(as_messages(prompt, answer), tokenize=False)]
             except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these
                 raise InputError(
                     f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
                     f"{prompt.text[:200]!r}: {error}"
                 ) from error
         truncation: dict[str, Any] = {} if self.limit is None else {"truncation": True, "max_length": self.limit}
-        return self.tokenizer(text, add_special_tokens=not has_template, **truncation)["input_ids"]
+        encoded = self.tokenizer(*texts, add_special_tokens=self.form != "chat", **truncation)
+        names = ("input_ids", "token_type_ids") if self.has_types else ("input_ids",)
+        return {name: encoded[name] for name in names}
 
     @torch.no_grad()
-    def forward(self, texts: Sequence[Ids]) -> torch.Tensor:
+    def forward(self, texts: Sequence[Inputs]) -> torch.Tensor:
         """The scores of B texts, (B,) in float32."""
         pad = self.pad
         if pad is None:
             # The model scores at the last token that is not `pad`. So without a pad token, take one that ends no text.
-            last_tokens = {text[-1] for text in texts}
+            last_tokens = {text["input_ids"][-1] for text in texts}
             pad = next(token for token in itertools.count() if token not in last_tokens)
         self.model.config.get_text_config().pad_token_id = pad
-        width = max(map(len, texts))
-        ids = torch.tensor([[*text, *[pad] * (width - len(text))] for text in texts], device=self.model.device)
-        mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=ids.device)
-        logits = self.model(input_ids=ids, attention_mask=mask).logits
+        lengths = [len(text["input_ids"]) for text in texts]
+
+        def stack(rows: Iterable[list[int]], padding: int) -> torch.Tensor:
+            padded = [[*row, *[padding] * (max(lengths) - len(row))] for row in rows]
+            return torch.tensor(padded, device=self.model.device)
+
+        inputs = {"input_ids": stack((text["input_ids"] for text in texts), pad)}
+        if self.has_types:
+            inputs["token_type_ids"] = stack((text["token_type_ids"] for text in texts), 0)
+        mask = stack(([1] * length for length in lengths), 0)
+        logits = self.model(**inputs, attention_mask=mask).logits
         if logits.shape != (len(texts), 1):
             raise ValueError(
                 f"{type(self.model).__name__} gave outputs of shape {tuple(logits.shape)} for {len(texts)} texts: its "
@@ -125,13 +150,20 @@ def find_reward_structure(plan: Plan) -> RewardModel:
 
 
 def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
-    """A message if prompts may be truncated before they are scored."""
+    """Messages on a format that was guessed, and on truncated prompts."""
+    notes = []
+    if plan.online.reward_format is None and reward_model.form != "chat":
+        notes.append(
+            f"the reward model gets prompt and answer {FORMATS[reward_model.form]}: if it was trained otherwise, give "
+            f"online.reward_format={' or '.join(form for form in FORMATS if form not in ('chat', reward_model.form))}"
+        )
     if reward_model.limit is None or reward_model.limit >= plan.data.max_length:
-        return ()
-    return (
+        return tuple(notes)
+    notes.append(
         f"the reward model sees the last {reward_model.limit:,} tokens of a prompt with its answer, which may have up "
-        f"to max_length={plan.data.max_length} tokens: scores do not depend on the beginning of long prompts",
+        f"to max_length={plan.data.max_length} tokens: scores do not depend on the beginning of long prompts"
     )
+    return tuple(notes)
 
 
 def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
@@ -155,7 +187,9 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
     with explaining_load_errors("tokenizer of the reward model", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     disable_dropout(model)
-    reward_model = RewardModel(model, tokenizer, rows=rows)
+    reward_model = RewardModel(
+        model, tokenizer, rows=rows, form=_find_format(tokenizer, plan.online.reward_format, key)
+    )
     if reward_model.limit is not None and reward_model.limit <= plan.online.max_new_tokens:
         raise InputError(
             f"{key} sees {reward_model.limit:,} tokens, and an answer may have online.max_new_tokens="
@@ -163,6 +197,32 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
         )
     reward_model.check(Prompt("Hello", [], [], "keep_start", rendered=False))
     return reward_model
+
+
+def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
+    """Find the form of a reward model's input, one of FORMATS.
+
+    `wanted` is `online.reward_format`. Raises InputError if the tokenizer lacks what it takes.
+    """
+    lacking = {
+        "chat": None if tokenizer.chat_template else "has no chat template",
+        "pair": None if _separates_segments(tokenizer) else "puts no separator between two texts",
+        "text_eos": None if tokenizer.eos_token else "has no EOS token",
+        "text": None,
+    }
+    possible = [form for form, problem in lacking.items() if problem is None]
+    if wanted is None:
+        return possible[0]
+    if lacking[wanted]:
+        raise InputError(
+            f"online.reward_format={wanted}: the tokenizer of {key} {lacking[wanted]}: give {join_with_or(possible)}"
+        )
+    return wanted
+
+
+def _separates_segments(tokenizer: Any) -> bool:
+    """Return whether a tokenizer puts its separator between two texts."""
+    return tokenizer.sep_token_id is not None and tokenizer.sep_token_id in tokenizer("a", "b")["input_ids"][:-1]
 
 
 @contextlib.contextmanager

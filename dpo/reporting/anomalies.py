@@ -71,11 +71,14 @@ class NonFiniteGuard(Callback):
             prompt_number, index_in_prompt = example.id
             prompt = self.context.data.train[prompt_number]
             if i in update.drawn:
-                best, worst = update.drawn[i].pair
-                texts: dict[str, Any] = {"chosen": best.text, "rejected": worst.text}
-                texts |= {"score_chosen": best.score, "score_rejected": worst.score}
+                chosen, rejected = update.drawn[i].pair
+                texts: dict[str, Any] = {"chosen": chosen.text, "rejected": rejected.text}
+                texts |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
             elif self.context.plan.loss.trains_on == "targets":
                 texts = {"completion": prompt.texts(index_in_prompt)["chosen"]}
+            elif self.context.plan.loss.trains_on == "labels":
+                [(role, text)] = prompt.texts(index_in_prompt).items()
+                texts = {"completion": text, "label": role == "chosen"}
             else:
                 texts = prompt.texts(index_in_prompt)
             line = {"prompt": prompt.text, **texts, "prompt_number": prompt_number}
@@ -107,7 +110,8 @@ class InstabilityWarner(Callback):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         if not self._checks_collapse:
             return
-        means = Means(evaluation.metrics["loss/eval"], evaluation.metrics["rewards_eval/margins"])
+        # an online run on prompts without pairs has no such metrics
+        means = Means(*(evaluation.metrics.get(name, math.nan) for name in ("loss/eval", "rewards_eval/margins")))
         is_online = self.context.plan.online is not None
         if evaluation.n_updates == 0:
             self._detector.start = means if all(map(math.isfinite, means)) else None

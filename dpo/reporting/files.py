@@ -217,10 +217,11 @@ def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
         {"text": answer.text, "score": answer.score, "tokens": len(answer.tokens), "ended": answer.ended}
         for answer in drawn.answers
     ]
-    return {
+    record = {
         "examples": n_examples,
         "prompt": drawn.prompt,
         "completions": answers,
         "best": drawn.best,  # index in `completions`
         "worst": drawn.worst,
     }
+    return record | ({"flipped": True} if drawn.is_flipped else {})

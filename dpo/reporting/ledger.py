@@ -67,7 +67,8 @@ class Ledger(Appender):
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         n_updates = evaluation.n_updates
-        self._append("eval", n_updates, evaluation.examples, evaluation.table, n_updates_before=n_updates)
+        if evaluation.examples:  # an online run may have prompts without pairs
+            self._append("eval", n_updates, evaluation.examples, evaluation.table, n_updates_before=n_updates)
         if self.rows >= GROWTH * self.parquet_rows:
             self._write()
 
@@ -131,15 +132,15 @@ class Ledger(Appender):
 
 def _make_drawn_row(drawn: Drawn) -> dict[str, Any]:
     """The columns of a drawn pair: texts and scores of its answers."""
-    best, worst = drawn.pair
+    chosen, rejected = drawn.pair
     others = [answer for i, answer in enumerate(drawn.answers) if i not in (drawn.best, drawn.worst)]
     return {
         "tie": drawn.is_tie,
         "prompt": drawn.prompt,
-        "chosen": best.text,
-        "rejected": worst.text,
+        "chosen": chosen.text,
+        "rejected": rejected.text,
         "others": [answer.text for answer in others],
-        "score_chosen": best.score,
-        "score_rejected": worst.score,
+        "score_chosen": chosen.score,
+        "score_rejected": rejected.score,
         "score_others": [answer.score for answer in others],
     }

@@ -27,9 +27,15 @@ SHOWN_METRICS = {  # of an update: label and significant digits
 
 
 def table(title: str, metrics: Mapping[str, float]) -> str:
-    """A title, then a line for each name and value."""
-    width = max(map(len, metrics), default=0)
-    rows = [f"  {name:<{width}}  {value:>10.5g}" for name, value in metrics.items()]
+    """A title, then a line for each name and value.
+
+    A standard error, whose name ends in `_se`, is on the line of its metric.
+    """
+    errors = {f"{name}_se": name for name in metrics if f"{name}_se" in metrics}
+    notes = {name: f" (SE {metrics[error_name]:.2g})" for error_name, name in errors.items()}
+    shown = {name: value for name, value in metrics.items() if name not in errors}
+    width = max(map(len, shown), default=0)
+    rows = [f"  {name:<{width}}  {value:>10.5g}{notes.get(name, '')}" for name, value in shown.items()]
     return "\n".join([f"{title}:", *rows])
 
 

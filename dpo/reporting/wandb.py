@@ -111,7 +111,7 @@ class WandbLogger(Callback):
         if tables:
             self._unless_disabled(self.run.log, {**tables, "counters/examples": examples})
         self._summarize("last", evaluation)
-        metric, sign = self.context.plan.loss.best
+        metric, sign = self.context.plan.best
         quality = sign * evaluation.metrics.get(metric, math.nan)
         if evaluation.n_updates > 0 and quality > self._best_quality:  # false for NaN
             self._best_quality = quality

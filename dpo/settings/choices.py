@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 MAX_LISTED = 12  # names; if there are more, a message gives the command that lists them
 MAX_SUGGESTED = 5  # names
-RELATIVES = {"kto": ("bco", "apo_zero")}  # suggested in place of losses that are not implemented (docs/losses.md)
 
 
 def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
@@ -21,11 +20,7 @@ def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
     """
     by_lower_case = {name.lower(): name for name in sorted(names)}
     lower = value.lower()
-    if lower in by_lower_case:
-        similar = [lower]
-    else:
-        similar = difflib.get_close_matches(lower, by_lower_case, n=MAX_SUGGESTED)
-        similar = similar or [name for name in RELATIVES.get(lower, ()) if name in by_lower_case]
+    similar = [lower] if lower in by_lower_case else difflib.get_close_matches(lower, by_lower_case, n=MAX_SUGGESTED)
     suggestion = f"did you mean {join_with_or([by_lower_case[name] for name in similar])}?" if similar else ""
     if len(names) <= MAX_LISTED:
         return f"{key}={value} is not one of {', '.join(sorted({*names}))}" + (f": {suggestion}" if similar else "")
@@ -76,14 +71,21 @@ REFERENCES = ("base", "adapter", "model")  # sources of the reference's log-prob
 ONLINE = ("none", "online")
 SCORERS = ("reward_model", "function", "keyword", "shorter")
 TIES = ("skip", "keep")
+LABELS = ("hard", "bradley_terry")
+REWARD_FORMATS = ("chat", "pair", "text_eos", "text")
+HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
 SCHEDULES = ("constant", "linear", "cosine")
 LR_SCALINGS = ("none", "linear", "sqrt")
 NAN_POLICIES = ("raise", "skip")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 # fields of custom data. A form is the fields of one record; FORMS has those from which each kind of examples is made
 PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
-FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss
+LABEL_FIELDS, LABELLED_CHAT_FIELDS = ("prompt", "completion", "label"), ("messages", "label")
+PROMPT_FIELDS = ("prompt",)
+FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss, and for prompts that a policy answers
     "pairs": (PAIR_FIELDS,),
+    "prompts": (PAIR_FIELDS, PROMPT_FIELDS),
     "targets": (PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS),
+    "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, PAIR_FIELDS),  # pairs with `unpair`
 }
 FIELDS = tuple(dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form))

@@ -16,6 +16,7 @@ from dpo.losses import LOSSES, Loss, find_loss
 from dpo.settings.choices import (
     ADAPTED,
     BASIC,
+    HELD_OUT_SCORE,
     QUANTIZED,
     REFERENCES,
     TENSOR_PARALLEL,
@@ -131,12 +132,14 @@ class OnlinePlan:
     n_samples: int
     scorer: str
     reward_model: str | None
+    reward_format: str | None
     function: str | None
     keyword: str | None
     temperature: float
     top_p: float
     max_new_tokens: int
     missing_eos_penalty: float
+    labels: str
     ties: str
     sync_reference_every: int | None
     mix_offline: float
@@ -149,6 +152,7 @@ class DataPlan:
 
     datasets: list[str]
     dataset_sources: Mapping[str, Any]
+    unpair: bool
     batch_size: int
     eval_batch_size: int
     gradient_accumulation_steps: int
@@ -256,6 +260,11 @@ class Plan:
         """
         dtypes = self.model.policy_dtype, self.reference_dtype
         return self.lora is None or self.reference != "model" or self.compute_dtype in dtypes
+
+    @property
+    def best(self) -> tuple[str, int]:
+        """The metric that ranks checkpoints: +1 if higher is better, else -1."""
+        return (HELD_OUT_SCORE, +1) if self.online else self.loss.best
 
     @property
     def follow_every(self) -> int | None:

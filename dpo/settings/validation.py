@@ -68,6 +68,11 @@ def _list_losses(is_listed: Callable[[Loss], bool], separator: str = ", ") -> st
 SEVERAL_PROCESSES = "a trainer of several processes: trainer=FSDPTrainer"
 LOSS_WITH_REFERENCE = f"a loss with a reference: any but {_list_losses(lambda loss: not loss.reference)}"
 LOSS_OF_PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: loss.trains_on != 'pairs')}"
+LOSS_OF_PAIRS_WITH_REFERENCE = (
+    "a loss of pairs with a reference: any but "
+    f"{_list_losses(lambda loss: loss.trains_on != 'pairs' or not loss.reference)}"
+)
+LOSS_OF_LABELS = f"a loss of labels: loss={_list_losses(lambda loss: loss.trains_on == 'labels', ' or loss=')}"
 LOSS_OF_MARGIN = (
     "a loss that depends on the log-ratios by their difference alone: "
     f"loss={_list_losses(lambda loss: loss.reference and loss.margin_only, ' or ')}"
@@ -111,8 +116,10 @@ CHECKS = (
     needs("do_first_sampling", "do_first_eval=true and sample_during_eval=true",
           lambda v, p: v["do_first_eval"] and v["sample_during_eval"]),
     needs("loss.sft_weight", LOSS_OF_PAIRS, lambda v, p: p.loss.trains_on == "pairs", "error"),
-    needs("loss.wpo loss.ld_alpha", LOSS_WITH_REFERENCE, lambda v, p: p.loss.reference, "error"),
+    needs("loss.wpo loss.ld_alpha", LOSS_OF_PAIRS_WITH_REFERENCE,
+          lambda v, p: p.loss.trains_on == "pairs" and p.loss.reference, "error"),
     needs("loss.f_divergence", LOSS_OF_MARGIN, lambda v, p: p.loss.reference and p.loss.margin_only, "error"),
+    needs("unpair", LOSS_OF_LABELS, lambda v, p: p.loss.trains_on == "labels", "error"),
     needs("loss.f_alpha", "loss.f_divergence=alpha", lambda v, p: v["loss.f_divergence"] == "alpha"),
     needs("cache_reference_logps lora.reference", LOSS_WITH_REFERENCE, lambda v, p: p.loss.reference),
     needs("model.reference_dtype",
@@ -120,7 +127,8 @@ CHECKS = (
           lambda v, p: p.reference == "model"),
     needs("online.sync_reference_every", f"{LOSS_WITH_REFERENCE}, and lora=none",
           lambda v, p: p.reference == "model" and v["lora.name"] not in ADAPTED, "error"),
-    needs("online.reward_model", "online.scorer=reward_model", lambda v, p: v["online.scorer"] == "reward_model"),
+    needs("online.reward_model online.reward_format", "online.scorer=reward_model",
+          lambda v, p: v["online.scorer"] == "reward_model"),
     needs("online.function", "online.scorer=function", lambda v, p: v["online.scorer"] == "function"),
     needs("online.keyword", "online.scorer=keyword", lambda v, p: v["online.scorer"] == "keyword"),
     # --- processes
@@ -427,7 +435,9 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
 def _explain_weight(key: str) -> str:
     """Explain why a key under `loss.weights` names no loss of a mix."""
     name = key.removeprefix(WEIGHTS)
-    if name in LOSSES and LOSSES[name].batch_statistic is not None:
+    if name in LOSSES and LOSSES[name].trains_on == "labels":
+        reason = f"{name} trains on labels and a mix on pairs, so it is trained alone, as loss={name}"
+    elif name in LOSSES and LOSSES[name].batch_statistic is not None:
         reason = f"{name} compares the examples of a batch with each other, so it is trained alone, as loss={name}"
     else:
         reason = f"no loss is called {name}"

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from dpo.data.examples import Example, TextExample, encode_examples, iterate_examples, iterate_once, read_examples
+from dpo.data.examples import (
+    Example,
+    TextExample,
+    encode_examples,
+    iterate_examples,
+    iterate_once,
+    mismatch_examples,
+    read_examples,
+)
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
 from dpo.models.answers import Drawn
@@ -34,10 +42,19 @@ class Batch(NamedTuple):
     weights: Sequence[float]  # per example, in the means of loss and metrics; 0 for a tie
     microbatches: list[Microbatch]
     cache_rows: Sequence[int]  # per example, its row in the reference's cache; empty: the examples are not cached
+    mismatched: Batch | None = None  # each prompt with a response to another one, if the loss needs them
     # the next three are for online pairs
     drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by index in `examples`
     metrics: Mapping[str, float] = MappingProxyType({})
     seconds: Mapping[str, float] = MappingProxyType({})  # by task: "sampling" and "scoring"
+
+
+def with_mismatched(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield each batch, and after it its mismatched one, if any."""
+    for batch in batches:
+        yield batch
+        if batch.mismatched is not None:
+            yield batch.mismatched
 
 
 def prefetch(
@@ -79,10 +96,12 @@ class Batches:
         self.rank, self.size = rank, size
         self.loss = plan.loss
         self.states: dict[str, Any] = {}  # objects whose states are saved in checkpoints, by name
-        # the reference's cache has a row per example of train, then of test; these are each prompt's first rows
+        # the reference's cache has a row per example of train, then of test, then per mismatched example of both; these
+        # are each prompt's first rows
         n_examples = np.concatenate([data.train.counts, data.test.counts])  # per prompt
         first_rows = np.cumsum(n_examples) - n_examples
         self._first_train_rows, self._first_test_rows = np.split(first_rows, [len(data.train.counts)])
+        self._first_mismatched_row = int(n_examples.sum())
 
     def train(self, *, skip: int = 0) -> Iterator[Any]:
         """Iterate over training batches in the reference code's order.
@@ -99,6 +118,20 @@ class Batches:
         Here the item already is the batch; `OnlineBatches` draws pairs at this point.
         """
         return item
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the policy beyond the evaluation batches.
+
+        `OnlineBatches` evaluates answers to held-out prompts.
+        """
+        return {}
+
+    def held_out_examples(self) -> list[list[Example]]:
+        """Held-out prompts with placeholder answers, in groups.
+
+        Only `OnlineBatches` has them, whose data may have no pairs.
+        """
+        return []
 
     def _iterate_train(self, prepare: Callable[..., Result], counts: Sequence[int], *, skip: int) -> Iterator[Result]:
         """Yield `prepare(example_ids)` for each training batch after the first `skip`.
@@ -163,6 +196,16 @@ class Batches:
         *,
         n_microbatches: int,
     ) -> Batch:
-        examples = self.encode(read_examples(prompts, example_ids))
+        texts = read_examples(prompts, example_ids)
         cache_rows = [int(first_rows[prompt_index]) + index for prompt_index, index in example_ids]
+        batch = self._make_batch(texts, cache_rows, n_microbatches)
+        if not self.loss.mismatched:
+            return batch
+        mismatched_texts = mismatch_examples(prompts, texts, seed=self.seed)
+        mismatched_rows = [self._first_mismatched_row + row for row in cache_rows]
+        return batch._replace(mismatched=self._make_batch(mismatched_texts, mismatched_rows, n_microbatches))
+
+    def _make_batch(self, texts: Sequence[TextExample], cache_rows: Sequence[int], n_microbatches: int) -> Batch:
+        """Tokenize examples and split them into microbatches."""
+        examples = self.encode(texts)
         return Batch(examples, [1.0] * len(examples), self.split(examples, n_microbatches), cache_rows)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from dpo.data.collation import collate_prompts
+from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.models.generation import before_each_forward, fed_prompts, sample, sample_batches
 from dpo.parallel.sharding import release_gathered
@@ -31,9 +32,10 @@ def notes_on_interval(plan: Plan) -> list[str]:
 
 
 class Evaluator:
-    """Metrics of the evaluation batches, and continuations of their first prompts.
+    """Metrics of the evaluation batches, and continuations of prompts.
 
-    Raises Stopped before a batch or a sampled token if any process was asked to stop.
+    `prompts` are batches of examples, whose responses do not matter. Raises Stopped before a batch or a sampled token
+    if any process was asked to stop.
     """
 
     def __init__(
@@ -42,39 +44,43 @@ class Evaluator:
         data: TrainingData,
         objective: Objective,
         batches: list[Batch],
+        prompts: Sequence[Sequence[Example]],
         progress: Progress,
         stop: StopRequest,
         *,
         seed: int,
     ) -> None:
-        self.plan, self.data, self.objective, self.batches = plan, data, objective, batches
+        self.plan, self.data, self.objective, self.batches, self.prompts = plan, data, objective, batches, prompts
         self.mesh, self.progress, self.stop, self.seed = objective.mesh, progress, stop, seed
 
     def metrics(self) -> Reduced:
-        """Evaluate the policy on all evaluation batches."""
+        """Evaluate the policy on all evaluation batches, if there are any."""
+        if not self.batches:
+            return Reduced({}, {})
         objective = self.objective
         objective.policy.eval()
-        metrics = objective.evaluate(self._iterate_batches())
+        mismatched = [batch.mismatched for batch in self.batches if batch.mismatched is not None]
+        metrics = objective.evaluate(self._iterate(self.batches), self._iterate(mismatched))
         release_gathered(objective.policy)
         if objective.reference is not None:
             release_gathered(objective.reference.model)
         return metrics
 
-    def _iterate_batches(self) -> Iterator[Batch]:
+    def _iterate(self, batches: list[Batch]) -> Iterator[Batch]:
         """Yield the batches, with a progress bar; check for stop signals."""
-        n_examples = sum(len(batch.examples) for batch in self.batches)
-        for batch in self.progress.over(self.batches, total=len(self.batches), what="evaluate", examples=n_examples):
+        n_examples = sum(len(batch.examples) for batch in batches)
+        for batch in self.progress.over(batches, total=len(batches), what="evaluate", examples=n_examples):
             self.stop.raise_if_any()
             yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
-        """Sample continuations of the first `n_eval_model_samples` evaluation prompts.
+        """Sample continuations of the first `n_eval_model_samples` prompts.
 
         Whole batches are sampled, at least one; fewer prompts if the data has fewer. `n_examples`, the number of
         examples the policy was trained on, is part of the random seed.
         """
         n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
-        batches = [batch.examples for batch in self.batches[:n_batches]]
+        batches = self.prompts[:n_batches]
         collated = [collate_prompts(examples, self.data.tokenizer) for examples in batches]
         n_prompts = sum(len(examples) for examples in batches)
         continue_prompts = partial(self.continuations, n_examples=n_examples)

@@ -32,7 +32,9 @@ class FirstUpdate(NamedTuple):
         """Count the work, given the sizes of the evaluation batches."""
         evaluation, tasks, warnings, draws_samples = plan.evaluation, [], [], False
         n_trained = data.report.updates * plan.data.batch_size
-        n_tested = min(2 * plan.dims.data_size, sizes[0]) if plan.training.self_test else 0
+        n_held_out = min(plan.data.n_eval_examples, data.report.test.prompts) if plan.online else 0
+        sampled_sizes = sizes or _divide(n_held_out, plan.data.eval_batch_size)
+        n_tested = min(2 * plan.dims.data_size, sampled_sizes[0]) if plan.training.self_test else 0
         if n_tested:
             tasks.append(f"self-test on {count(n_tested, 'example')} (self_test=false leaves it out)")
         if plan.caches_reference_first:
@@ -46,13 +48,26 @@ class FirstUpdate(NamedTuple):
                 f"evaluation of {count(sum(sizes), 'example')} in {count(len(sizes), 'batch', 'batches')} "
                 f"(n_eval_examples; do_first_eval=false leaves it out)"
             )
-            if evaluation.sample_during_eval and evaluation.do_first_sampling is not False:
-                draws_samples, message = _decide_on_samples(plan, data, sizes, n_trained)
-                (tasks if draws_samples else warnings).append(message)
+        if evaluation.do_first_eval and plan.online:
+            models = "the policy" if plan.reference is None else "policy and reference"
+            n_tokens = (1 if plan.reference is None else 2) * n_held_out * plan.online.max_new_tokens
+            tasks.append(
+                f"answers of {models} to {count(n_held_out, 'held-out prompt')}, up to {count(n_tokens, 'token')} "
+                f"(n_eval_examples; do_first_eval=false leaves them out)"
+            )
+        draws_first = evaluation.sample_during_eval and evaluation.do_first_sampling is not False
+        if evaluation.do_first_eval and sampled_sizes and draws_first:
+            draws_samples, message = _decide_on_samples(plan, data, sampled_sizes, n_trained)
+            (tasks if draws_samples else warnings).append(message)
         if not tasks:
             return cls(n_tested, draws_samples, warnings)
         announcement = "\n".join(["before the first update:", *(f"  {task}" for task in tasks)])
         return cls(n_tested, draws_samples, [announcement, *warnings])
+
+
+def _divide(n_items: int, size: int) -> list[int]:
+    """The sizes of groups of `size` items; the last may be smaller."""
+    return [min(size, n_items - start) for start in range(0, n_items, size)]
 
 
 def _decide_on_samples(plan: Plan, data: TrainingData, sizes: Sequence[int], n_trained: int) -> tuple[bool, str]:
@@ -103,5 +118,9 @@ def _count_trained_tokens(plan: Plan, data: TrainingData) -> int:
         n_drawn_tokens = plan.online.n_samples * plan.online.max_new_tokens
         per_example = train.mean_prompt_tokens + 2 * plan.online.max_new_tokens + SAMPLED_COST * n_drawn_tokens
     else:
-        per_example = train.mean_prompt_tokens + train.mean_chosen_tokens + (train.mean_rejected_tokens or 0)
+        chosen, rejected = train.mean_chosen_tokens, train.mean_rejected_tokens or 0
+        if plan.loss.trains_on == "labels":  # an example has one of the two responses
+            chosen *= (train.desirable or 0) / train.examples
+            rejected *= (train.undesirable or 0) / train.examples
+        per_example = train.mean_prompt_tokens + chosen + rejected
     return round(data.report.updates * plan.data.batch_size * per_example)

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpo.data.examples import list_examples
+from dpo.data.examples import Example, list_examples
 from dpo.data.preflight import TrainingData
+from dpo.data.table import Prompt
 from dpo.errors import InputError, RunError, one_sentence
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter, trained_parameters
 from dpo.models.answers import Sampling, choosing
@@ -33,9 +34,9 @@ from dpo.settings.choices import FROZEN_WEIGHTS
 from dpo.settings.plan import Plan
 from dpo.settings.validation import find_problems
 from dpo.system.host import host_memory, list_own_gpus, resident_memory
-from dpo.training.batches import Batch, Batches
+from dpo.training.batches import Batch, Batches, with_mismatched
 from dpo.training.memory_tracker import MemoryTracker, on_device
-from dpo.training.online import encode_prompt, some_prompts
+from dpo.training.online import add_placeholders, encode_prompt, list_held_out, some_prompts
 from dpo.training.optimization import OPTIMIZERS
 
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
@@ -113,7 +114,7 @@ def run_passes(plan: Plan, data: TrainingData) -> Passes:
     # the second backward pass runs while gradients are held; further ones need no more memory
     n_backwards = min(plan.data.gradient_accumulation_steps, 2)
     update_peak = _find_microbatch_peak(plan, policy, fake, layout, train_microbatches, n_backwards=n_backwards)
-    eval_microbatches = (microbatch for batch in eval_batches for microbatch in batch.microbatches)
+    eval_microbatches = (microbatch for batch in with_mismatched(eval_batches) for microbatch in batch.microbatches)
     eval_peak = _find_microbatch_peak(plan, policy, fake, layout, eval_microbatches, n_backwards=0)
     sampling_peaks, scoring_peak = {}, None
     if plan.evaluation.sample_during_eval:
@@ -171,21 +172,27 @@ def _find_online_peaks(
     The second is None without a reward model.
     """
     online, sizes, prompts = plan.online, OnlineSizes.of(plan), some_prompts(data)
+    # an evaluation samples and scores one answer to each held-out prompt
+    n_held_out = min(plan.data.n_eval_examples, len(data.test))
+    held_out_rows, held_out_scored = (
+        min(plan.prompts_at_a_time, math.ceil(n_held_out / n)) for n in (plan.dims.data_size, plan.dims.world_size)
+    )
     sampling_peak = _find_sampling_peak(
         plan,
         policy,
         fake,
         Sampling(online.max_new_tokens, online.temperature, online.top_p),
-        n_rows=sizes.rows_per_batch,
+        n_rows=max(sizes.rows_per_batch, held_out_rows),
         n_prompt_tokens=max(len(encode_prompt(prompt, data, plan).prompt) for prompt in prompts),
         autocast=plan.model.autocast,
     )
     if reward is None:
         return sampling_peak, None
     # a reward model reads whole prompts, which the policy's limits do not truncate
-    longest = max(len(reward.encode(prompt, "")) for prompt in prompts) + online.max_new_tokens
+    longest = max(len(reward.encode(prompt, "")["input_ids"]) for prompt in prompts) + online.max_new_tokens
     n_tokens, device = min(longest, reward.limit or longest), policy.device.type
-    return sampling_peak, _find_scoring_peak(reward.model, fake, device, n_rows=sizes.scored_rows, n_tokens=n_tokens)
+    n_scored = max(sizes.scored_rows, held_out_scored)
+    return sampling_peak, _find_scoring_peak(reward.model, fake, device, n_rows=n_scored, n_tokens=n_tokens)
 
 
 def _without(memory: Bytes, *purposes: str) -> Bytes:
@@ -322,14 +329,26 @@ class LongestAnswers(Batches):
     whose longest pair has the most tokens more than two such answers.
     """
 
+    def test(self) -> Iterator[Batch]:
+        """Iterate over the evaluation's pairs, then over its longest answers."""
+        yield from super().test()
+        prompts, size = list_held_out(self.plan, self.data), self.plan.data.eval_batch_size
+        for start in range(0, len(prompts), size):
+            examples = self._add_longest_answers(prompts[start : start + size], n_answers=1)
+            yield Batch(examples, [1.0] * len(examples), self.split(examples, 1), cache_rows=())
+
+    def _add_longest_answers(self, prompts: Sequence[Prompt], *, n_answers: int) -> list[Example]:
+        n_tokens = self.plan.online.max_new_tokens
+        return [
+            add_placeholders(encode_prompt(prompt, self.data, self.plan), n_tokens, n_answers) for prompt in prompts
+        ]
+
     def train(self, *, skip: int = 0) -> Iterator[Batch]:
         return self._iterate_train(self._make_longest_batch, [1] * len(self.data.train), skip=skip)
 
     def _make_longest_batch(self, example_ids: Sequence[tuple[int, int]]) -> Batch:
         plan, prompts = self.plan, self.read_prompts(example_ids)
-        # one answer of tokens 0, one of tokens 1: the shared-prefix layout would pack two equal answers only once
-        answers = tuple((token,) * plan.online.max_new_tokens for token in (0, 1))
-        examples = [encode_prompt(prompt, self.data, plan)._replace(responses=answers) for prompt in prompts]
+        examples = self._add_longest_answers(prompts, n_answers=2)
         if plan.n_offline:
             pairs_by_prompt = [self.encode(list_examples(prompt)) for prompt in prompts]
             longest_pairs = [max(pairs, key=lambda pair: pair.n_tokens) for pairs in pairs_by_prompt]

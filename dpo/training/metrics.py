@@ -33,6 +33,8 @@ class Reduced(NamedTuple):
         whose name ends in a role, such as `logps_train/rejected`, is a mean over the examples with a response of that
         role; it is missing if there are none.
         """
+        if not self.examples:
+            return {}
         n_examples = len(next(iter(self.examples.values())))
         all_weights = torch.tensor(weights if any(weights) else [1.0] * n_examples)  # (B,)
         weights_by_role = {}

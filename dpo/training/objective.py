@@ -25,7 +25,7 @@ from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import hold_the_same
 from dpo.settings.plan import Plan
-from dpo.training.batches import Batch
+from dpo.training.batches import Batch, with_mismatched
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_metrics
 from dpo.training.reference import Reference, read_logps
 
@@ -210,16 +210,20 @@ class Objective:
     def prepare(self, batch: Batch, *, update: int) -> BatchContext:
         """Compute the values that the microbatches of a global batch share.
 
-        A batch statistic costs a forward pass of policy and reference on every microbatch. Otherwise the microbatches
-        themselves compute what the reference's cache lacks.
+        A batch statistic costs a forward pass of policy and reference on every microbatch, or on every mismatched one.
+        Otherwise the microbatches themselves compute what the reference's cache lacks.
         """
         weights, total_weight = self._to_device(torch.tensor(batch.weights)), sum(batch.weights) or 1.0
         # a loss that sees the whole batch at once computes its statistic itself
         sees_whole_batch = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
-        if self.loss.batch_statistic is None or sees_whole_batch:
+        if self.loss.batch_statistic is None or batch.mismatched is not None or sees_whole_batch:
             reference = self.cached_reference(batch)
             rows_to_cache = batch.cache_rows if reference is None and self.loss.reference else ()
-            return BatchContext(weights, total_weight, reference, rows_to_cache=rows_to_cache)
+            statistic = None
+            if batch.mismatched is not None:
+                scores, _ = self._compute_all_scores([batch.mismatched], update=update)
+                statistic = self._compute_statistic(scores, batch.weights)
+            return BatchContext(weights, total_weight, reference, statistic, rows_to_cache)
         scores, reference_columns = self._compute_all_scores([batch], update=update)
         statistic = self._compute_statistic(scores, batch.weights)
         reference = None
@@ -245,13 +249,17 @@ class Objective:
         return statistic.to(self.device, torch.float32)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Reduced:
+    def evaluate(self, batches: Iterable[Batch], mismatched: Iterable[Batch] = ()) -> Reduced:
         """Evaluate all examples of the batches, as one batch.
 
         A running average is replaced by the statistic of this batch, so that the loss depends only on weights and
-        examples. With `loss.momentum=1`, which disables the average, it stays 0.
+        examples. With `loss.momentum=1`, which disables the average, it stays 0. `mismatched` are those of the batches,
+        if the loss needs them.
         """
         scores, reference = self._compute_all_scores(batches)
+        if self.loss.mismatched:
+            mismatched_scores, _ = self._compute_all_scores(mismatched)
+            scores = scores._replace(batch_statistic=self.loss.find_batch_statistic(mismatched_scores))
         output, options = self.loss(scores), self.loss.options
         if self.loss.running_statistic and options["momentum"] < 1:
             # rewards do not depend on the average, so those of the first call serve to compute it
@@ -259,6 +267,12 @@ class Objective:
             average = self.loss.running_statistic(chosen, rejected, options["beta"])
             output = self.loss(scores._replace(average=average))
         return Reduced(self._metrics(scores, reference, output, split="eval"), {})
+
+    @torch.no_grad()
+    def find_log_ratios(self, batches: Iterable[Batch]) -> list[float]:
+        """Log-ratios of examples whose only response is chosen."""
+        scores, _ = self._compute_all_scores(batches)
+        return (scores.chosen - scores.reference_chosen).tolist()
 
     def _compute_all_scores(
         self, batches: Iterable[Batch], *, update: int | None = None
@@ -365,7 +379,7 @@ class Objective:
         logps = self.reference.logps
         stored = read_logps(path, logps.shape) if self.mesh.rank == 0 and path.exists() else None
         stored, seed = from_rank_0((stored, secrets.randbits(32)))  # all processes must score the same batches
-        n_scored = logps.fill(batches, self.find_reference_logps, stored, path=path, seed=seed)
+        n_scored = logps.fill(with_mismatched(batches), self.find_reference_logps, stored, path=path, seed=seed)
         if self.mesh.rank == 0:
             logps.save(path)
         message = f"{count(n_scored, 'example')} scored by the reference"

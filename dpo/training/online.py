@@ -1,31 +1,33 @@
 """Online pairs: the best and the worst answer to a prompt.
 
-The policy writes the answers, and a scorer ranks them (online DPO, arXiv 2402.04792). Up to rounding, an answer depends
-only on the weights, the config's seed, and the index of the answer in the run. It depends neither on other prompts nor
-on the number of processes, so checkpoints need no state of the sampling.
+The policy writes the answers, and a scorer ranks them (online DPO, arXiv 2402.04792). At each evaluation it also
+answers held-out prompts. Up to rounding, an answer depends only on the weights, the config's seed, and the number of
+the answer in the run. It depends neither on other prompts nor on the number of processes, so checkpoints need no state
+of the sampling.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from dpo.data.examples import Example, TextExample, list_examples, text_digest
+from dpo.data.examples import Example, TextExample, iterate_once, list_examples, text_digest
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
 from dpo.data.tokenization import append_eos, truncate
 from dpo.errors import InputError
-from dpo.models.answers import Answer, Drawn, Sampling, answer
+from dpo.losses import TRAINS_ON
+from dpo.models.answers import Answer, Drawn, Sampling, Tokens, answer
 from dpo.models.generation import before_each_forward
 from dpo.models.scoring import Scorer, ScorerFailed, load_scorer, seeded_generators
 from dpo.parallel.mesh import from_rank_0
-from dpo.parallel.sharding import gathered_weights
+from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch, Batches
@@ -36,7 +38,9 @@ AnsweredPrompt = tuple[Prompt, list[Answer]]
 Item = TypeVar("Item")
 N_CHECKED_PROMPTS = 400  # training prompts that the scorer checks at the start
 # mixed into the seed of a random generator, so that the generators of an update draw different numbers
-OFFLINE_STREAM, SCORING_STREAM = 1, 2
+OFFLINE_STREAM, SCORING_STREAM, HELD_OUT_STREAM, LABEL_STREAM = 1, 2, 3, 4
+FIRST_HELD_OUT = 2**62  # the number of the first answer to a held-out prompt; training does not count that far
+POLICY, REFERENCE = 0, 1
 
 
 class ScorerState:
@@ -57,8 +61,8 @@ class ScorerState:
 class OnlineBatches(Batches):
     """Batches of a run whose training pairs are drawn from the policy.
 
-    `train` yields the prompts of each batch. If any process was asked to stop, `make_batch` raises Stopped within a few
-    tokens.
+    `train` yields the prompts of each batch. If any process was asked to stop, `make_batch` and `evaluate` raise
+    Stopped within a few tokens.
     """
 
     def __init__(
@@ -75,18 +79,21 @@ class OnlineBatches(Batches):
         super().__init__(plan, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
         self.objective, self.mesh, self.stop, self.progress = objective, mesh, stop, progress
         self.scorer = load_scorer(plan, objective.device, rows=plan.prompts_at_a_time)
-        for prompt in some_prompts(data):
+        self.held_out = {prompt.index_in_split: prompt for prompt in list_held_out(plan, data)}
+        self._encoded = {index: encode_prompt(prompt, data, plan) for index, prompt in self.held_out.items()}
+        for prompt in (*some_prompts(data), *self.held_out.values()):
             self.scorer.check(prompt)
         for note in self.scorer.notes:
             progress.line(note)
         self.states = {"online": ScorerState(self.scorer)}
         online = plan.online
         self.n_samples, self.missing_eos_penalty = online.n_samples, online.missing_eos_penalty
-        self.keeps_ties = online.ties == "keep"
+        self.labels, self.keeps_ties = online.labels, online.ties == "keep"
         self.sampling = Sampling(
             online.max_new_tokens, online.temperature, online.top_p, seed, plan.model.cache_implementation
         )
         self.n_offline = plan.n_offline
+        self._reference_answers: list[Answer] = []  # to the held-out prompts, once they are drawn
 
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
         """Iterate over the prompts of each training batch.
@@ -113,10 +120,14 @@ class OnlineBatches(Batches):
         sampling_start = time.perf_counter()
         answers = self._answer(encoded_prompts, update)
         scoring_start = time.perf_counter()
-        scores = self._score([(prompts[index], answers[index]) for index in encoded_prompts], update)
+        answered = [(prompts[index], answers[index]) for index in encoded_prompts]
+        scored = self._score(answered, seed=(self.seed, update, SCORING_STREAM))
         drawn, weights = {}, [1.0] * len(prompts)
-        for (index, encoded_prompt), prompt_scores in zip(encoded_prompts.items(), scores, strict=True):
-            drawn[index] = _choose_pair(prompts[index], answers[index], prompt_scores)
+        for (index, encoded_prompt), prompt_answers in zip(encoded_prompts.items(), scored, strict=True):
+            drawn[index] = choose_pair(prompts[index], prompt_answers)
+            if self.labels == "bradley_terry":
+                seed = (self.seed, update, LABEL_STREAM, prompts[index].index_in_split)
+                drawn[index] = draw_label(drawn[index], seed)
             # a tie stays in the batch, with weight 0, so that every process has as many forwards as without ties
             weights[index] = float(self.keeps_ties or not drawn[index].is_tie)
             examples[index] = _add_pair(encoded_prompt, drawn[index])
@@ -128,9 +139,64 @@ class OnlineBatches(Batches):
             microbatches,
             cache_rows=(),  # the reference's log-probabilities are not cached: the same pairs hardly come again
             drawn=drawn,
-            metrics=_compute_metrics(list(drawn.values())),
+            metrics=_compute_metrics(list(drawn.values()), may_flip=self.labels != "hard"),
             seconds={"sampling": scoring_start - sampling_start, "scoring": time.perf_counter() - scoring_start},
         )
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the policy's answers to held-out prompts (docs/metrics.md).
+
+        Policy and reference give an answer to each. Their random numbers depend only on the seed, the prompt, and which
+        of the two it is, so the answers of different evaluations are paired. Raises ScorerFailed on every process.
+        """
+        objective, reference = self.objective, self.objective.reference
+        answers = self._answer_held_out(objective.policy, POLICY)
+        columns = _list_measures(answers)
+        if reference is not None:
+            # drawn once in a process: a resumed run draws the same again, and a reference that follows is another
+            if not self._reference_answers or objective.follow_every:
+                with reference.in_use():
+                    self._reference_answers = self._answer_held_out(reference.model, REFERENCE)
+            theirs = _list_measures(self._reference_answers)
+            scores = zip(columns["score"], theirs["score"], strict=True)
+            columns["win_rate"] = [float(ours > other) + (ours == other) / 2 for ours, other in scores]
+            columns["kl"] = self._find_log_ratios(answers)
+            columns |= {f"reference_{name}": values for name, values in theirs.items()}
+        return _average(columns)
+
+    def held_out_examples(self) -> list[list[Example]]:
+        placeholders = [add_placeholders(encoded, n_tokens=2, n_answers=2) for encoded in self._encoded.values()]
+        return _group(placeholders, self.plan.data.eval_batch_size)
+
+    def _answer_held_out(self, model: Any, who: int) -> list[Answer]:
+        """Sample and score an answer of a model to each held-out prompt.
+
+        `who` is POLICY or REFERENCE.
+        """
+        # two numbers for each prompt: were they the same, the win rate would compare answers that are correlated
+        numbers = {index: FIRST_HELD_OUT + 2 * index + who for index in self.held_out}
+        answers = self._sample(model, self._encoded, numbers, n_samples=1)
+        release_gathered(model)
+        answered = [(prompt, answers[index]) for index, prompt in self.held_out.items()]
+        return [answer for [answer] in self._score(answered, seed=(self.seed, who, HELD_OUT_STREAM))]
+
+    def _find_log_ratios(self, answers: Sequence[Answer]) -> list[float]:
+        """Log-ratios of policy and reference on held-out answers."""
+        examples = [
+            encoded._replace(responses=(answer.tokens,), roles=("chosen",))
+            for encoded, answer in zip(self._encoded.values(), answers, strict=True)
+        ]
+        groups = _group(examples, self.plan.data.eval_batch_size)
+        batches = (Batch(group, [1.0] * len(group), self.split(group, 1), cache_rows=()) for group in groups)
+        log_ratios = self.objective.find_log_ratios(self._stopping_between(batches))
+        for model in (self.objective.policy, self.objective.reference.model):
+            release_gathered(model)
+        return log_ratios
+
+    def _stopping_between(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.stop.raise_if_any()
+            yield batch
 
     def _choose_offline_pairs(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
         """Choose `n_offline` random prompts, and a random pair of each.
@@ -145,10 +211,21 @@ class OnlineBatches(Batches):
         return chosen_pairs
 
     def _answer(self, encoded_prompts: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
-        """Sample `n_samples` answers per prompt.
+        """Sample `n_samples` answers of the policy per prompt.
 
-        Prompts and answers go by the prompt's index in the batch. Every process gets all answers. Prompts are sorted by
-        length and dealt out in turn, so each process has about as many, and about as long ones.
+        Prompts and answers go by the prompt's index in the batch.
+        """
+        n_before = update * self.plan.data.batch_size
+        numbers = {index: (n_before + index) * self.n_samples for index in encoded_prompts}
+        return self._sample(self.objective.policy, encoded_prompts, numbers, n_samples=self.n_samples)
+
+    def _sample(
+        self, model: Any, encoded_prompts: Mapping[int, Example], numbers: Mapping[int, int], *, n_samples: int
+    ) -> dict[int, list[Answer]]:
+        """Sample a model's answers to prompts; every process gets all.
+
+        `numbers` has the number of each prompt's first answer in the run. Prompts are sorted by length and dealt out in
+        turn, so each process has about as many, and about as long ones.
         """
         by_length = sorted(encoded_prompts, key=lambda index: len(encoded_prompts[index].prompt))
         own_indices = by_length[self.rank :: self.size]
@@ -157,75 +234,74 @@ class OnlineBatches(Batches):
         repeated_indices = by_length[-1:] * (max_per_process - len(own_indices))
         batches = _group(own_indices + repeated_indices, self.plan.prompts_at_a_time)
         answers: list[tuple[int, list[Answer]]] = []  # (index of the prompt, its answers)
-        policy = self.objective.policy.eval()
-        with gathered_weights(policy):  # once for all tokens, where memory allows
+        model = model.eval()
+        with gathered_weights(model):  # once for all tokens, where memory allows
             for indices in self.progress.over(batches, total=len(batches), what="sample"):
-                answers += zip(indices, self._answer_batch(policy, encoded_prompts, indices, update), strict=True)
+                prompts = [encoded_prompts[index].prompt for index in indices]
+                first_numbers = [numbers[index] for index in indices]
+                answers += zip(indices, self._answer_batch(model, prompts, first_numbers, n_samples), strict=True)
         return dict(self.mesh.gather_list(answers[: len(own_indices)]))  # without answers to the repeated prompt
 
     def _answer_batch(
-        self, policy: Any, encoded_prompts: Mapping[int, Example], indices: Sequence[int], update: int
+        self, model: Any, prompts: Sequence[Tokens], first_numbers: Sequence[int], n_samples: int
     ) -> list[list[Answer]]:
-        """Sample `n_samples` answers to each of these prompts."""
-        n_samples, max_new_tokens = self.n_samples, self.sampling.max_new_tokens
-        n_prompts_before = update * self.plan.data.batch_size
-        prompts, answer_numbers = [], []
-        for index in indices:
-            first_number = (n_prompts_before + index) * n_samples
-            prompts += [encoded_prompts[index].prompt] * n_samples
-            # the number of an answer in the run seeds its sampling, whichever process and batch it is in
-            answer_numbers += range(first_number, first_number + n_samples)
+        """Sample `n_samples` answers to each of these prompts.
+
+        The number of an answer seeds its sampling, whichever process and batch it is in.
+        """
+        max_new_tokens, autocast = self.sampling.max_new_tokens, self.objective.autocast
 
         def before_token(token_index: int) -> None:
             self.stop.raise_before_token(token_index)
             self.progress.part(token_index, max_new_tokens, "token")
 
-        autocast = self.objective.autocast
         with (
-            before_each_forward(policy, before_token),
+            before_each_forward(model, before_token),
             torch.autocast(self.objective.device.type, dtype=autocast, enabled=autocast is not None),
         ):
             # in step, as each forward may gather shards from all processes
             answers = answer(
-                policy,
+                model,
                 self.data.tokenizer,
-                prompts,
-                answer_numbers,
+                [prompt for prompt in prompts for _ in range(n_samples)],
+                [first + i for first in first_numbers for i in range(n_samples)],
                 self.sampling,
                 in_step=self.mesh.world_size > 1,
             )
         return _group(answers, n_samples)
 
-    def _score(self, answered: Sequence[AnsweredPrompt], update: int) -> list[list[float]]:
-        """Score all answers, on every process; returns a list per prompt.
+    def _score(self, answered: Sequence[AnsweredPrompt], *, seed: Sequence[int]) -> list[list[Answer]]:
+        """Score all answers, on every process; returns those of each prompt.
 
         `missing_eos_penalty` is subtracted from the score of an answer that was cut off.
         """
         if self.scorer.in_parallel:
             own_indices = np.array_split(np.arange(len(answered)), self.mesh.world_size)[self.mesh.rank]
-            outcomes = self.mesh.gather_all(self._score_or_explain([answered[i] for i in own_indices], update))
+            outcomes = self.mesh.gather_all(self._score_or_explain([answered[i] for i in own_indices], seed))
         else:  # rank 0 alone has loaded the user's function
-            outcome = self._score_or_explain(answered, update) if self.mesh.rank == 0 else None
+            outcome = self._score_or_explain(answered, seed) if self.mesh.rank == 0 else None
             outcomes = [from_rank_0(outcome)]
         for outcome in outcomes:
             if isinstance(outcome, str):  # errors are exchanged like scores, so that all processes raise together
                 raise ScorerFailed(outcome)
-        scores = [score for outcome in outcomes for score in outcome]
-        answers = [answer for _, prompt_answers in answered for answer in prompt_answers]
-        penalized = [
-            score - self.missing_eos_penalty * (not answer.ended) for score, answer in zip(scores, answers, strict=True)
+        scores = iter([score for outcome in outcomes for score in outcome])
+        return [
+            [
+                answer._replace(score=next(scores) - self.missing_eos_penalty * (not answer.ended))
+                for answer in prompt_answers
+            ]
+            for _, prompt_answers in answered
         ]
-        return _group(penalized, self.n_samples)
 
-    def _score_or_explain(self, answered: Sequence[AnsweredPrompt], update: int) -> list[float] | str:
+    def _score_or_explain(self, answered: Sequence[AnsweredPrompt], seed: Sequence[int]) -> list[float] | str:
         """Score answers; return the scorer's error message if it fails.
 
-        Random generators are seeded by the update, so that a resumed run draws the same numbers.
+        Random generators are seeded, so that a resumed run draws the same numbers.
         """
         prompts = [prompt for prompt, answers in answered for _ in answers]  # one for each answer
         answers = [answer for _, answers in answered for answer in answers]
         try:
-            with seeded_generators(self.seed, update, SCORING_STREAM):
+            with seeded_generators(*seed):
                 return self.scorer(prompts, answers)
         except ScorerFailed as error:
             return str(error)
@@ -239,6 +315,22 @@ def _group(items: Sequence[Item], size: int) -> list[list[Item]]:
 def some_prompts(data: TrainingData) -> list[Prompt]:
     """About N_CHECKED_PROMPTS evenly spaced training prompts, or all if fewer."""
     return data.train[:: max(1, len(data.train) // N_CHECKED_PROMPTS)]
+
+
+def list_held_out(plan: Plan, data: TrainingData) -> list[Prompt]:
+    """The first `n_eval_examples` test prompts, in the order of `seed`."""
+    counts, n_prompts = [1] * len(data.test), plan.data.n_eval_examples
+    batches = iterate_once(counts, batch_size=1, n_examples=n_prompts, seed=plan.run.seed)
+    return [data.test[index] for [(index, _)] in batches]
+
+
+def add_placeholders(encoded_prompt: Example, n_tokens: int, n_answers: int) -> Example:
+    """Add answers of `n_tokens` to a prompt's example.
+
+    The tokens of the first are 0, those of the second 1: the shared-prefix layout would pack equal answers only once.
+    """
+    answers = tuple((token,) * n_tokens for token in range(n_answers))
+    return encoded_prompt._replace(responses=answers, roles=TRAINS_ON["pairs"][:n_answers])
 
 
 def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
@@ -256,15 +348,24 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     )
 
 
-def _choose_pair(prompt: Prompt, answers: Sequence[Answer], scores: Sequence[float]) -> Drawn:
-    """Choose the best and the worst of a prompt's answers.
+def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> Drawn:
+    """Choose the best and the worst of a prompt's scored answers.
 
-    Among equal scores, the first is the best and the last the worst: a tie is a pair of two answers too.
+    The worst is chosen among the answers that differ from the best, if there are any. Among equal scores, the first is
+    the best and the last the worst: a tie is a pair of two answers too.
     """
-    scored = [answer._replace(score=score) for answer, score in zip(answers, scores, strict=True)]
-    first_best = int(np.argmax(scores))
-    last_worst = len(scores) - 1 - int(np.argmin(scores[::-1]))
-    return Drawn(prompt.text, scored, first_best, last_worst)
+    best = max(range(len(answers)), key=lambda i: answers[i].score)  # the first of them
+    others = [i for i in range(len(answers)) if i != best]
+    different = [i for i in others if answers[i].tokens != answers[best].tokens]
+    worst = min(reversed(different or others), key=lambda i: answers[i].score)  # the last of them
+    return Drawn(prompt.text, answers, best, worst)
+
+
+def draw_label(drawn: Drawn, seed: Sequence[int]) -> Drawn:
+    """Draw which answer of a pair is chosen, by the Bradley-Terry model."""
+    best, worst = drawn.answers[drawn.best], drawn.answers[drawn.worst]
+    probability_of_best = 1 / (1 + math.exp(worst.score - best.score))
+    return drawn._replace(is_flipped=bool(np.random.default_rng(seed).random() >= probability_of_best))
 
 
 def _add_pair(encoded_prompt: Example, drawn: Drawn) -> Example:
@@ -277,10 +378,33 @@ def _add_pair(encoded_prompt: Example, drawn: Drawn) -> Example:
     )
 
 
-def _compute_metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
+def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    """List measures of each answer, by name."""
+    return {
+        "score": [answer.score for answer in answers],
+        "length": [float(len(answer.tokens)) for answer in answers],
+        "eos": [float(answer.ended) for answer in answers],
+    }
+
+
+def _average(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Average values over prompts, with standard errors.
+
+    A single prompt has no standard error.
+    """
+    metrics = {}
+    for name, values in columns.items():
+        metrics[f"online_eval/{name}"] = fmean(values)
+        if len(values) > 1:
+            metrics[f"online_eval/{name}_se"] = stdev(values) / math.sqrt(len(values))
+    return metrics
+
+
+def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, float]:
     """Metrics of the answers drawn for a batch's prompts (docs/metrics.md)."""
     answers = [answer for prompt_drawn in drawn for answer in prompt_drawn.answers]
-    best, worst = zip(*(prompt_drawn.pair for prompt_drawn in drawn), strict=True)
+    best = [prompt_drawn.answers[prompt_drawn.best] for prompt_drawn in drawn]
+    worst = [prompt_drawn.answers[prompt_drawn.worst] for prompt_drawn in drawn]
     return {
         "online/score": fmean(answer.score for answer in answers),
         "online/score_best": fmean(answer.score for answer in best),
@@ -288,4 +412,5 @@ def _compute_metrics(drawn: Sequence[Drawn]) -> dict[str, float]:
         "online/length": fmean(len(answer.tokens) for answer in answers),
         "online/eos": fmean(answer.ended for answer in answers),
         "online/ties": fmean(prompt_drawn.is_tie for prompt_drawn in drawn),
+        **({"online/flipped": fmean(prompt_drawn.is_flipped for prompt_drawn in drawn)} if may_flip else {}),
     }

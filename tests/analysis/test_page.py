@@ -169,6 +169,23 @@ def test_last_drawn_answers_are_shown_with_scores_the_best_first(tmp_path):
     assert not any(name.startswith("online") for name in drawn_charts([other]))
 
 
+def test_answers_to_held_out_prompts_are_shown_with_their_errors(tmp_path):
+    values = {"score": 0.75, "score_se": 0.0625, "win_rate": 0.625, "win_rate_se": 0.05, "reference_score": 0.25}
+    held_out = {f"online_eval/{name}": value for name, value in values.items()}
+    logged = [line | (held_out if line["split"] == "eval" else {"online/score": 1.5}) for line in lines()]
+    flipped = drawn(160, "good", "bad") | {"flipped": True}
+    run = write_run(tmp_path / "run", logged, samples=[flipped], config={"online": {"name": "online"}})
+    text = page_of(run).texts["main"]
+    assert "is 1.5 now. On held-out prompts it is 0.75, and it wins 62 % against the reference." in text
+    assert "standard error 0.0625, the reference has 0.25" in text
+    assert "standard error 5 %, against the reference" in text
+    assert "best, rejected: score" in text
+    assert "worst, chosen: score" in text
+    assert {"held_out_score", "win_rate"} <= drawn_charts([run]).keys()
+    [described] = [picture.alt for picture in draw_all(read_runs([run])) if picture.name == "win_rate"]
+    assert "evaluation from 62 % to 62 %" in described
+
+
 def test_newest_samples_are_beside_the_references_or_the_first(tmp_path):
     page = page_of(made(tmp_path / "run"))
     sides = [

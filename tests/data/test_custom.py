@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 
 import pytest
 import yaml
-from support.runs import train, write_rows
+from support.runs import read_metrics, train, write_rows
 
+from dpo.analysis.ledger_file import read_ledger
 from dpo.data.custom import get_custom, split_shared_prompt
 from dpo.data.examples import list_examples
 from dpo.data.sources import load_rows
@@ -148,6 +150,77 @@ def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
     assert texts == [{"chosen": " yes"}, {"chosen": " sure"}, {"chosen": " no"}]
 
 
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [(True, False), (1, 0), (1.0, 0.0), (1, -1), ("True", "false"), ("1", "0"), (" Good", "bad"), ("👍", "👎"),
+     ("thumbs_up", "thumbs_down"), ("up", "down"), ("yes", "no"), ("desirable", "undesirable")],
+)  # fmt: skip
+def test_a_labelled_response_is_chosen_or_rejected(tokenizer, good, bad):
+    rows = [
+        {"prompt": "Q:", "completion": " yes", "label": good},
+        {"prompt": "P:", "completion": " no", "label": bad},
+        {"prompt": "Q:", "completion": " hm", "label": bad},
+    ]
+    data = get_custom(rows, "mine", tokenizer, trains_on="labels")
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="labels")
+    texts = [example.texts for prompt in prompts for example in list_examples(prompt)]
+    assert texts == [{"chosen": " yes"}, {"rejected": " hm"}, {"rejected": " no"}]
+
+
+def test_the_completion_of_a_labelled_chat_may_be_messages(chat):
+    turns, template = [user("Hi"), assistant("Hello")], chat(ENDS_TURNS_WITH_SEMICOLON)
+    rows = [{"prompt": turns[:1], "completion": turns[1:], "label": False}]
+    data = get_custom(rows, "mine", template, trains_on="labels")
+    assert data == get_custom([{"messages": turns, "label": 0}], "mine", template, trains_on="labels")
+    assert [entry["labels"] for entry in data.values()] == [[False]]
+    assert [entry["responses"] for entry in data.values()] == [["Hello;"]]
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ({"label": "maybe"}, "record 1 of mine: label is 'maybe', which does not say whether the response is good: wr"),
+        ({"label": 2}, "record 1 of mine: label is 2, which does not say whether the response is good: write true or "),
+        ({"label": None}, "record 1 of mine: label is null: give it a value, or remove the record"),
+        ({"label": [True]}, "record 1 of mine: label must be true or false, and is [True]"),
+        ({}, "record 1 of mine: label is missing, and must be true or false; the record has prompt, completion: add l"),
+    ],
+)
+def test_a_label_that_is_neither_good_nor_bad_is_refused(tokenizer, label, message):
+    row = {"prompt": "Q:", "completion": " yes"}
+    with pytest.raises(InputError, match=re.escape(message)):
+        get_custom([{**row, **label}, {**row, "label": True}], "mine", tokenizer, trains_on="labels")
+
+
+def test_unpaired_pairs_are_a_desirable_and_an_undesirable_response_each(tokenizer):
+    rows = [{"prompt": "Q:", "chosen": " yes", "rejected": " no"}, {"prompt": "Q:", "chosen": " a", "rejected": " no"}]
+
+    def list_texts(**options: bool) -> list[dict[str, str]]:
+        data = get_custom(rows, "mine", tokenizer, trains_on="labels")
+        prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="labels", **options)
+        return [example.texts for prompt in prompts for example in list_examples(prompt)]
+
+    assert list_texts(unpair=True) == [{"chosen": " yes"}, {"rejected": " no"}, {"chosen": " a"}, {"rejected": " no"}]
+    with pytest.raises(InputError, match="dataset mine has pairs, and this loss trains on single responses with label"):
+        list_texts()
+
+
+def test_prompts_to_answer_need_no_responses(tokenizer, chat):
+    rows = [{"question": "Q:", "source": "a book"}, {"question": "P:", "source": "a film"}, {"question": "Q:"}]
+    data = get_custom(rows, "mine", tokenizer, trains_on="prompts")
+    assert data.notes == ["mine: columns prompt=question; not used: source"]
+    nothing = {"responses": [], "pairs": [], "sft_target": ""}
+    assert data == {"Q:": nothing, "P:": nothing}
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="prompts")
+    assert [(prompt.text, prompt.examples) for prompt in prompts] == [("Q:", []), ("P:", [])]
+
+    messages = get_custom([{"prompt": [user("Hi")]}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
+    assert messages == {"<user>Hi;<assistant>": nothing}
+    assert messages.messages == {"<user>Hi;<assistant>": [user("Hi")]}
+    pairs = get_custom([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
+    assert [examples for _, _, examples in pairs.take("prompts")] == [[{"chosen": 0, "rejected": 1}]]
+
+
 def test_columns_with_our_names_or_given_ones_need_no_note(tokenizer):
     ours = get_custom([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, trains_on="targets")
     given = get_custom(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, trains_on="targets")
@@ -222,6 +295,31 @@ def test_a_response_may_be_one_message(chat):
 def test_a_chat_without_a_last_answer_is_named(chat, messages, message):
     with pytest.raises(InputError, match=message):
         get_custom([{"messages": messages}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="targets")
+
+
+def test_kto_trains_on_thumbs_up_and_down(command, tmp_path):
+    file = tmp_path / "thumbs.csv"
+    votes = "".join(f"What is {i % 30}?, It is {i}.,{'down' if i % 4 else 'up'}\n" for i in range(60))
+    file.write_text(f"question,answer,thumbs\n{votes}", encoding="utf-8")
+    settings = ("loss=kto", f"datasets={file}", "batch_size=4", "n_examples=16", "ledger=true", "report=true")
+
+    result = train(*command("run", *settings))
+
+    assert result.returncode == 0, result.stderr
+    assert f"{file}: columns prompt=question, completion=answer, label=thumbs\n" in result.stdout
+    assert re.search(r"train: 54 examples of 27 prompts, \d+ desirable and \d+ undesirable; ", result.stdout)
+    assert "KTO advises 1 to 4/3: try loss.desirable_weight from " in result.stdout
+    lines = read_metrics(tmp_path / "run", "train")
+    assert all(line["kto/kl/train"] >= 0 for line in lines)
+    assert any("rewards_train/chosen" in line for line in lines)
+    for row in read_ledger(tmp_path / "run").to_pylist():
+        assert (row["policy_chosen"] is None) == (row["chosen_tokens"] is None) != (row["policy_rejected"] is None)
+        assert row["margin"] is None
+    # one prompt has none that its response could be combined with
+    file.write_text("question,answer,thumbs\n" + "".join(f"What is {i % 3}?, It is.,up\n" for i in range(60)))
+    result = train(*command("other", *settings))
+    assert result.returncode == 2
+    assert "the test split of thumbs has 1 prompt, and loss=kto combines each prompt with a response" in result.stderr
 
 
 def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):

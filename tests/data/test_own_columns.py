@@ -60,6 +60,24 @@ def test_a_target_is_recognized_under_sft_alone(present, columns):
         recognize(present)
 
 
+@pytest.mark.parametrize(
+    ("present", "columns"),
+    [
+        ("prompt completion label", {"prompt": "prompt", "completion": "completion", "label": "label"}),
+        ("Question Answer thumbs_up", {"prompt": "Question", "completion": "Answer", "label": "thumbs_up"}),
+        (
+            "instruction input output kto_tag",
+            {"prompt": "instruction", "completion": "output", "label": "kto_tag", "input": "input"},
+        ),
+        ("messages desirable", {"messages": "messages", "label": "desirable"}),
+        ("prompt completion label chosen rejected", {"prompt": "prompt", "completion": "completion", "label": "label"}),
+        ("prompt chosen rejected", {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}),  # for `unpair`
+    ],
+)
+def test_a_labelled_response_is_recognized(present, columns):
+    assert recognize(present, trains_on="labels") == columns
+
+
 @pytest.mark.parametrize("trains_on", ["pairs", "targets"])
 @pytest.mark.parametrize(
     ("row", "given", "told"),
@@ -179,8 +197,18 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "pairs",
             {},
             "training on pairs needs the columns chosen and rejected; rows.csv has prompt, completion, label: name "
-            "them with 'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or make each "
-            "pair of a good and a bad completion of one prompt, by their label, or add them to the records",
+            "them with 'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or train on "
+            "what is there with loss=kto or loss=apo_zero_unpaired, or add them to the records",
+        ),
+        (
+            "prompt completion",
+            "labels",
+            {},
+            "training on labels needs the columns prompt and completion and label, or messages and label, or chosen "
+            "and rejected; rows.csv has prompt, completion: name them with "
+            "'dataset_sources.mine.columns={messages: COLUMN, label: COLUMN}' or "
+            "'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or train on what is "
+            "there with loss=sft, or add them to the records",
         ),
         (
             "prompt chosen",
@@ -214,7 +242,8 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "targets",
             {"prompt": "prompt", "messages": "messages"},
             "dataset_sources.mine.columns has the fields prompt, messages: give some of those of pairs (prompt, "
-            "chosen, rejected), or of those of targets (prompt, completion), or messages alone",
+            "chosen, rejected), or of those of targets (prompt, completion) or labels (prompt, completion, label), or "
+            "messages alone or with label",
         ),
     ],
 )

@@ -12,7 +12,8 @@ from support.runs import GOLDEN, train, write_rows
 from tokenizers import processors
 
 from dpo.data.asking import CHAT, HH, RAW
-from dpo.data.preflight import DatasetOptions, TrainingData, find_chat_warnings, prepare_data
+from dpo.data.counts import SplitReport
+from dpo.data.preflight import DatasetOptions, TrainingData, find_chat_warnings, find_weight_warnings, prepare_data
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import find_bos_warnings, load_tokenizer
 from dpo.errors import InputError
@@ -47,6 +48,28 @@ def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(tokenize
     (tmp_path / "chat" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     result = train(*command("run", f"model.name_or_path={tmp_path / 'chat'}", "dry_run=true"))
     assert result.stdout.count("warning: the tokenizer has a chat template, but hh holds text") == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("counts", "weights", "advice"),
+    [
+        ((50, 50), (1.0, 1.0), None),
+        ((40, 30), (1.0, 1.0), None),  # 4/3
+        ((80, 20), (1.0, 3.5), None),
+        ((20, 80), (1.0, 1.0), "is 0.25 times loss.undesirable_weight times that of undesirable ones, and the paper of "
+                               "KTO advises 1 to 4/3: try loss.desirable_weight from 4 to 5.33"),
+        ((80, 20), (1.0, 1.0), "advises 1 to 4/3: try loss.undesirable_weight from 3 to 4"),
+        ((80, 0), (1.0, 1.0), "the train split has no undesirable response, and KTO learns from both kinds: add some"),
+        ((80, 0), (1.0, 0.0), None),  # as was asked for
+    ],
+)  # fmt: skip
+def test_weights_that_leave_labels_out_of_balance_are_warned_about(counts, weights, advice):
+    report = SplitReport(desirable=counts[0], undesirable=counts[1])
+    options = dict(zip(("desirable_weight", "undesirable_weight"), weights, strict=True))
+    warnings = find_weight_warnings(report, options)
+    assert len(warnings) == (advice is not None)
+    assert all(warning.endswith(advice) for warning in warnings)
+    assert find_weight_warnings(report, {"beta": 0.1}) == []  # another loss
 
 
 def prepare(folder, *, trains_on: str = "pairs", batch_size: int = 2, batch_parts: int = 1) -> TrainingData:

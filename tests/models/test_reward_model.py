@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ TEXTS = [" Go away!", " Good day, and welcome.", "", " Yes" * 5]
 PROMPTS, ANSWERS = zip(*((prompt, Answer(text, (), True)) for prompt in (DIALOGUE, RAW) for text in TEXTS), strict=True)
 
 
-def config_of(reward_model: str, *, most: int = 8) -> Any:
+def config_of(reward_model: str, *, most: int = 8, reward_format: str | None = None) -> Any:
+    scorer = {"scorer": "reward_model", "reward_model": reward_model, "reward_format": reward_format}
     config = {
-        "online": {"name": "online", "scorer": "reward_model", "reward_model": reward_model, "max_new_tokens": most},
+        "online": {"name": "online", **scorer, "max_new_tokens": most},
         "model": {"trust_remote_code": False},
         "local_dirs": [".cache"],
         "max_length": 8 + most,
@@ -37,8 +39,8 @@ def config_of(reward_model: str, *, most: int = 8) -> Any:
     return OmegaConf.create(config)
 
 
-def scorer_of(reward_model: str, *, rows: int = 3, most: int = 8):
-    return load_scorer(resolve(config_of(reward_model, most=most)), torch.device("cpu"), rows=rows)
+def scorer_of(reward_model: str, *, rows: int = 3, **options: Any):
+    return load_scorer(resolve(config_of(reward_model, **options)), torch.device("cpu"), rows=rows)
 
 
 def model_of(scorer: Any) -> Any:
@@ -53,20 +55,32 @@ def score_alone(folder: str, text: str, **options) -> float:
         return model(**tokenizer(text, return_tensors="pt", **options)).logits.item()
 
 
-@pytest.fixture(scope="module")
-def words(tokenizer) -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer with special tokens around each text."""
+def make_tokenizer(names: Sequence[str] = (), **segments: str) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of characters with special tokens around each text.
+
+    `names` are of inputs that it makes besides ids and masks.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *map(chr, range(32, 127)), "\n"]
     inner = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]", **segments, special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_input_names=["input_ids", "attention_mask", *names],
     )
+
+
+@pytest.fixture(scope="module")
+def words() -> transformers.PreTrainedTokenizerFast:
+    return make_tokenizer()
 
 
 @pytest.mark.parametrize("family", REWARD_MODELS)
@@ -77,6 +91,56 @@ def test_without_a_template_prompt_and_answer_are_one_text(family, words, tmp_pa
     texts = [prompt.text + answer.text for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
     assert scores == pytest.approx([score_alone(folder, text) for text in texts], rel=1e-4, abs=1e-5)
     assert len({round(score, 4) for score in scores}) == len(scores)
+
+
+@pytest.mark.parametrize("padding", [None, 5])
+def test_a_text_ends_with_eos_if_the_answer_did(padding, tokenizer, tmp_path):
+    """As TRL trains reward models on text."""
+    folder = save_reward_model(tmp_path, "llama", tokenizer, template=None, pad_token_id=padding)
+    answers = [answer._replace(ended=i % 2 == 0) for i, answer in enumerate(ANSWERS)]
+    texts = [prompt.text + answer.text for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    expected = [
+        score_alone(folder, text + "<|endoftext|>" * answer.ended) for text, answer in zip(texts, answers, strict=True)
+    ]
+    scorer = scorer_of(folder)
+    assert scorer(PROMPTS, answers) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    [note] = scorer.notes
+    assert "gets prompt and answer as one text, with EOS if the answer ended: if it was trained otherwise" in note
+
+    without = scorer_of(folder, reward_format="text")
+    assert without(PROMPTS, answers) == pytest.approx([score_alone(folder, text) for text in texts], rel=1e-4)
+    assert without.notes == ()
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_tokenizer_with_a_separator_gives_two_segments(family, tmp_path):
+    """With types that tell them apart, if the model has any."""
+    has_types = family == "bert"
+    segments = make_tokenizer(["token_type_ids"] * has_types, pair="[CLS] $A [SEP] $B:1 [SEP]:1")
+    folder = save_reward_model(tmp_path, family, segments, template=None, max_position_embeddings=100)
+    scores = scorer_of(folder)(PROMPTS, ANSWERS)
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for prompt, answer, score in zip(PROMPTS, ANSWERS, scores, strict=True):
+        inputs = segments(prompt.text, answer.text, return_tensors="pt")
+        if has_types and answer.text:  # transformers makes one segment if the other is empty
+            assert {0, 1} == set(inputs["token_type_ids"][0].tolist())
+        with torch.no_grad():
+            assert score == pytest.approx(model(**inputs).logits.item(), rel=1e-4, abs=1e-5)
+    assert scores != pytest.approx(scorer_of(folder, reward_format="text")(PROMPTS, ANSWERS), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("chat", "has no chat template: give text_eos or text"),
+        ("pair", "puts no separator between two texts: give text_eos or text"),
+    ],
+)
+def test_a_format_that_the_tokenizer_lacks_is_refused(wanted, said, tokenizer, tmp_path):
+    folder = save_reward_model(tmp_path, "llama", tokenizer, template=None)
+    with pytest.raises(InputError, match=rf"^online.reward_format={wanted}: the tokenizer of .* {said}"):
+        scorer_of(folder, reward_format=wanted)
 
 
 @pytest.mark.parametrize("padding", [None, 0, 7])  # none at all; what also ends turns; another
@@ -103,11 +167,11 @@ def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
     long = Prompt("x" * 100, [], [], "keep_start", False)
     [score] = scorer([long], [Answer("y" * 30, (), False)])
     assert score == pytest.approx(score_alone(folder, "x" * 8 + "y" * 30), rel=1e-4)  # 38, [CLS] and [SEP]
-    [note] = scorer.notes
+    [_, note] = scorer.notes  # the first is on the format
     assert "sees the last 40 tokens of a prompt with its answer, which may have up to max_length=44 tokens" in note
     with pytest.raises(InputError, match=r"sees 40 tokens, and an answer may have online\.max_new_tokens=40: lower"):
         scorer_of(folder, most=40)
-    assert scorer_of(folder, most=8).notes == ()
+    assert len(scorer_of(folder, most=8).notes) == 1
 
 
 def test_it_computes_in_the_dtype_that_it_is_stored_in(tokenizer, tmp_path):

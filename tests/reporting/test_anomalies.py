@@ -45,18 +45,18 @@ def spoil(monkeypatch):
     return arm
 
 
-@pytest.mark.parametrize(("loss", "what"), [("dpo", "loss"), ("sft", "gradient")])
+@pytest.mark.parametrize(("loss", "what"), [("dpo", "loss"), ("sft", "gradient"), ("apo_zero_unpaired", "loss")])
 def test_it_stops_before_the_update_and_keeps_the_batch_for_replay(loss, what, run, spoil, tmp_path):
     spoil(4, what)
     with pytest.raises(RunError, match=r"update 4 has loss .*; its examples are in .*nonfinite-4;"):
-        run("run", f"loss={loss}", "save_every=4")
+        run("run", f"loss={loss}", "save_every=4", *["unpair=true"] * (loss == "apo_zero_unpaired"))
 
     assert len(read_metrics(tmp_path / "run", "train")) == 3
     assert (tmp_path / "run" / "LATEST").resolve().name == "step-12"
     rows = [json.loads(line) for line in (tmp_path / "run" / "nonfinite-4" / "train.jsonl").read_text().splitlines()]
     assert len(rows) == 4
-    texts = {"prompt", "chosen", "rejected"} if loss == "dpo" else {"prompt", "completion"}
-    assert rows[0].keys() >= {*texts, "prompt_number", "loss/train"}
+    texts = {"dpo": {"chosen", "rejected"}, "sft": {"completion"}, "apo_zero_unpaired": {"completion", "label"}}[loss]
+    assert rows[0].keys() >= {"prompt", *texts, "prompt_number", "loss/train"}
     if loss == "dpo":
         reference = read_state(tmp_path / "run" / "step-12" / "trainer.pt")["reference_logps"]["logps"]
         assert reference.isfinite().any()

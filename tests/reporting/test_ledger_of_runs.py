@@ -111,6 +111,19 @@ def test_under_sft_there_is_nothing_rejected_and_no_reference(run, tmp_path):
     assert 0 < sum(of_train.values()) == report["truncated_prompts"] < len(of_train)
 
 
+def test_a_labelled_response_is_chosen_or_rejected(run, tmp_path):
+    run("run", "loss=kto", "unpair=true", "ledger=true")
+
+    by_role = {}
+    for row in rows_of(tmp_path / "run"):
+        [role] = (role for role in ("chosen", "rejected") if row[f"policy_{role}"] is not None)
+        absent = {name for name, value in row.items() if value is None}
+        other = "rejected" if role == "chosen" else "chosen"
+        assert absent == {f"policy_{other}", f"reference_{other}", f"{other}_tokens", "margin"}
+        by_role.setdefault(role, []).append(row[f"{role}_tokens"])
+    assert by_role.keys() == {"chosen", "rejected"}
+
+
 def test_continued_after_a_kill_it_is_the_same_file_bit_for_bit(run, tmp_path):
     """As if killed after its checkpoint, while rows were appended."""
     run("whole", "ledger=true")

@@ -184,6 +184,8 @@ def test_an_evaluation_is_an_aligned_table():
         "  loss/eval               0.68912",
         "  rewards_eval/chosen       -59.6",
     ]
+    with_errors = table("evaluation", {"online_eval/score": 2.5, "online_eval/score_se": 0.125})
+    assert with_errors.splitlines()[1:] == ["  online_eval/score         2.5 (SE 0.12)"]
 
 
 def test_numbers_and_durations_are_short():

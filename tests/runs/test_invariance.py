@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
-from support.runs import assert_alike, read_metrics, train_here
+from support.runs import assert_alike, read_metrics, train_here, write_prompts
 
 from benchmarks.soak import find_differences, read_log
 from dpo.analysis.ledger_file import PARQUET, read_ledger
@@ -40,6 +40,7 @@ EXACT = "optimizer=AdamW lr=1e-3"  # which has a state
 
 MIX = "loss=mix loss.weights.dpo=0.8 loss.weights.bco=0.2 loss.weights.sft=0.1"
 BY_LOSS = {name: f"loss={name}" for name in LOSSES} | {"ipo": "loss=ipo loss.beta=1 lr=0.03", "mix": MIX}
+BY_LOSS |= {name: f"loss={name} unpair=true" for name, loss in LOSSES.items() if loss.trains_on == "labels"}
 BY_OPTION = {
     "sft term": "loss.sft_weight=0.2",
     "wpo": "loss.wpo=true",
@@ -53,7 +54,7 @@ ONLINE = "online=online online.scorer=keyword online.keyword=e online.max_new_to
 ONLINE_BY_LOSS = {
     f"online {name}": f"{ONLINE} {BY_LOSS[name]} online.mix_offline=0.25 online.ties=skip"
     for name, loss in LOSSES.items()
-    if loss.reference
+    if loss.reference and loss.trains_on == "pairs"
 }
 FEATURES = {
     **BY_LOSS,
@@ -66,11 +67,13 @@ FEATURES = {
     "lora with sft": f"{LORA} loss=sft",
     "lora with dropout": f"{LORA} lora.dropout=0.3",
     "lora with dropout, aot": f"{LORA} lora.dropout=0.3 loss=aot",  # which scores a batch before its microbatches
+    "lora with dropout, kto": f"{LORA} lora.dropout=0.3 {BY_LOSS['kto']}",  # and an estimate of the KL
     "qlora": f"{QLORA} sample_during_eval=true",
     "qlora and a second model": f"{QLORA} lora.reference=model",
     "online": ONLINE,
     "online lora": f"{ONLINE} {LORA} online.temperature=0.8 online.top_p=0.9",
     "online a following reference": f"{ONLINE} online.mix_offline=0.25 online.sync_reference_every=3",
+    "online prompts alone": f"{ONLINE} datasets=PROMPTS online.labels=bradley_terry online.ties=keep",
     "online a reward model": f"{ONLINE} online.scorer=reward_model online.reward_model=REWARD_MODEL",
     **ONLINE_BY_LOSS,
 }
@@ -148,22 +151,22 @@ WAYS = {
     "cut, resumed alone": Way(first=CUT),
 }
 QUICK = {
-    "padded, in parts": "dpo, beta_dpo, aot, mix, all options, lora with dropout, online mix",
+    "padded, in parts": "dpo, beta_dpo, aot, kto, mix, all options, lora with dropout, online mix",
     "in parts": "sft",
     "recomputed": "lora and a second model",
-    "references first": "lora from an adapter",
+    "references first": "kto, lora from an adapter",
     "eager": "simpo",
-    "sharded": "lora",
-    "sharded, padded, in parts": "all options",
+    "sharded": "lora, online prompts alone",
+    "sharded, padded, in parts": "all options, kto",
     "frozen weights whole, in parts": "lora from an adapter, online a following reference",
     "cut": "online a reward model",
-    "resumed": "much at once, beta_dpo, lora from an adapter, qlora, online a following reference",
+    "resumed": "much at once, beta_dpo, kto, lora from an adapter, qlora, online a following reference",
     "killed, resumed": "bco, online lora",
-    "sharded, resumed": "dpo",
+    "sharded, resumed": "dpo, online prompts alone",
     "resumed sharded": "dpo",
 }
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are
-KINDS = ("dpo", "sft", "ipo", "aot", "beta_dpo", "bco", "simpo", "mix", "all options")
+KINDS = ("dpo", "sft", "ipo", "aot", "beta_dpo", "bco", "simpo", "kto", "mix", "all options")
 IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS} - {*KINDS}
 WITH_FROZEN_WEIGHTS = ("dpo", "aot", *(name for name in FEATURES if "lora" in name), "online a following reference")
 FEW_WAYS = ("padded, in parts", "sharded, padded, in parts", "resumed")
@@ -236,9 +239,10 @@ def whole(finished) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def settings_of(whole, tokenizer, tmp_path_factory) -> Callable[[str], str]:
-    """A feature's settings, with paths for ADAPTER and REWARD_MODEL."""
+    """A feature's settings, with paths for ADAPTER, REWARD_MODEL, PROMPTS."""
     makers = {
         "=ADAPTER": lambda: whole(f"{ROUNDED} {FEATURES['lora with sft']}"),
+        "=PROMPTS": lambda: write_prompts(tmp_path_factory.mktemp("data") / "prompts"),
         "=REWARD_MODEL": lambda: save_reward_model(tmp_path_factory.mktemp("reward") / "model", "llama", tokenizer),
     }
 
@@ -263,7 +267,8 @@ def assert_identical(expected: Path, found: Path) -> None:
 
 def assert_same(expected: Path, found: Path) -> None:
     lines = read_log(expected)
-    assert lines[0]["logps_eval/chosen"] != pytest.approx(lines[-1]["logps_eval/chosen"], rel=1e-4)  # it trains
+    trained = "logps_eval/chosen" if "logps_eval/chosen" in lines[0] else "online_eval/kl"
+    assert lines[0][trained] != pytest.approx(lines[-1][trained], rel=1e-4)  # it trains
     assert_alike(found, expected, TOLERANCE)
 
     ledger, other = read_ledger(found), read_ledger(expected)

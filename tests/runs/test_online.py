@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
@@ -24,8 +26,10 @@ from support.runs import GOLDEN, read_metrics, train, train_here
 from support.trainers import compose, make, next_batch, updates
 
 from benchmarks.soak import WALL_CLOCK, find_differences
+from dpo.analysis.runs import rank_answers, read_run
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
+from dpo.models.answers import Answer, Sampling, answer, log_probabilities
 from dpo.models.pretrained import load_model
 from dpo.models.scoring import ScorerFailed, load_scorer
 from dpo.reporting.anomalies import NonFiniteGuard
@@ -34,6 +38,7 @@ from dpo.reporting.files import FileLogger
 from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 from dpo.training.batches import Batch
+from dpo.training.online import OnlineBatches, choose_pair, draw_label
 
 ONLINE = (
     "online=online", "online.scorer=shorter", "online.max_new_tokens=8", "optimizer=SGD", "lr=0.3", "warmup_steps=0",
@@ -111,6 +116,133 @@ def test_the_same_prompt_is_answered_anew_in_the_next_epoch(run, seen, tmp_path)
     assert all(first != second for first, second, *_ in again)
 
 
+def answer_of(tokens: str, score: float) -> Answer:
+    return Answer(tokens, tuple(map(ord, tokens)), True, score)
+
+
+@pytest.mark.parametrize(
+    ("answers", "pair"),
+    [
+        ("a1 b3 c2 d1", "b3 d1"),  # among equal scores the last is the worst
+        ("a1 b3 c3 d1", "b3 d1"),  # and the first the best
+        ("a1 a0", "a1 a0"),
+        ("a3 b1 a0", "a3 b1"),  # of a scorer that is noisy: another answer than the best
+        ("a3 a1 a0", "a3 a0"),
+        ("a2 a2 b2 a2", "a2 b2"),
+    ],
+)
+def test_the_worst_is_another_answer_than_the_best(answers, pair):
+    drawn = choose_pair(SimpleNamespace(text="Why?"), [answer_of(one[0], float(one[1])) for one in answers.split()])
+    assert " ".join(f"{one.text}{one.score:.0f}" for one in drawn.pair) == pair
+
+
+@pytest.mark.parametrize("difference", [0.0, 1.0, 3.0, 2000.0])
+def test_bradley_terry_labels_prefer_the_best_as_often_as_their_model_says(difference):
+    hard = choose_pair(SimpleNamespace(text="Why?"), [answer_of("a", difference), answer_of("b", 0.0)])
+    labelled = [draw_label(hard, (0, update, 4, prompt)) for update in range(20) for prompt in range(100)]
+    expected = 1 / (1 + math.exp(-difference))
+    assert sum(not one.is_flipped for one in labelled) / 2000 == pytest.approx(expected, abs=0.03)
+    assert {one.pair for one in labelled if one.is_flipped} <= {hard.pair[::-1]}
+    assert labelled[:9] == [draw_label(hard, (0, 0, 4, prompt)) for prompt in range(9)]
+
+
+def test_a_flipped_label_is_trained_on_and_logged(run, seen, tmp_path):
+    settings = ("online.labels=bradley_terry", "online.n_samples=3", "online.ties=keep", "ledger=true")
+    scorer = write_scorer(tmp_path, "return [len(c) / 20 for c in completions]")
+    run("run", *ONLINE, *scorer, *settings, *IN_EIGHTS, "n_examples=32")
+    flipped = [drawn for update in seen for drawn in update.drawn.values() if drawn.is_flipped]
+    assert 0 < len(flipped) < 16
+    for update in seen:
+        for place, drawn in update.drawn.items():
+            assert update.examples[place].responses == tuple(side.tokens for side in drawn.pair)
+    lines = read_metrics(tmp_path / "run", "train")
+    assert sum(line["online/flipped"] for line in lines) * 8 == pytest.approx(len(flipped))
+    assert all(line["online/score_best"] >= line["online/score_worst"] for line in lines)
+    rows = pq.read_table(tmp_path / "run" / "ledger.parquet").to_pylist()
+    preferred_less = [row for row in rows if row["split"] == "train" and row["score_chosen"] < row["score_rejected"]]
+    assert len(preferred_less) == sum(drawn.pair[0].score < drawn.pair[1].score for drawn in flipped)
+    samples = read_run(tmp_path / "run").drawn
+    assert any(rank_answers(record)[0][0] == "best, rejected" for record in samples)
+
+
+# --- held-out prompts ----------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_measures_an_answer_to_each_held_out_prompt(tmp_path):
+    """By hand: from the answers that the two models give."""
+    trainer = make(compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", *DRAWN, "online.missing_eos_penalty=0.5"))
+    for _ in range(2):
+        trainer.train_step(next_batch(trainer))
+    metrics, batches = trainer.batches.evaluate(), trainer.batches
+    assert batches.evaluate() == metrics  # the same answers again
+
+    models = {"policy": trainer.policy.eval(), "reference": trainer.reference_model}
+    prompts = [example.prompt for group in batches.held_out_examples() for example in group]
+    answers, scores = {}, {}
+    for who, model in enumerate(models.values()):
+        numbers = [2**62 + 2 * index + who for index in batches.held_out]
+        answers[who] = answer(model, trainer.tokenizer, prompts, numbers, Sampling(8, seed=0))
+        scores[who] = np.array([one.text.count("e") - 0.5 * (not one.ended) for one in answers[who]])
+    ours, theirs = (log_probabilities(model, prompts, answers[0]) for model in models.values())
+    expected = {
+        "score": scores[0],
+        "length": [len(one.tokens) for one in answers[0]],
+        "eos": [one.ended for one in answers[0]],
+        "win_rate": (scores[0] > scores[1]) + (scores[0] == scores[1]) / 2,
+        "kl": np.subtract(ours, theirs),
+        "reference_score": scores[1],
+        "reference_length": [len(one.tokens) for one in answers[1]],
+        "reference_eos": [one.ended for one in answers[1]],
+    }
+    assert len(prompts) == 4
+    assert {one.tokens for one in answers[0]}.isdisjoint(one.tokens for one in answers[1])
+    assert metrics.keys() == {f"online_eval/{name}{suffix}" for name in expected for suffix in ("", "_se")}
+    for name, values in expected.items():
+        assert metrics[f"online_eval/{name}"] == pytest.approx(np.mean(values), abs=1e-5), name
+        error = np.std(values, ddof=1) / 2
+        assert metrics[f"online_eval/{name}_se"] == pytest.approx(error, abs=1e-5), name
+
+
+def test_without_a_reference_answers_are_not_compared_and_one_prompt_has_no_error(run, tmp_path):
+    run("run", *ONLINE, "loss=simpo", "loss.beta=2", "n_eval_examples=1", "n_examples=4")
+    [first, _] = read_metrics(tmp_path / "run", "eval")
+    found = {name for name in first if name.startswith("online_eval/")}
+    assert found == {"online_eval/score", "online_eval/length", "online_eval/eos"}
+
+
+def test_best_is_the_checkpoint_with_the_highest_score(run, tmp_path):
+    scorer = ("online.scorer=keyword", "online.keyword=e")
+    run("run", *ONLINE, *scorer, *IN_EIGHTS, "n_examples=40", "eval_every=8", "save_every=8")
+    lines = read_metrics(tmp_path / "run", "eval")[1:]
+    assert len({line["online_eval/score"] for line in lines}) > 2
+    best = max(lines, key=lambda line: line["online_eval/score"])  # the first of them
+    assert (tmp_path / "run" / "BEST").resolve().name == f"step-{best['examples']}"
+    assert best != lines[-1]
+
+
+def test_prompts_without_responses_are_enough(command, run, tmp_path):
+    prompts_alone = runs.write_prompts(tmp_path / "prompts")
+    settings = (*ONLINE, f"datasets={prompts_alone}", "sample_during_eval=true", "ledger=true", "eval_every=4")
+    result = train(*command("run", *settings))
+    assert result.returncode == 0, result.stderr
+    assert "train: 22 prompts without responses; " in result.stdout
+    assert "answers of policy and reference to 4 held-out prompts, up to 64 tokens" in result.stdout
+    evaluations = read_metrics(tmp_path / "run", "eval")
+    assert [line["examples"] for line in evaluations] == [0, 4, 8, 12]
+    assert all(name.partition("/")[0] == "online_eval" for name in [*evaluations[-1]][3:])
+    assert all(line["loss/train"] > 0 for line in read_metrics(tmp_path / "run", "train"))
+    assert (tmp_path / "run" / "BEST").exists()
+    found = read_run(tmp_path / "run")
+    assert (len(found.samples), found.problems) == (12, [])  # the first are not drawn: they cost too much
+    assert {row["split"] for row in pq.read_table(tmp_path / "run" / "ledger.parquet").to_pylist()} == {"train"}
+    dry = train(*command("dry", *settings, "dry_run=true"))
+    assert dry.returncode == 0, dry.stderr
+    with pytest.raises(
+        InputError, match=r"mix_offline=0.25 trains on the data's pairs, and 22 of 22 training prompts have"
+    ):
+        run("mixed", *settings, "online.mix_offline=0.25")
+
+
 # --- ties and offline pairs ----------------------------------------------------------------------------------------
 
 
@@ -133,7 +265,8 @@ def test_a_batch_of_ties_alone_changes_nothing(loss, run, tmp_path):
     calls = tmp_path / "calls"
     scorer = write_scorer(
         tmp_path,
-        f"open({str(calls)!r}, 'a').write('.')\n    first = len(open({str(calls)!r}).read()) == 1\n"
+        # the calls before are for held-out answers of policy and reference
+        f"open({str(calls)!r}, 'a').write('.')\n    first = len(open({str(calls)!r}).read()) == 3\n"
         "    return [float(first and i == 0) for i in range(len(completions))]",
     )
     run("run", *ONLINE, *scorer, f"loss={loss}", "loss.beta=0.1", "optimizer=AdamW", "lr=1e-2", "eval_every=4")
@@ -193,22 +326,27 @@ def test_a_random_scorer_gives_a_killed_run_and_several_processes_the_scores_of_
     assert len({*one}) == 4
 
 
-def test_a_stop_breaks_sampling_off_and_saves(run, tmp_path, monkeypatch):
-    from dpo.training.online import OnlineBatches
-
+@pytest.mark.parametrize("during", ["an update", "an evaluation", "an evaluation's answers by the reference"])
+def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, tmp_path, monkeypatch):
+    """And the run continues as if it had not been stopped."""
+    settings = (*ONLINE, "do_first_eval=false", "eval_every=8", "eval_batch_size=8")
+    stopping_call = {"an update": 2, "an evaluation": 3, "an evaluation's answers by the reference": 4}[during]
+    whole = finished(*settings)
     answer_batch, calls = OnlineBatches._answer_batch, []
 
     def stop_then_answer(self: OnlineBatches, *asked: Any) -> Any:
         calls.append(asked)
-        if len(calls) == 3:
+        if len(calls) == stopping_call:
             os.kill(os.getpid(), signal.SIGTERM)
         return answer_batch(self, *asked)
 
     monkeypatch.setattr(OnlineBatches, "_answer_batch", stop_then_answer)
     with pytest.raises(Stopped):
-        run("run", *ONLINE)
-    assert len(calls) == 3
-    assert (tmp_path / "run" / "LATEST").resolve().name == "step-8"
+        run("run", *settings)
+    assert len(calls) == stopping_call
+    assert (tmp_path / "run" / "LATEST").resolve().name == ("step-4" if during == "an update" else "step-8")
+    run("run", *settings, "resume=auto")
+    assert find_differences(whole, tmp_path / "run") == []
 
 
 def test_a_reference_that_follows_is_the_policy_and_is_saved(run, tmp_path):
@@ -318,29 +456,34 @@ def test_whatever_a_function_does_wrong_is_a_sentence(body, said, command, tmp_p
         score([SimpleNamespace(text="Why?")] * 8, [SimpleNamespace(text="So.")] * 8)
 
 
+IN_UPDATE_3, IN_EVALUATION_8 = 7, 6  # calls of the scorer; the first evaluation makes two
+
+
 @pytest.mark.parametrize(
-    ("failing", "said"),
+    ("failing", "call", "said"),
     [
-        ("next(iter([]))", "StopIteration: "),
-        ("__import__('os')._exit(0)", r"SystemExit: os._exit\(0\) \(.*rewards.py, line 2\)$"),
-        ("exec('raise MemoryError(1)')", r"MemoryError: 1 \(.*rewards.py, line 2\)$"),  # without advice for the run
+        ("next(iter([]))", IN_UPDATE_3, "StopIteration: "),
+        ("__import__('os')._exit(0)", IN_UPDATE_3, r"SystemExit: os._exit\(0\) \(.*rewards.py, line 2\)$"),
+        # without advice for the run
+        ("exec('raise MemoryError(1)')", IN_EVALUATION_8, r"MemoryError: 1 \(.*rewards.py, line 2\)$"),
     ],
 )
-def test_a_function_that_fails_ends_the_run_with_a_sentence_and_costs_nothing(failing, said, run, tmp_path):
-    body = (
-        f"score.calls = getattr(score, 'calls', 0) + 1; score.calls < 3 or {failing}; return [*map(len, completions)]"
-    )
+def test_a_function_that_fails_ends_the_run_with_a_sentence_and_costs_nothing(failing, call, said, run, tmp_path):
+    body = f"score.calls = getattr(score, 'calls', 0) + 1; score.calls < {call} or {failing}; "
+    body += "return [*map(len, completions)]"
     with pytest.raises(ScorerFailed, match=f"rewards.py:score failed: {said}"):
         run("run", *ONLINE, *write_scorer(tmp_path, body), "eval_every=4", "save_every=12")
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-8"]
-    assert [line["examples"] for line in read_metrics(tmp_path / "run", "eval")] == [0, 4, 8]  # that was due
+    evaluated = [line["examples"] for line in read_metrics(tmp_path / "run", "eval")]
+    assert evaluated == ([0, 4, 8] if call == IN_UPDATE_3 else [0, 4])  # what was due
 
 
 def test_a_function_may_print_any_text_and_fork(command, tmp_path):
     fork = "import os; print('half \\ud800'); child = os.fork(); child or os._exit(0); os.waitpid(child, 0)"
     result = train(*command("run", *ONLINE, *write_scorer(tmp_path, f"{fork}; return [*map(len, completions)]")))
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("half \\ud800\n") == 3
+    # by three updates, and by three evaluations, the first of the reference too
+    assert result.stdout.count("half \\ud800\n") == 7
 
 
 def test_a_function_may_turn_gradients_off_and_import_what_is_beside_it(run, tmp_path):

@@ -85,6 +85,16 @@ def test_the_best_evaluation_is_the_highest_accuracy_or_the_lowest_loss_after_tr
     assert lines[1].startswith("0    loss=dpo")
 
 
+def test_an_online_job_is_ranked_by_its_held_out_score(tmp_path):
+    scores = ((8, 2.0), (16, 3.0))
+    log(
+        tmp_path / "job",
+        *(evaluation(n, **{"online_eval/score": s, "rewards_eval/accuracies": 1 / n}) for n, s in scores),
+    )
+    summary = Job(0, [], tmp_path / "job").summarize()
+    assert (summary["metric"], summary["best"], summary["examples"]) == ("online_eval/score", 3.0, 16)
+
+
 def test_a_table_that_cannot_be_written_and_a_line_that_was_cut_off_cost_nothing(tmp_path, capsys):
     log(tmp_path / "job", evaluation(8, **{"loss/eval": 2.0}))
     with (tmp_path / "job" / "metrics.jsonl").open("a") as file:

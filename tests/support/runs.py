@@ -102,6 +102,14 @@ def write_rows(path: Path, rows: list) -> Path:
     return path
 
 
+def write_prompts(folder: Path) -> Path:
+    """Write 22 training prompts and 8 test prompts without responses."""
+    for split, n in (("train", 22), ("test", 8)):
+        prompts = [f"\n\nHuman: Where is {split} number {i}?\n\nAssistant:" for i in range(n)]
+        write_rows(folder / f"{split}.jsonl", [{"prompt": prompt, "id": i} for i, prompt in enumerate(prompts)])
+    return folder
+
+
 def compose(*overrides: str) -> DictConfig:
     """The config of `python train.py OVERRIDES`."""
     import hydra

@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from dpo.data.examples import list_examples, mismatch_examples
+from dpo.data.table import Prompt
 from dpo.training.batches import prefetch
 
 
@@ -55,3 +57,22 @@ def test_no_thread_is_left_when_the_results_are_not_all_taken():
     next(results)
     results.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_a_mismatched_example_has_a_response_to_another_prompt():
+    """Though examples of a prompt are neighbours, and there are fewer responses to some prompts than to others."""
+    prompts = []
+    for i, n_responses in enumerate([3, 1, 2, 4]):
+        responses = [f"{i}.{j}" for j in range(n_responses)]
+        examples = [{"chosen" if j % 2 else "rejected": j} for j in range(n_responses)]
+        prompts.append(Prompt(str(i), responses, examples, "keep_end", False, index_in_split=i))
+    examples = [example for prompt in prompts for example in list_examples(prompt)]
+
+    found = {seed: mismatch_examples(prompts, examples, seed=seed) for seed in range(8)}
+
+    for mismatched in found.values():
+        assert [(e.prompt, e.example_index) for e in mismatched] == [(e.prompt, e.example_index) for e in examples]
+        assert not any(text.startswith(e.prompt.text) for e in mismatched for text in e.texts.values())
+        some = mismatch_examples(prompts, examples[2:5], seed=next(seed for seed in found if found[seed] is mismatched))
+        assert some == mismatched[2:5]  # whatever else is in the batch
+    assert len({str(mismatched) for mismatched in found.values()}) == 3  # distances

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from support import trainers
+from support.models import plain_logps
 from support.runs import GOLDEN, compose, small_run, write_rows
 from support.warm import launch
 
+from dpo.data.examples import Example
 from dpo.losses import find_loss
 from dpo.models.pretrained import load_model
 from trainers import TRAINERS, BasicTrainer
@@ -141,11 +143,13 @@ def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, fold
 
 
 @pytest.mark.parametrize(
-    "name", ["aot", "bco", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_unpaired", "beta_dpo"))]
+    "name",
+    ["aot", "bco", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_unpaired", "beta_dpo"))],
 )
 def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
     """Not on how its examples are cut into batches, nor on the updates before it."""
-    command = (f"loss={name}", "loss.beta=0.5", "n_eval_examples=32")
+    settings = ("loss.beta=0.005", "unpair=true") if name == "kto" else ("loss.beta=0.5",)
+    command = (f"loss={name}", "n_eval_examples=32", *settings)
     trained = trainers.make(trainers.compose(tmp_path, "trained", *command))
     trainers.updates(trained)
     torch.manual_seed(0)
@@ -158,7 +162,7 @@ def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
         other.objective.models_are_equal = False
         found = other.evaluator.metrics().means()
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    at_equal_models = 2 * math.log(2) if name == "bco" else math.log(2)
+    at_equal_models = {"bco": 2 * math.log(2), "kto": 0.5}.get(name, math.log(2))
     assert expected["loss/eval"] != pytest.approx(at_equal_models, rel=1e-3)
 
 
@@ -174,3 +178,28 @@ def test_an_evaluation_of_beta_dpo_is_that_of_dpo_and_one_of_bco_shifts_by_its_o
     shift = (chosen.mean() + rejected.mean()) / 2
     losses = -((chosen - shift).sigmoid().log() + (shift - rejected).sigmoid().log())
     assert found["bco"].means()["loss/eval"] == pytest.approx(losses.mean().item(), rel=1e-6)
+
+
+def test_the_kl_of_kto_is_estimated_on_the_mismatched_examples_of_the_global_batch(tmp_path):
+    settings = ("loss=kto", "unpair=true", "batch_size=8", "gradient_accumulation_steps=2", "self_test=false")
+    trainer = trainers.make(trainers.compose(tmp_path, "kto", *settings, "loss.undesirable_weight=0.5"))
+    torch.manual_seed(0)
+    policy, reference = trainer.policy, trainer.reference.model
+    for parameter in reference.parameters():
+        parameter.data += 0.03 * torch.randn_like(parameter)
+    batch = trainers.next_batch(trainer)
+
+    def log_ratios(examples: list[Example]) -> torch.Tensor:
+        with torch.no_grad():
+            [of_policy], [of_reference] = (plain_logps(model, examples) for model in (policy, reference))
+        return of_policy - of_reference
+
+    z = log_ratios(batch.mismatched.examples).mean()
+    assert z > 0.01
+    assert [e.prompt for e in batch.mismatched.examples] == [e.prompt for e in batch.examples]
+    by_hand = []
+    for example, u in zip(batch.examples, log_ratios(batch.examples), strict=True):
+        by_hand.append((-0.1 * (u - z)).sigmoid() if example.roles == ("chosen",) else 0.5 * (0.1 * (u - z)).sigmoid())
+    metrics = trainer.train_step(batch).metrics
+    assert metrics["kto/kl/train"] == pytest.approx(z.item(), rel=1e-4)
+    assert metrics["loss/train"] == pytest.approx(torch.stack(by_hand).mean().item(), rel=1e-4)

@@ -535,9 +535,9 @@ def test_the_peak_of_scoring_is_that_of_real_tensors(family, positions, compose,
     config = compose(*ONLINE, "online.scorer=reward_model", f"online.reward_model={folder}")
     real = load_scorer(resolve(config), torch.device("cpu"), rows=4).score
     prompts = load_data(resolve(config), silent=True).train
-    longest = 40 + max(len(real.encode(prompts[i], "")) for i in range(len(prompts)))
+    longest = 40 + max(len(real.encode(prompts[i], "")["input_ids"]) for i in range(len(prompts)))
     with MemoryTracker((*real.model.parameters(), *real.model.buffers())) as tracker:
-        real.forward([[5] * min(longest, real.limit or longest)] * 4)
+        real.forward([{"input_ids": [5] * min(longest, real.limit or longest)}] * 4)
     assert phases_of(config)[0]["scoring"]["activations"] == pytest.approx(tracker.peak.total(), rel=0.15)
 
 
