@@ -176,11 +176,11 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
 class SplitCounter:
     """Counts a split: all its texts, then the tokens of a sample.
 
-    `counts_prompts`: prompts without examples count too, as an online run answers them.
+    With `trains_on="prompts"` prompts without examples count too, as an online run answers them.
     """
 
-    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs", counts_prompts: bool = False) -> None:
-        self.encode, self.trains_on, self.counts_prompts = encode, trains_on, counts_prompts
+    def __init__(self, encode: TextEncoder, *, trains_on: str = "pairs") -> None:
+        self.encode, self.trains_on = encode, trains_on
         self.counts: Counter[str] = Counter()  # by field of SplitReport
         if trains_on == "labels":
             self.counts.update(desirable=0, undesirable=0)
@@ -210,7 +210,7 @@ class SplitCounter:
             for texts in examples:
                 self._count_texts(prompt, texts)
             if not prompt.rendered:  # in a rendered chat EOS ends turns
-                self._find_eos(prompt.text, examples or [{}] * self.counts_prompts)
+                self._find_eos(prompt.text, examples or [{}] * (self.trains_on == "prompts"))
             yield prompt
         if self._texts_with_eos:
             self._refuse_eos()
@@ -272,7 +272,7 @@ class SplitCounter:
         digest = hashlib.sha256(repr(vocabulary).encode())
         prompt_lengths: list[int] = []
         response_lengths: list[dict[str, int]] = []  # of each example, by role
-        counts = np.maximum(prompts.counts, 1) if self.counts_prompts else prompts.counts
+        counts = np.maximum(prompts.counts, 1) if self.trains_on == "prompts" else prompts.counts
         sample_ids = _sample_examples(counts)
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             examples = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])

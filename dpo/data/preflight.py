@@ -105,12 +105,13 @@ def build_table(
     """
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
     counters: dict[str, SplitCounter] = {}
+    trains_on = "prompts" if options.online else options.trains_on
     for split in SPLITS:
         prompts = iterate_prompts(
             get_dataset,
             options.names,
             split,
-            trains_on="prompts" if options.online else options.trains_on,
+            trains_on=trains_on,
             unpair=options.unpair,
             with_messages=options.online,
             notes=notes,
@@ -120,8 +121,7 @@ def build_table(
             cache_dir=cache_dir,
             tokenizer=tokenizer,
         )
-        counter = SplitCounter(encode, trains_on=options.trains_on, counts_prompts=options.online)
-        path = directory / f"{split}.arrow"
+        counter, path = SplitCounter(encode, trains_on=trains_on), directory / f"{split}.arrow"
         write_prompts(path, counter.watch(prompts))
         counters[split] = counter
         if split == "test":

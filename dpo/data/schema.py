@@ -80,8 +80,8 @@ class PreferenceData(dict[str, Entry]):
 
         Yields (prompt, responses, examples). An example maps its roles to indices into the responses, and is of the
         kind `trains_on`, a key of `TRAINS_ON`. SFT trains on a prompt's target if the prompt has pairs, and on all of
-        its responses if it has none. Under a loss of labels a pair is two examples. "prompts" also yields pairs, if
-        there are any.
+        its responses if it has none. Under a loss of labels a pair is two examples. "prompts" yields pairs, or no
+        examples.
         """
         for prompt in list(self):  # removed, as a second copy of all texts might not fit into memory
             entry = self.pop(prompt)

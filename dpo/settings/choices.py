@@ -80,8 +80,8 @@ NAN_POLICIES = ("raise", "skip")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 # fields of custom data. A form is the fields of one record; FORMS has those from which each kind of examples is made
 PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
-LABEL_FIELDS, LABELLED_CHAT_FIELDS = ("prompt", "completion", "label"), ("messages", "label")
 PROMPT_FIELDS = ("prompt",)
+LABEL_FIELDS, LABELLED_CHAT_FIELDS = ("prompt", "completion", "label"), ("messages", "label")
 FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss, and for prompts that a policy answers
     "pairs": (PAIR_FIELDS,),
     "prompts": (PAIR_FIELDS, PROMPT_FIELDS),

@@ -25,8 +25,8 @@ def prompt_of(text: str, *pairs: tuple[str, str], rendered: bool = False) -> Pro
     return Prompt(text, responses, examples, "keep_end", rendered)
 
 
-def inspect(tokenizer, *prompts: Prompt, max_length: int = 6, online: bool = False) -> SplitReport:
-    counter = SplitCounter(TextEncoder(tokenizer), counts_prompts=online)
+def inspect(tokenizer, *prompts: Prompt, max_length: int = 6, trains_on: str = "pairs") -> SplitReport:
+    counter = SplitCounter(TextEncoder(tokenizer), trains_on=trains_on)
     with tempfile.TemporaryDirectory() as folder:
         write_prompts(Path(folder) / "split.arrow", counter.watch(prompts))
         table = PromptTable(Path(folder) / "split.arrow")
@@ -153,6 +153,18 @@ def test_test_prompts_that_are_in_train_are_counted_whole_and_by_their_first_tur
     assert (test.counts["prompts_in_train"], test.counts["first_turns_in_train"]) == (3, 4)
 
 
+def test_prompts_alone_count_if_they_will_be_answered(tokenizer):
+    prompts = [Prompt(text, [], [], "keep_end", False) for text in ("a b", " b c d e f g h i", "a")]
+    offline, online = (inspect(tokenizer, *prompts, trains_on=kind) for kind in ("pairs", "prompts"))
+    assert (offline.prompts, offline.examples, offline.tokenized, offline.mean_prompt_tokens) == (3, 0, 0, 0.0)
+    assert (online.prompts, online.examples, online.tokenized, online.truncated_prompts) == (3, 0, 3, 1)
+    assert online.describe("train") == (
+        "train: 3 prompts without responses, 1 with a truncated prompt; 1.7 tokens per prompt"
+    )
+    with pytest.raises(InputError, match=r"1 text contains the EOS token"):
+        inspect(tokenizer, Prompt("a<|endoftext|> b", [], [], "keep_end", False), trains_on="prompts")
+
+
 def test_labels_are_counted(tokenizer):
     examples = [{"chosen": 0}, {"rejected": 1}, {"rejected": 0}, {"chosen": 0}]
     counter = SplitCounter(TextEncoder(tokenizer), trains_on="labels")
@@ -165,18 +177,6 @@ def test_labels_are_counted(tokenizer):
         "train: 4 examples of 1 prompt, 2 desirable and 2 undesirable, 2 responses with both labels; "
         "2.0 tokens per desirable response, 2.5 per undesirable response"
     )
-
-
-def test_prompts_alone_count_if_they_will_be_answered(tokenizer):
-    prompts = [Prompt(text, [], [], "keep_end", False) for text in ("a b", " b c d e f g h i", "a")]
-    offline, online = (inspect(tokenizer, *prompts, online=online) for online in (False, True))
-    assert (offline.prompts, offline.examples, offline.tokenized, offline.mean_prompt_tokens) == (3, 0, 0, 0.0)
-    assert (online.prompts, online.examples, online.tokenized, online.truncated_prompts) == (3, 0, 3, 1)
-    assert online.describe("train") == (
-        "train: 3 prompts without responses, 1 with a truncated prompt; 1.7 tokens per prompt"
-    )
-    with pytest.raises(InputError, match=r"1 text contains the EOS token"):
-        inspect(tokenizer, Prompt("a<|endoftext|> b", [], [], "keep_end", False), online=True)
 
 
 def test_texts_with_eos_stop_the_run_and_are_counted_also_beyond_the_sample(tokenizer, monkeypatch):

@@ -150,6 +150,22 @@ def test_sft_learns_every_response_of_a_prompt_that_has_no_pairs(tokenizer):
     assert texts == [{"chosen": " yes"}, {"chosen": " sure"}, {"chosen": " no"}]
 
 
+def test_prompts_to_answer_need_no_responses(tokenizer, chat):
+    rows = [{"question": "Q:", "source": "a book"}, {"question": "P:", "source": "a film"}, {"question": "Q:"}]
+    data = get_custom(rows, "mine", tokenizer, trains_on="prompts")
+    assert data.notes == ["mine: columns prompt=question; not used: source"]
+    nothing = {"responses": [], "pairs": [], "sft_target": ""}
+    assert data == {"Q:": nothing, "P:": nothing}
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="prompts")
+    assert [(prompt.text, prompt.examples) for prompt in prompts] == [("Q:", []), ("P:", [])]
+
+    messages = get_custom([{"prompt": [user("Hi")]}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
+    assert messages == {"<user>Hi;<assistant>": nothing}
+    assert messages.messages == {"<user>Hi;<assistant>": [user("Hi")]}
+    pairs = get_custom([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
+    assert [examples for _, _, examples in pairs.take("prompts")] == [[{"chosen": 0, "rejected": 1}]]
+
+
 @pytest.mark.parametrize(
     ("good", "bad"),
     [(True, False), (1, 0), (1.0, 0.0), (1, -1), ("True", "false"), ("1", "0"), (" Good", "bad"), ("👍", "👎"),
@@ -203,22 +219,6 @@ def test_unpaired_pairs_are_a_desirable_and_an_undesirable_response_each(tokeniz
     assert list_texts(unpair=True) == [{"chosen": " yes"}, {"rejected": " no"}, {"chosen": " a"}, {"rejected": " no"}]
     with pytest.raises(InputError, match="dataset mine has pairs, and this loss trains on single responses with label"):
         list_texts()
-
-
-def test_prompts_to_answer_need_no_responses(tokenizer, chat):
-    rows = [{"question": "Q:", "source": "a book"}, {"question": "P:", "source": "a film"}, {"question": "Q:"}]
-    data = get_custom(rows, "mine", tokenizer, trains_on="prompts")
-    assert data.notes == ["mine: columns prompt=question; not used: source"]
-    nothing = {"responses": [], "pairs": [], "sft_target": ""}
-    assert data == {"Q:": nothing, "P:": nothing}
-    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="prompts")
-    assert [(prompt.text, prompt.examples) for prompt in prompts] == [("Q:", []), ("P:", [])]
-
-    messages = get_custom([{"prompt": [user("Hi")]}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
-    assert messages == {"<user>Hi;<assistant>": nothing}
-    assert messages.messages == {"<user>Hi;<assistant>": [user("Hi")]}
-    pairs = get_custom([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
-    assert [examples for _, _, examples in pairs.take("prompts")] == [[{"chosen": 0, "rejected": 1}]]
 
 
 def test_columns_with_our_names_or_given_ones_need_no_note(tokenizer):
