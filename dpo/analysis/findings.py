@@ -9,35 +9,50 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means
+from dpo.analysis.loss_shapes import find_loss_shape
 from dpo.analysis.measures import (
+    SIDES,
     USEFUL,
+    Z_98,
     MarginParts,
     accuracy_error,
+    best_of_many_quantile,
     binomial_tail,
-    difference_error,
+    change_and_bound,
+    compare_evaluations,
+    evaluated_pairs,
     evaluation_loss_error,
     find_change,
     find_start,
+    is_above,
+    is_below,
     is_inconclusive,
     margin_parts,
     mean_and_bound,
+    mean_error,
     mean_near,
     n_evaluated,
+    student_quantile,
     update_seconds,
     wilson_interval,
 )
-from dpo.analysis.runs import Run, number
+from dpo.analysis.runs import Run, last_tenth, number
 from dpo.losses import LOSSES
 from dpo.numbers import count, figure, percent, signed
 
 WARNING, NOTE = "warning", "note"
 TRAIN_ACCURACY, EVAL_ACCURACY = "rewards_train/accuracies", "rewards_eval/accuracies"
-SATURATED = 0.99  # training accuracy
+SATURATED, NEARLY_SATURATED = 0.99, 0.95  # training accuracy; its interval's lower end
+BLOCK = 50  # updates
+FAST_FALL = 0.5  # nats a token between two blocks
+GROWN_NORM = 5.0  # times the median of grad_norm after the warmup
+LEAKED, MUCH_LEAKED = 0.01, 0.1  # of the test prompts
+SPENT = 0.1  # a smaller fraction of the first gradients is nearly nothing
 WAYS_TO_HOLD_CHOSEN_UP = "what holds chosen responses up: loss.sft_weight, loss=dpop, loss=apo_zero."
 
 
@@ -176,6 +191,46 @@ def best_checkpoint(run: Run) -> Iterator[Finding]:
         )
 
 
+def worse_than_reference(run: Run) -> Iterator[Finding]:
+    examples, losses = run.eval.points("loss/eval")
+    start = find_start(run)
+    if not run.has_reference or start is None or not len(losses) or examples[-1] <= 0:
+        return
+    excess, bound = _bound_excess_loss(run, float(losses[-1]), start)
+    if not excess > bound:  # false for NaN
+        return
+    yield warning(
+        "By its own loss the policy is worse than the reference",
+        f"loss/eval {figure(losses[-1])}, {figure(start.loss)} before training; the difference on "
+        f"{count(n_evaluated(run), 'pair')} is {signed(excess)}, 98 % interval {signed(excess - bound)} to "
+        f"{signed(excess + bound)}",
+        "On held-out pairs this loss was lower before the first update: the policy is surer of its wrong rankings than "
+        "its right ones make up for. Take an earlier checkpoint, or train with a smaller lr, fewer epochs or a larger "
+        "loss.beta. If accuracy is what matters, compare checkpoints by it.",
+    )
+
+
+def _bound_excess_loss(run: Run, last_loss: float, start: Means) -> tuple[float, float]:
+    """Held-out loss above the start's, and its bound; NaN if unknown.
+
+    The ledger gives both pair by pair. Without it, the loss must be a function of the margin: then it is the same for
+    all pairs where policy and reference are equal, and its deviation follows from the mean loss and margin.
+    """
+    n, first, last = n_evaluated(run), run.eval.updates[0], run.eval.updates[-1]
+    by_pair = compare_evaluations(run, "loss", first, last) if first == 0 else None
+    if n < 2:
+        return math.nan, math.nan
+    if by_pair is not None:
+        excess, error = by_pair
+        return excess, student_quantile(int(n) - 1) * error
+    shape = find_loss_shape(run.setting("loss"))
+    if shape is None or shape.of_margin is None or not len(run.eval.points("rewards_eval/margins")[1]):
+        return math.nan, math.nan
+    # margins may have longer tails than normal ones
+    deviation = 1.2 * shape.estimate_deviation(last_loss, run.eval.last("rewards_eval/margins"))
+    return last_loss - start.loss, student_quantile(int(n) - 1) * deviation / math.sqrt(n)
+
+
 def saturation(run: Run) -> Iterator[Finding]:
     """Training pairs that are nearly all ranked right."""
     examples, accuracies = run.train.points(TRAIN_ACCURACY)
@@ -184,25 +239,51 @@ def saturation(run: Run) -> Iterator[Finding]:
         return
     # accuracies of single batches jump, so saturation begins where a mean over `n` updates first shows it
     n = len(last_accuracies)
+    n_pairs = n * number(run.setting("batch_size", 1))
+    if not is_above(float(last_accuracies.mean()), NEARLY_SATURATED, n_pairs):
+        return
     running_means = np.convolve(accuracies, np.ones(n) / n, mode="valid")
     since = examples[int(np.argmax(running_means >= SATURATED))]
     held_out_accuracy = run.tail("eval", EVAL_ACCURACY)
     held_out = f", {percent(held_out_accuracy)} of the held-out ones" if math.isfinite(held_out_accuracy) else ""
+    left, how = _measure_gradient_left(run)
+    value = (
+        f"{TRAIN_ACCURACY} {figure(last_accuracies.mean())} over the last {n} updates; rewards_train/margins "
+        f"{figure(run.tail('train', 'rewards_train/margins'))}{how}"
+    )
     text = (
         f"Nearly every training pair is ranked right{held_out}, from about {count(since, 'example')} on: accuracy can "
         "tell nothing more. "
     )
+    if left < SPENT:
+        text += (
+            "The loss has nearly no gradient left either: more updates change little. Stop earlier, use harder pairs "
+            "or, if margins are larger than needed, a larger loss.beta."
+        )
+        yield warning("Accuracy and loss are saturated", value, text)
+    else:
+        text += "Updates still move the policy: go" if left >= SPENT else "Go"
+        yield note("Accuracy is saturated", value, f"{text} by margins and samples.")
+
+
+def _measure_gradient_left(run: Run) -> tuple[float, str]:
+    """Measure which fraction of the first gradients is left, and say how.
+
+    It is that of the loss by the mean rewards of an update, or else that of `grad_norm`. NaN if unknown.
+    """
+    first, last = ([run.ends(f"rewards_train/{side}")[end] for side in SIDES] for end in (0, 1))
+    shape = find_loss_shape(run.setting("loss"))
+    if shape is not None and min(map(len, last)) > 0 and len(last[0]) == len(last[1]):
+        equal = np.zeros(1)  # rewards where policy and reference are equal
+        before = shape.gradient(equal, equal) if run.has_reference else shape.gradient(first[0][:1], first[1][:1])
+        left = float(shape.gradient(*last).mean() / before.mean())
+        return left, f"; by the formula of loss={run.loss} a pair has {percent(left)} of its first gradient left"
     first_norms, last_norms = run.ends("grad_norm")
-    if len(first_norms):
-        before, after = float(first_norms.mean()), float(last_norms.mean())
-        first_updates = count(len(first_norms), "update")
-        norm = f"grad_norm was {figure(before)} over the first {first_updates} and is {figure(after)} now"
-        if after >= 0.1 * before:
-            text += f"But {norm}, so updates still move the policy: go by margins and samples."
-        else:
-            text += f"And {norm}: more updates mostly widen margins. Stop earlier, or use harder pairs."
-    value = f"{TRAIN_ACCURACY} {figure(last_accuracies.mean())} over the last {n} updates"
-    yield warning("Accuracy is saturated", value, text)
+    if not len(first_norms):
+        return math.nan, ""
+    before, after = float(first_norms.mean()), float(last_norms.mean())
+    first_updates = count(len(first_norms), "update")
+    return after / before, f"; grad_norm {figure(before)} over the first {first_updates}, {figure(after)} now"
 
 
 def no_better_than_chance(run: Run) -> Iterator[Finding]:
@@ -236,6 +317,26 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
         yield note("Held-out accuracy cannot be told from chance", value, text)
 
 
+def new_training_pairs(run: Run) -> Iterator[Finding]:
+    """Accuracy on new training pairs, if held-out pairs are too few."""
+    examples, held_out = run.eval.points(EVAL_ACCURACY)
+    is_open = len(held_out) > 0 and examples[-1] > 0 and is_inconclusive(float(held_out[-1]), n_evaluated(run))
+    examples, accuracies = run.train.points(TRAIN_ACCURACY)
+    accuracies = accuracies[examples <= run.count("epoch")]  # none if the count is lost
+    late = accuracies[len(accuracies) // 2 :]
+    if not is_open or len(late) < 20:
+        return
+    accuracy, bound = float(late.mean()), student_quantile(len(late) - 1) * mean_error(late)
+    if accuracy - bound > 0.5:
+        yield note(
+            "New training pairs are ranked better than by chance",
+            f"{TRAIN_ACCURACY} {figure(accuracy)} over the second half of the first epoch, 98 % interval "
+            f"{figure(accuracy - bound)} to {figure(accuracy + bound)}",
+            "An update ranks its pairs before it trains on them, so in a first epoch they are as new as held-out ones, "
+            "of which there are too few to tell: something was learned that carries over.",
+        )
+
+
 def _advise_more_pairs(run: Run) -> str:
     available = run.count("test.examples")
     if not available > 0:
@@ -257,6 +358,7 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
     `sign` is +1 if a higher value is better, -1 if a lower one is.
     """
     examples, values = run.eval.points(eval_name)
+    updates = run.eval.updates[np.isfinite(run.eval[eval_name])]
     if len(values) < 2:
         return
     best_index = int(np.argmax(sign * values))
@@ -265,25 +367,31 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
     train_at_best = mean_near(run, train_name, examples_at_best)
     train_at_last = mean_near(run, train_name, examples_at_last)
     if kind == "loss":
-        tolerated = max(0.05 * abs(best), 0.005, evaluation_loss_error(run))
+        error = math.sqrt(2) * evaluation_loss_error(run)
         # where training loss is above its start, the run has failed rather than overfitted
         start = find_start(run)
         has_learned = train_at_last < (start.loss if start is not None else run.train.first(train_name))
     else:
-        tolerated, has_learned = max(0.02, accuracy_error(best, n_evaluated(run))), True
+        error, has_learned = math.sqrt(2) * accuracy_error(best, n_evaluated(run)), True
+    by_pair = compare_evaluations(run, "loss" if kind == "loss" else "right", updates[best_index], updates[-1])
+    if by_pair is not None:
+        _, error = by_pair
+    by_chance = best_of_many_quantile(len(values) - 1) * error
+    tolerated = max(0.05 * abs(best), 0.005, by_chance) if kind == "loss" else max(0.02, by_chance)
     got_worse = sign * (best - last) > tolerated
     training_got_better = sign * (train_at_last - train_at_best) > 0
     if not (got_worse and training_got_better and has_learned):
         return
     value = (
         f"{eval_name} {figure(best)} at {count(examples_at_best, 'example')}, {figure(last)} at "
-        f"{examples_at_last:,.0f}; {train_name} {figure(train_at_best)}, then {figure(train_at_last)}"
+        f"{examples_at_last:,.0f}; {train_name} {figure(train_at_best)}, then {figure(train_at_last)}; a change of "
+        f"{kind} up to {figure(tolerated)} may be chance"
     )
     if kind == "loss" and _accuracy_did_not_fall(run, since=examples_at_best):
         yield note(
             "Evaluation loss rose while accuracy did not fall",
             value,
-            "Accuracy did not fall meanwhile: the policy became surer of pairs that it ranks wrong, the usual "
+            "Accuracy did not fall beyond chance: the policy became surer of pairs that it ranks wrong, the usual "
             "course of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier.",
         )
         return
@@ -300,26 +408,72 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
 
 
 def _accuracy_did_not_fall(run: Run, *, since: float) -> bool:
-    """Return whether held-out accuracy is no lower than at `since` examples.
+    """Return whether held-out accuracy is not clearly lower than at `since` examples.
 
-    False without accuracies, and if `since` is 0: before training all pairs tie.
+    Before training all pairs tie, so if `since` is 0, the first evaluation after it counts. False without two.
     """
     examples, accuracies = run.eval.points(EVAL_ACCURACY)
-    earlier_accuracies = accuracies[(examples == since) & (examples > 0)]
-    return len(earlier_accuracies) > 0 and bool(accuracies[-1] >= earlier_accuracies[0])
+    earlier_accuracies = accuracies[(examples >= since) & (examples > 0)][:-1]
+    if not len(earlier_accuracies):
+        return False
+    fall = float(earlier_accuracies[0] - accuracies[-1])
+    # an evaluation with the best loss has a lucky accuracy too
+    errors = best_of_many_quantile(len(accuracies) - 1) * math.sqrt(2)
+    return fall <= errors * accuracy_error(float(accuracies[-1]), n_evaluated(run))
 
 
 def accuracy_gap(run: Run) -> Iterator[Finding]:
     train, held_out = run.tail("train", TRAIN_ACCURACY), run.tail("eval", EVAL_ACCURACY)
     examples, _ = run.eval.points(EVAL_ACCURACY)
     is_evaluated_after_training = len(examples) > 0 and examples[-1] > 0  # before the first update all pairs tie
-    tolerated = max(0.15, accuracy_error(held_out, n_evaluated(run)))
+    tolerated = max(0.15, 2 * accuracy_error(held_out, n_evaluated(run)))
     if is_evaluated_after_training and train - held_out > tolerated:
         yield note(
             "Training pairs are ranked better than held-out ones",
             f"accuracy {figure(train)} against {figure(held_out)}",
             "Part of what was learned holds for the training pairs only. More epochs would widen this.",
         )
+
+
+def epoch_step(run: Run) -> Iterator[Finding]:
+    """A training loss that falls at an epoch's start, unlike the evaluation's."""
+    losses = run.train["loss/train"]
+    batch_size, epoch = number(run.setting("batch_size", 1)), run.count("epoch")
+    if not (epoch >= batch_size > 0):
+        return
+    updates_per_epoch = int(epoch // batch_size)
+    n = updates_per_epoch // 5  # updates compared, on either side of an epoch's end
+    for end in range(updates_per_epoch, len(losses) - n + 1, updates_per_epoch):
+        earlier, before, after = (losses[end + shift : end + shift + n] for shift in (-2 * n, -n, 0))
+        if n < 10 or not np.isfinite(losses[end - 2 * n : end + n]).all():
+            continue
+        # a loss that falls steadily falls as much from `earlier` to `before` as from `before` to `after`
+        steady_fall = max(float(earlier.mean() - before.mean()), 0.0)
+        step = float(before.mean() - after.mean()) - steady_fall
+        bound = student_quantile(n - 1) * math.hypot(mean_error(earlier), 2 * mean_error(before), mean_error(after))
+        held_out_before, held_out_after = _find_evaluations_around(run, end)
+        if step > max(bound, 0.05 * abs(before.mean())) and held_out_before - held_out_after < step / 2:
+            yield note(
+                "Training loss fell by a step as an epoch began",
+                f"loss/train {figure(before.mean())} over the {n} updates before update {end + 1:,}, "
+                f"{figure(after.mean())} over the {n} from it on; loss/eval {figure(held_out_before)} before, "
+                f"{figure(held_out_after)} after",
+                "From there on the run sees its pairs again, and remembers them: their loss falls at once, and that of "
+                "held-out pairs does not follow. Judge by held-out pairs alone, and train for fewer epochs if their "
+                "loss rises.",
+            )
+            return
+
+
+def _find_evaluations_around(run: Run, n_updates: float) -> tuple[float, float]:
+    """`loss/eval` up to `n_updates`, and at the end; NaN if unknown."""
+    losses = run.eval["loss/eval"]
+    before, after = losses[run.eval.updates <= n_updates], losses[run.eval.updates > n_updates]
+    return _last(before), _last(after)
+
+
+def _last(values: np.ndarray) -> float:
+    return float(values[-1]) if len(values) else math.nan
 
 
 # --- chosen and rejected, lengths -------------------------------------------------------------------------------------
@@ -342,7 +496,8 @@ def margin_sides(run: Run) -> Iterator[Finding]:
     if logps_change is not None:
         before, after = figure(logps_change.chosen_before, 4), figure(logps_change.chosen_after, 4)
         value = f"logps_{logps_change.split}/chosen {before}, then {after} ({signed(logps_change.chosen)}); {value}"
-    falls_beyond_margin = change.chosen < -change.margin  # chosen falls by more than the two sides moved apart
+    # chosen falls by more than the two sides moved apart
+    falls_beyond_margin = change.chosen + change.margin < -_bound_fall(run, in_nats=logps_change is not None)
     only_difference_counts = _loss_sees_only_differences(run)
     if not only_difference_counts:
         mechanism, advice = "", "By itself that is no fault: read the samples, and compare them with earlier ones."
@@ -364,6 +519,20 @@ def margin_sides(run: Run) -> Iterator[Finding]:
         value,
         f"{_describe_sides(parts)} {mechanism}The probability goes to texts that are in neither. {advice}",
     )
+
+
+def _bound_fall(run: Run, *, in_nats: bool) -> float:
+    """Bound the mean of chosen rewards plus margins that chance explains.
+
+    The mean is over the held-out pairs. Their standard deviation is that of the last updates; infinite with too few.
+    """
+    chosen, rejected = (run.train[f"rewards_train/{side}"] for side in SIDES)
+    sums = last_tenth((2 * chosen - rejected)[np.isfinite(chosen) & np.isfinite(rejected)])
+    scale = number(run.setting("loss.beta")) if in_nats else 1.0
+    if len(sums) < 10 or not scale > 0:
+        return math.inf
+    deviation = float(sums.std(ddof=1)) * math.sqrt(number(run.setting("batch_size", 1)))
+    return Z_98 * deviation / math.sqrt(n_evaluated(run)) / scale
 
 
 def _describe_sides(parts: MarginParts) -> str:
@@ -440,6 +609,36 @@ def lengths_in_data(run: Run) -> Iterator[Finding]:
         )
 
 
+def accuracy_by_length(run: Run) -> Iterator[Finding]:
+    """Held-out accuracy where chosen is longer, and where it is shorter."""
+    pairs = evaluated_pairs(run, run.eval.updates[-1]) if len(run.eval) and run.eval.updates[-1] > 0 else None
+    if pairs is None:
+        return
+    is_right, difference = pairs["margin"] > 0, pairs["chosen_tokens"] - pairs["rejected_tokens"]
+    longer, shorter = is_right[difference > 0], is_right[difference < 0]
+    if min(len(longer), len(shorter)) < 20:
+        return
+    right, n = [float(values.mean()) for values in (longer, shorter)], [len(longer), len(shorter)]
+    pooled = float(np.concatenate([longer, shorter]).mean())
+    bound = Z_98 * math.sqrt(pooled * (1 - pooled) * (1 / n[0] + 1 / n[1]))
+    if abs(right[0] - right[1]) <= bound:
+        return
+    likes_longer = right[0] > right[1]
+    worse_right, worse_n = (right[1], n[1]) if likes_longer else (right[0], n[0])
+    is_below_chance = is_below(worse_right, 0.5, worse_n)
+    yield Finding(
+        WARNING if is_below_chance else NOTE,
+        "Held-out pairs are ranked by length" if is_below_chance else "Held-out accuracy depends on length",
+        f"accuracy {figure(right[0])} where chosen is longer ({count(n[0], 'pair')}), {figure(right[1])} where it is "
+        f"shorter ({n[1]:,}); mean of both {figure(sum(right) / 2)}; a difference of up to {figure(bound)} may be "
+        "chance",
+        f"The policy prefers {'longer' if likes_longer else 'shorter'} responses, also where they are the rejected "
+        "ones. Go by the mean of both accuracies, which a preference for length alone leaves at 0.5, and compare the "
+        "lengths of samples. Pairs of equal lengths, or loss=simpo or loss=dpo_norm, which have means over tokens, "
+        "reward length less.",
+    )
+
+
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
@@ -478,9 +677,12 @@ def empty_samples(run: Run) -> Iterator[Finding]:
         emptiness = [(not policy.strip(), not other.strip()) for policy, other in pairs]
         n_only_policy_empty = sum(policy and not other for policy, other in emptiness)
         n_only_one_empty = sum(policy != other for policy, other in emptiness)
+    probability = binomial_tail(n_only_policy_empty, n_only_one_empty)
+    if probability > 0.1 and not all_empty:
+        return
     why = _explain_empty_samples(run, all_others_too=all_empty and n_empty_others == n_empty)
     yield Finding(
-        WARNING if binomial_tail(n_only_policy_empty, n_only_one_empty) <= 0.05 else NOTE,
+        WARNING if probability <= 0.05 else NOTE,
         "The policy says nothing" if all_empty else "Some of the policy's samples are empty",
         value,
         f"An empty sample is an answer that the policy ends at once. {why}",
@@ -499,6 +701,31 @@ def _explain_empty_samples(run: Run, *, all_others_too: bool) -> str:
             f"checkpoint, or train with a smaller lr, fewer epochs, or {WAYS_TO_HOLD_CHOSEN_UP}"
         )
     return "Look for empty targets in the data, and take an earlier checkpoint."
+
+
+def cut_off_samples(run: Run) -> Iterator[Finding]:
+    """Samples that break off more often than the others."""
+    limit = run.setting("n_eval_tokens")
+    pairs, source = _pair_samples(run)
+    cut_off = [(_seems_cut_off(policy, limit), _seems_cut_off(other, limit)) for policy, other in pairs]
+    n_policy, n_others = sum(policy for policy, _ in cut_off), sum(other for _, other in cut_off)
+    n_only_policy = sum(policy and not other for policy, other in cut_off)
+    n_only_one = sum(policy != other for policy, other in cut_off)
+    if n_only_policy and binomial_tail(n_only_policy, n_only_one) <= 0.05:
+        yield warning(
+            "More of the policy's samples are cut off",
+            f"{n_policy} of {count(len(cut_off), 'sample')}, {source} {n_others}",
+            "These samples are long and end within a sentence, so they probably met the limit of "
+            f"{'n_eval_tokens' if limit else 'max_length'} before an end: the policy may have forgotten to end its "
+            "answers, or learned to make them longer. Read them, and take an earlier checkpoint if they ramble.",
+        )
+
+
+def _seems_cut_off(text: str, limit: Any) -> bool:
+    """Return whether a sample ends within a sentence, and is long."""
+    text = text.rstrip()
+    ends_in_sentence = text[-1:].isalnum() or text[-1:] in (",", ";", ":", "-", "(")
+    return ends_in_sentence and not len(text) < number(limit)  # a token is a character or more
 
 
 def sample_lengths(run: Run) -> Iterator[Finding]:
@@ -550,6 +777,58 @@ def learning_rate(run: Run) -> Iterator[Finding]:
             f"lr {logged_lrs.max():.3g} at most, of {peak_lr:.3g}",
             f"The warmup takes {run.setting('warmup_steps')} updates, and the run has {count(run.updates, 'update')}.",
         )
+
+
+def rate_too_high(run: Run) -> Iterator[Finding]:
+    """Chosen responses that fall fast, or gradients that grow."""
+    evidence = [text for text in (_describe_fast_fall(run), _describe_growing_gradients(run)) if text]
+    if evidence:
+        yield warning(
+            "The learning rate looks too high",
+            "; ".join(evidence),
+            "Steps this large change more than what the pairs are about. Try a third of lr, or more warmup_steps.",
+        )
+
+
+def _describe_fast_fall(run: Run) -> str | None:
+    """Describe the first blocks of updates between which chosen responses fell fast."""
+    beta, tokens = number(run.setting("loss.beta")), run.count("train.mean_chosen_tokens")
+    scale = beta if run.is_per_token else beta * tokens  # rewards per nat and token
+    is_beta_times_log_ratio = run.setting("loss.f_divergence", "reverse_kl") == "reverse_kl"
+    updates, rewards = run.train.updates, run.train["rewards_train/chosen"]
+    n_blocks = len(rewards) // (BLOCK // 2)
+    if not (run.has_pairs and scale > 0 and is_beta_times_log_ratio and n_blocks >= 3):
+        return None
+    blocks = rewards[: n_blocks * (BLOCK // 2)].reshape(n_blocks, BLOCK // 2) / scale
+    means = blocks.mean(axis=1)
+    falls = means[:-2] - means[2:]  # within BLOCK updates
+    for i in (falls > FAST_FALL).nonzero()[0]:
+        if falls[i] > 4 * math.hypot(mean_error(_detrend(blocks[i])), mean_error(_detrend(blocks[i + 2]))):
+            return (
+                f"log-probabilities of chosen responses fell by {figure(falls[i])} a token within {BLOCK} updates, up "
+                f"to update {updates[(i + 3) * (BLOCK // 2) - 1]:,.0f}"
+            )
+    return None
+
+
+def _detrend(values: np.ndarray) -> np.ndarray:
+    """Subtract a straight line, which is no noise."""
+    times = np.arange(len(values)) - (len(values) - 1) / 2
+    return values - values.mean() - times * (times @ values) / (times @ times)
+
+
+def _describe_growing_gradients(run: Run) -> str | None:
+    """Describe gradients that grew since the warmup."""
+    is_after_warmup = run.train.updates > number(run.setting("warmup_steps", 0))
+    norms = run.train["grad_norm"][is_after_warmup]
+    norms = norms[np.isfinite(norms)]
+    if len(norms) < 4 * BLOCK:
+        return None
+    first, last = float(np.median(norms[:BLOCK])), float(np.median(norms[-max(BLOCK, len(norms) // 10) :]))
+    if not last >= GROWN_NORM * first > 0:
+        return None
+    first_updates = f"in the first {BLOCK} updates after the warmup"
+    return f"the median of grad_norm was {figure(first)} {first_updates}, and is {figure(last)} now"
 
 
 def clipping(run: Run) -> Iterator[Finding]:
@@ -621,6 +900,43 @@ def data_counts(run: Run) -> Iterator[Finding]:
             yield note("Worth a look in the data", value, text)
 
 
+def leakage(run: Run) -> Iterator[Finding]:
+    """Test prompts, or their first turns, that are in the training split."""
+    n_prompts, n_whole = run.count("test.prompts"), run.count("test.prompts_in_train")
+    n_first_turns = run.count("test.first_turns_in_train")
+    if not (n_prompts > 0 and max(n_whole, n_first_turns) / n_prompts >= LEAKED):  # false for NaN
+        return
+    yield Finding(
+        WARNING if n_whole / n_prompts >= MUCH_LEAKED else NOTE,
+        "Test prompts are in the training split",
+        f"of {count(n_prompts, 'test prompt')}, {n_whole:,.0f} ({percent(n_whole / n_prompts)}) are training prompts "
+        f"too, and {n_first_turns:,.0f} ({percent(n_first_turns / n_prompts)}) open with the first turn of one",
+        "The run has trained on the subjects of these prompts, so held-out numbers are too good for them. Split the "
+        "data by first turn, so that no dialogue is in both splits.",
+    )
+
+
+def label_noise(run: Run) -> Iterator[Finding]:
+    """Training pairs ranked clearly wrong, more than right labels would explain."""
+    if run.ledger is None or not run.has_pairs:
+        return
+    from dpo.analysis.ledger import count_clearly_wrong  # most runs have no ledger
+
+    counted = count_clearly_wrong(run.ledger)
+    if counted is None or counted.right < 0.75:  # a policy that ranks few pairs right knows too little of labels
+        return
+    excess, error = counted.share - counted.expected, math.sqrt(counted.share * (1 - counted.share) / counted.pairs)
+    if excess > max(0.04, Z_98 * error):  # margins with longer tails than the normal ones reach 0.038
+        yield note(
+            "Some labels may be wrong",
+            f"{percent(counted.share)} of {count(counted.pairs, 'training pair')} in the second half of the run are "
+            f"ranked wrong by at least a typical margin; with right labels about {percent(counted.expected)} would be",
+            "The policy is as sure that these labels are wrong as it is of others that they are right. `python -m "
+            "scripts.ledger RUN` lists the worst ones: read them. If labels are swapped, correct them, or train with "
+            "loss.label_smoothing or loss=robust.",
+        )
+
+
 # --- pairs drawn from the policy --------------------------------------------------------------------------------------
 
 
@@ -642,10 +958,11 @@ def online_accuracies(run: Run) -> Iterator[Finding]:
 
 def unfinished_answers(run: Run) -> Iterator[Finding]:
     share_ended, limit = run.tail("train", "online/eos"), run.setting("online.max_new_tokens")
-    if share_ended < 0.9:
+    n_answers = _count_prompts_in_tail(run, "online/eos") * number(run.setting("online.n_samples", 2))
+    if is_below(share_ended, 0.9, n_answers):
         has_penalty = number(run.setting("online.missing_eos_penalty")) > 0
         penalty = "" if has_penalty else "set online.missing_eos_penalty, "
-        are_most = share_ended < 0.5
+        are_most = is_below(share_ended, 0.5, n_answers)
         yield Finding(
             WARNING if are_most else NOTE,
             "Most answers are cut off" if are_most else "Some answers are cut off",
@@ -655,9 +972,14 @@ def unfinished_answers(run: Run) -> Iterator[Finding]:
         )
 
 
+def _count_prompts_in_tail(run: Run, name: str) -> float:
+    """Count the prompts behind a metric's mean over the last updates."""
+    return len(run.ends(name)[1]) * number(run.setting("batch_size", 1))
+
+
 def ties(run: Run) -> Iterator[Finding]:
     share = run.tail("train", "online/ties")
-    if share >= 0.5:
+    if is_above(share, 0.5, _count_prompts_in_tail(run, "online/ties")):
         effect = (
             "Ties are trained on (online.ties=keep), though the scorer prefers neither answer"
             if run.setting("online.ties") == "keep"
@@ -674,19 +996,35 @@ def ties(run: Run) -> Iterator[Finding]:
 
 def scores(run: Run) -> Iterator[Finding]:
     first, last = run.ends("online/score")
-    _, all_scores = run.train.points("online/score")
-    if len(all_scores) < 20:
+    if len(run.train.points("online/score")[1]) < 20:
         return
-    before, after, error = float(first.mean()), float(last.mean()), difference_error(first, last)
-    value = f"online/score {figure(before)} over the first {count(len(first), 'update')}, {figure(after)} over the last"
-    if after > before + error:
+    change, bound = change_and_bound(first, last)
+    gap = run.tail("train", "online/score_best") - run.tail("train", "online/score_worst")
+    value = (
+        f"online/score {figure(first.mean())} over the first {count(len(first), 'update')}, {figure(last.mean())} over "
+        f"the last; change {signed(change)}, 98 % interval {signed(change - bound)} to {signed(change + bound)}"
+    )
+    if change > bound:
         yield note("Scores rise", value, "Answers that are drawn later have higher scores.")
-    else:
+    elif change < -bound:
+        yield warning(
+            "Scores have fallen",
+            value,
+            "The policy gives worse answers by its own scorer: lr may be too high, or loss.beta too low.",
+        )
+    elif change + bound < 0.1 * gap:
         yield warning(
             "Scores have not risen",
-            f"{value}; two standard errors {figure(error)}",
-            "The policy has not learned what the scorer rewards: lr may be too low, loss.beta too high, the run too "
-            "short, or most pairs ties.",
+            f"{value}; best minus worst answer {figure(gap)}",
+            "If scores rose, it was by less than a tenth of what lies between two answers to a prompt. The policy has "
+            "not learned what the scorer rewards: lr may be too low, loss.beta too high, the run too short, or most "
+            "pairs ties.",
+        )
+    else:
+        yield note(
+            "Scores cannot be told from unchanged ones",
+            value,
+            "The updates are too few, or their scores vary too much, to see whether answers get better.",
         )
 
 
@@ -717,7 +1055,8 @@ def divergence(run: Run) -> Iterator[Finding]:
     fallen_metrics = ""
     for name in ("online/score", "online/eos"):
         first, last = run.ends(name)
-        if len(first) > 1 and last.mean() < first.mean() - difference_error(first, last):
+        change, bound = change_and_bound(first, last) if len(first) > 1 else (0.0, 0.0)
+        if change < -bound:
             fallen_metrics += f"; {name} {figure(first.mean())} at first, {figure(last.mean())} now"
     advice = ", and consider a larger loss.beta, a smaller lr or fewer updates" if fallen_metrics else ""
     yield Finding(
@@ -753,13 +1092,13 @@ def time_to_draw(run: Run) -> Iterator[Finding]:
 Rule = Callable[[Run], Iterator[Finding]]
 
 ANY_RUN: tuple[Rule, ...] = (
-    skipped_updates, collapse, best_checkpoint, spikes, empty_samples, sample_lengths, learning_rate, clipping,
-    data_counts,
+    skipped_updates, collapse, best_checkpoint, spikes, empty_samples, cut_off_samples, sample_lengths, learning_rate,
+    clipping, data_counts, leakage,
 )  # fmt: skip
 # rules that an online run would break: its pairs change with the policy, and its scorer may contradict held-out labels
 OFFLINE: tuple[Rule, ...] = (
-    no_better_than_chance, saturation, evaluation_turns, margin_sides, length_in_margin, lengths_in_data, accuracy_gap,
-    slowing,
+    worse_than_reference, no_better_than_chance, new_training_pairs, rate_too_high, saturation, evaluation_turns,
+    epoch_step, margin_sides, length_in_margin, lengths_in_data, accuracy_by_length, accuracy_gap, label_noise, slowing,
 )  # fmt: skip
 ONLINE: tuple[Rule, ...] = (
     online_accuracies, unfinished_answers, ties, scores, score_length_correlation, divergence, time_to_draw,

@@ -11,7 +11,11 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 # spikes
-SPIKE_RATIO = 10.0  # a spike is above this multiple of the median of the last 100 values
+SPIKE_RATIO = 10.0  # a spike is above this multiple of the median of the last 100 values,
+# and above this multiple of the largest value so far, other spikes aside. Once most pairs are learned, the loss of a
+# small batch is that of its worst pair, so that many values are far above the median. With an exponential tail, value n
+# exceeds 3 times the largest of those before it with a probability of 6 / (n (n + 1) (n + 2))
+LARGEST_RATIO = 3.0
 FEWEST_VALUES = 20  # before the first spike; their mean sets the scale for FAINT
 FAINT = 0.01  # a value below this fraction of the mean of the first 20 values is not a spike
 
@@ -51,6 +55,7 @@ class InstabilityDetector:
     def __init__(self, batch_size: float, start: Means | None = None) -> None:
         self.start = start
         self.first: dict[str, float] = {}  # mean of each metric's first 20 values
+        self.largest: dict[str, float] = {}  # value of each metric that is no spike
         self._earlier: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("grad_norm", "loss/train")}
         updates_with_fewest_pairs = math.ceil(FEWEST_PAIRS / batch_size) if batch_size > 0 else FEWEST_PAIRS
         self._long_window = max(FEWEST_UPDATES, updates_with_fewest_pairs)
@@ -68,16 +73,16 @@ class InstabilityDetector:
         ratio = self._measure_spike(name, value) if len(earlier) >= FEWEST_VALUES else None
         if math.isfinite(value):
             earlier.append(value)
+            if ratio is None:
+                self.largest[name] = max(value, self.largest.get(name, value))
         return ratio
 
     def _measure_spike(self, name: str, value: float) -> float | None:
-        # once nearly all pairs are learned, a pair that is not has a loss far above the median; a loss no higher than
-        # at the start is harmless
+        # a loss no higher than at the start is harmless
         if name == "loss/train" and self.start is not None and value <= self.start.loss:
             return None
         earlier = self._earlier[name]
-        # no median is below the minimum, so this cheap test comes before the median
-        if not value > max(SPIKE_RATIO * min(earlier), FAINT * self.first[name]):
+        if not value > max(LARGEST_RATIO * self.largest[name], FAINT * self.first[name]):
             return None
         typical = median(earlier)
         return value / typical if value > SPIKE_RATIO * typical > 0 else None

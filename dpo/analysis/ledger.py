@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -226,6 +227,51 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
         lengths=pairs.measure_lengths(),
         drift=_measure_drift(table),
     )
+
+
+class ClearlyWrong(NamedTuple):
+    """Training pairs whose margin is below minus the typical size of margins."""
+
+    share: float
+    expected: float  # share if margins were normal, with as many above 0
+    right: float  # share with a margin above 0
+    pairs: int
+
+
+def count_clearly_wrong(table: pa.Table) -> ClearlyWrong | None:
+    """Count the training pairs that are clearly wrong late in a run.
+
+    A pair counts at its first visit in the second half of the updates. In a normal distribution few margins are that
+    low if most are above 0. Flipped labels mirror the margins of their pairs, so they add a second hump there, the
+    clearer the better the policy ranks other pairs. None with fewer than 100 pairs.
+    """
+    table = encode(table)
+    margins, updates = _numbers(table, "margin"), _numbers(table, "update")
+    is_late = updates > updates.max(initial=0) / 2
+    [rows] = (_is_train(table) & ~_is_tie(table) & is_late & np.isfinite(margins)).nonzero()
+    _, first_visits = np.unique(_codes(table, "example")[rows], return_index=True)
+    rows = rows[first_visits]
+    if len(rows) < 100:
+        return None
+    typical_sizes = _find_group_medians(abs(margins[rows]), _periods(table)[rows])
+    share_right = float((margins[rows] > 0).mean())
+    share = float((margins[rows] <= -typical_sizes).mean())
+    return ClearlyWrong(share, _expect_clearly_wrong(share_right), share_right, len(rows))
+
+
+def _expect_clearly_wrong(share_right: float) -> float:
+    """Compute the share of a normal distribution below minus its median size.
+
+    Its standard deviation is 1; `share_right` of it is above 0.
+    """
+    normal = NormalDist()
+    mean = normal.inv_cdf(min(max(share_right, 0.01), 0.99))
+    low, high = 0.0, abs(mean) + 1
+    for _ in range(50):  # bisection for the median size
+        size = (low + high) / 2
+        is_below_median = normal.cdf(size - mean) - normal.cdf(-size - mean) < 0.5
+        low, high = (size, high) if is_below_median else (low, size)
+    return normal.cdf(-high - mean)
 
 
 class _Pairs:

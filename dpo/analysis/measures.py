@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,10 @@ from dpo.analysis.runs import Log, Run, first_tenth, number
 
 USEFUL = 0.55  # below this accuracy nothing useful was learned
 SIDES = ("chosen", "rejected")
+NUMBERS_OF_PAIRS = (  # columns of the ledger
+    "loss", "margin", "chosen_tokens", "rejected_tokens",
+    "policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected",
+)  # fmt: skip
 Z_95, Z_98 = 1.959964, 2.326348  # half the width of a 95 % and a 98 % interval, in standard errors
 
 
@@ -35,13 +40,47 @@ def is_inconclusive(accuracy: float, n: float) -> bool:
 
 
 def accuracy_error(accuracy: float, n: float) -> float:
-    """Two standard errors of an accuracy measured on n examples."""
-    return 2 * math.sqrt(max(accuracy * (1 - accuracy), 0.0) / n) if n > 0 else 0.0
+    """Standard error of an accuracy measured on n examples."""
+    return math.sqrt(max(accuracy * (1 - accuracy), 0.0) / n) if n > 0 else 0.0
 
 
-def difference_error(first: np.ndarray, last: np.ndarray) -> float:
-    """Two standard errors of a difference of means."""
-    return 2 * math.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
+def best_of_many_quantile(n: int) -> float:
+    """Standard errors by which chance lets the best of n lead.
+
+    They are those of its difference from another value, which exceeds them in at most one run of twenty (Bonferroni).
+    """
+    return NormalDist().inv_cdf(1 - 0.05 / max(n, 1))
+
+
+def is_below(share: float, limit: float, n: float) -> bool:
+    """Return whether a share of n examples is clearly below a limit."""
+    return n > 0 and wilson_interval(share, n)[1] < limit
+
+
+def is_above(share: float, limit: float, n: float) -> bool:
+    """Return whether a share of n examples is clearly above a limit."""
+    return n > 0 and wilson_interval(share, n)[0] > limit
+
+
+def mean_error(values: np.ndarray) -> float:
+    """Standard error of the mean of successive values, which may be correlated.
+
+    The correlation of neighbours is taken to fall off geometrically with their distance.
+    """
+    n, centered = len(values), values - values.mean()
+    total = float(centered @ centered)
+    correlation = float(centered[1:] @ centered[:-1]) / total if total > 0 else 0.0
+    correlation = min(max(correlation, 0.0), 0.95)
+    return math.sqrt(total / (n - 1) / n * (1 + correlation) / (1 - correlation))
+
+
+def change_and_bound(first: np.ndarray, last: np.ndarray) -> tuple[float, float]:
+    """Difference of two means, and half its 98 % interval.
+
+    Both are means of successive values (`mean_error`).
+    """
+    error = math.hypot(mean_error(first), mean_error(last))
+    return float(last.mean() - first.mean()), student_quantile(min(len(first), len(last)) - 1) * error
 
 
 def mean_and_bound(differences: np.ndarray) -> tuple[float, float]:
@@ -51,16 +90,23 @@ def mean_and_bound(differences: np.ndarray) -> tuple[float, float]:
     run of twenty.
     """
     n = len(differences)
-    z, degrees = Z_98, n - 1  # degrees of freedom
-    # the 99 % quantile of Student's t, within 1 % from 5 degrees of freedom on (expansion by Cornish and Fisher)
-    quantile = (
+    standard_error = float(differences.std(ddof=1)) / math.sqrt(n)
+    return float(differences.mean()), student_quantile(n - 1) * standard_error
+
+
+def student_quantile(degrees: int) -> float:
+    """99 % quantile of Student's t.
+
+    It is right within 1 % from 5 degrees of freedom on.
+    """
+    z = Z_98
+    # expansion by Cornish and Fisher
+    return (
         z
         + (z**3 + z) / (4 * degrees)
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
     )
-    standard_error = float(differences.std(ddof=1)) / math.sqrt(n)
-    return float(differences.mean()), quantile * standard_error
 
 
 def binomial_tail(heads: int, tosses: int) -> float:
@@ -76,7 +122,7 @@ def n_evaluated(run: Run) -> float:
 
 
 def evaluation_loss_error(run: Run) -> float:
-    """Two standard errors of `loss/eval`; 0 with fewer than 20 updates.
+    """Standard error of `loss/eval`; 0 with fewer than 20 updates.
 
     The standard deviation of an example's loss is estimated from the training batches, in the tenth of the run where it
     is largest: towards the end, training examples may be learned, and their losses nearly equal.
@@ -87,7 +133,7 @@ def evaluation_loss_error(run: Run) -> float:
     batch_size = max(1.0, number(run.setting("batch_size", 1)))
     batch_deviation = max(float(tenth.std(ddof=1)) for tenth in np.array_split(losses, 10))
     example_deviation = batch_deviation * math.sqrt(batch_size)
-    return 2 * example_deviation / math.sqrt(n_evaluated(run))
+    return example_deviation / math.sqrt(n_evaluated(run))
 
 
 def find_start(run: Run) -> Means | None:
@@ -219,23 +265,47 @@ def length_by_pair(run: Run) -> float:
     NaN without a ledger, or if rewards are not beta times the change of log-probabilities.
     """
     beta, logged_margin = number(run.setting("loss.beta")), run.eval.last("rewards_eval/margins")
-    if run.ledger is None or not beta > 0:
+    pairs = evaluated_pairs(run, run.eval.updates[-1]) if len(run.eval) else None
+    if pairs is None or not beta > 0:
         return math.nan
-    import pyarrow.compute as pc  # most runs have no ledger
-
-    table = run.ledger.filter(pc.equal(run.ledger["split"], "eval"))
-    if not len(table):
-        return math.nan
-    table = table.filter(pc.equal(table["update"], pc.max(table["update"])))
-    rewards = {}
-    for side in SIDES:
-        log_ratio = table[f"policy_{side}"].to_numpy() - table[f"reference_{side}"].to_numpy()
-        rewards[side] = beta * log_ratio
+    rewards = {side: beta * (pairs[f"policy_{side}"] - pairs[f"reference_{side}"]) for side in SIDES}
     margin = float((rewards["chosen"] - rewards["rejected"]).mean())
     if not math.isclose(margin, logged_margin, rel_tol=0.01, abs_tol=1e-6):  # the loss has other rewards
         return math.nan
-    chosen_tokens, rejected_tokens = (table[f"{side}_tokens"].to_numpy() for side in SIDES)
+    chosen_tokens, rejected_tokens = (pairs[f"{side}_tokens"] for side in SIDES)
     return float(length_part(rewards["chosen"], rewards["rejected"], chosen_tokens, rejected_tokens).mean())
+
+
+def evaluated_pairs(run: Run, n_updates: float) -> dict[str, np.ndarray] | None:
+    """Columns of the ledger's pairs in the evaluation after `n_updates`, (pairs,) each.
+
+    They are sorted by example, so that two evaluations, which have the same pairs, can be compared pair by pair. None
+    without a ledger or without such rows.
+    """
+    if run.ledger is None:
+        return None
+    import pyarrow.compute as pc  # most runs have no ledger
+
+    table = run.ledger.filter(pc.and_(pc.equal(run.ledger["split"], "eval"), pc.equal(run.ledger["update"], n_updates)))
+    columns = {field.name: table[field.name] for field in table.schema if field.name in NUMBERS_OF_PAIRS}
+    order = pc.sort_indices(table["example"].cast("string")).to_numpy()
+    pairs = {name: column.to_numpy()[order] for name, column in columns.items()}
+    return pairs if len(order) and np.isfinite(pairs["margin"]).all() else None
+
+
+def compare_evaluations(run: Run, name: str, first: float, last: float) -> tuple[float, float] | None:
+    """Compare two evaluations pair by pair: mean difference, standard error.
+
+    `name` is loss, margin or right, which is 1 for a margin above 0; `first` and `last` are numbers of updates. None
+    unless the ledger has both evaluations of the same pairs.
+    """
+    before, after = evaluated_pairs(run, first), evaluated_pairs(run, last)
+    if before is None or after is None or len(before["loss"]) != len(after["loss"]) or len(before["loss"]) < 2:
+        return None
+    for pairs in (before, after):
+        pairs["right"] = (pairs["margin"] > 0).astype(float)
+    differences = after[name] - before[name]
+    return float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(len(differences))
 
 
 class Cost(NamedTuple):

@@ -313,6 +313,8 @@ DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "duplicated_pairs": "duplicated pairs",
     "contradictory_pairs": "contradictory pairs",
     "identical_pairs": "identical pairs",
+    "prompts_in_train": "prompts that are in train too",
+    "first_turns_in_train": "prompts that open like one of train",
     "empty_responses": "with an empty response",
     "joined_words": "without a space after the prompt",
 }

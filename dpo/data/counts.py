@@ -7,6 +7,7 @@ import json
 import operator
 import random
 import unicodedata
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +20,7 @@ import numpy as np
 
 from dpo.data.asking import RAW, find_format
 from dpo.data.examples import ExampleId, TextExample, read_examples
+from dpo.data.schema import ASSISTANT
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder, append_eos, truncate
 from dpo.errors import InputError
@@ -26,6 +28,7 @@ from dpo.losses import TRAINS_ON
 from dpo.numbers import count
 
 SAMPLE_SIZE = 10_000  # examples of a split whose tokens are counted
+LEAST_WORDS = 6  # of a first turn with its speaker, to be looked for in the other split
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
 SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
 # counts that are printed: the field of SplitReport, and what follows the number, in singular and plural
@@ -33,6 +36,8 @@ TEXT_COUNTS = (
     ("empty_responses", "with an empty response", "with an empty response"),
     ("duplicated_pairs", "duplicated pair", "duplicated pairs"),
     ("contradictory_pairs", "contradictory pair", "contradictory pairs"),
+    ("prompts_in_train", "prompt that is in train too", "prompts that are in train too"),
+    ("first_turns_in_train", "prompt that opens like one of train", "prompts that open like one of train"),
     ("contradictory_labels", "response with both labels", "responses with both labels"),
 )
 TOKEN_COUNTS = (
@@ -55,6 +60,8 @@ class SplitReport:
     empty_responses: int = 0  # examples with a response of only whitespace and EOS
     duplicated_pairs: int | None = None  # pairs that repeat an earlier pair of their prompt
     contradictory_pairs: int | None = None  # pairs that reverse an earlier pair of their prompt
+    prompts_in_train: int | None = None  # of the test split: prompts that the training split has too
+    first_turns_in_train: int | None = None  # of the test split: prompts whose first turn opens a training prompt
     desirable: int | None = None  # labelled examples by their label
     undesirable: int | None = None
     contradictory_labels: int | None = None  # responses that an earlier example of their prompt has with another label
@@ -183,6 +190,8 @@ class SplitCounter:
         # hashes of pairs or labelled responses, of all datasets, which may have prompts in common
         self._seen: set[int] = set()
         self._texts_with_eos: dict[str, str] = {}  # each with its prompt
+        # of all prompts and their first turns: a prompt takes 16 bytes
+        self._prompt_hashes, self._first_turn_hashes = array("q"), array("q")
 
     def watch(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
         """Count the texts of prompts, and yield the prompts unchanged.
@@ -195,6 +204,8 @@ class SplitCounter:
                 self._formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
             self.digest.update(repr((prompt.text, prompt.responses, prompt.examples)).encode())
             self.counts["prompts"] += 1
+            self._prompt_hashes.append(hash(prompt.text))
+            self._first_turn_hashes.append(hash(_find_first_turn(prompt.text)))
             examples = [prompt.texts(index) for index in range(len(prompt.examples))]
             for texts in examples:
                 self._count_texts(prompt, texts)
@@ -203,6 +214,11 @@ class SplitCounter:
             yield prompt
         if self._texts_with_eos:
             self._refuse_eos()
+
+    def count_in_train(self, train: SplitCounter) -> None:
+        """Count the prompts, and first turns, that the training split has too."""
+        self.counts["prompts_in_train"] = int(np.isin(self._prompt_hashes, train._prompt_hashes).sum())
+        self.counts["first_turns_in_train"] = int(np.isin(self._first_turn_hashes, train._first_turn_hashes).sum())
 
     def _find_eos(self, prompt: str, examples: Iterable[Mapping[str, str]]) -> None:
         """Collect the texts of a prompt's examples that contain EOS."""
@@ -300,6 +316,15 @@ class SplitCounter:
         if tuple(texts) == TRAINS_ON["pairs"]:
             self.counts["identical_pairs"] += responses[0] == responses[1]
         return prompt_ids, responses
+
+
+def _find_first_turn(prompt: str) -> str:
+    """Find the first turn of a dialogue in HH's format.
+
+    Any other prompt is one turn. So is a dialogue whose first turn is as short as a greeting, which many share.
+    """
+    first_turn, marker, _ = prompt.partition(ASSISTANT)
+    return first_turn + marker if len(first_turn.split()) >= LEAST_WORDS else prompt
 
 
 def _are_joined(prompt: str, response: str) -> bool:

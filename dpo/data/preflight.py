@@ -104,6 +104,7 @@ def build_table(
     Raises InputError for unusable data.
     """
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
+    counters: dict[str, SplitCounter] = {}
     trains_on = "prompts" if options.online else options.trains_on
     for split in SPLITS:
         prompts = iterate_prompts(
@@ -122,6 +123,9 @@ def build_table(
         )
         counter, path = SplitCounter(encode, trains_on=trains_on), directory / f"{split}.arrow"
         write_prompts(path, counter.watch(prompts))
+        counters[split] = counter
+        if split == "test":
+            counter.count_in_train(counters["train"])
         report = counter.count_tokens(
             PromptTable(path), max_length=options.max_length, max_prompt_length=options.max_prompt_length
         )

@@ -156,9 +156,15 @@ class InstabilityWarner(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         start = self._detector.start
-        return {"warned": self._warned, "first": self._detector.first, "start": start and list(start)}
+        return {
+            "warned": self._warned,
+            "first": self._detector.first,
+            "largest": self._detector.largest,
+            "start": start and list(start),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            self._warned, self._detector.first = state["warned"], dict(state["first"])
+            self._warned = state["warned"]
+            self._detector.first, self._detector.largest = dict(state["first"]), dict(state["largest"])
             self._detector.start = Means(*state["start"]) if state["start"] else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -9,11 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from support.records import CONFIG, evaluation, rewards, sample, update
 
 from dpo.analysis.findings import Finding, find_all, sample_lengths
+from dpo.analysis.loss_shapes import OF_BOTH, OF_MARGIN, find_loss_shape
 from dpo.analysis.measures import USEFUL, find_change, length_part, margin_parts, wilson_interval
 from dpo.analysis.runs import Log, Run, State
+from dpo.losses import LOSSES, Scores, find_loss
 
 TOKENS = {"mean_chosen_tokens": 20.0, "mean_rejected_tokens": 20.0}
 MINUS = "\N{MINUS SIGN}"
@@ -71,7 +75,7 @@ def with_margin(chosen: float, rejected: float, logps: tuple = (-50.0, -50.0)) -
     named = ("logps_eval/chosen", "logps_eval/rejected")
     first = evaluation(0, 0.69, **rewards("eval", 0.0, 0.0, 0.0), **dict.fromkeys(named, -50.0))
     last = evaluation(50, 0.5, **rewards("eval", chosen, rejected), **dict(zip(named, logps, strict=True)))
-    return [first, *updates(50), last]
+    return [first, *updates(50, accuracy=0.7), last]
 
 
 def drawing(n: int = 40, **courses) -> Lines:
@@ -106,7 +110,10 @@ SIMPO = {"loss": {"name": "simpo", "beta": 2.0, "gamma": 1.0}}
 
 UNCLEAR = "Held-out accuracy cannot be told from chance"
 CHANCE = "Held-out pairs are ranked no better than by chance"
-SATURATED = "Accuracy is saturated"
+SATURATED, SPENT = "Accuracy is saturated", "Accuracy and loss are saturated"
+WORSE_THAN_REFERENCE = "By its own loss the policy is worse than the reference"
+TOO_HIGH, STEP = "The learning rate looks too high", "Training loss fell by a step as an epoch began"
+LEAKAGE = "Test prompts are in the training split"
 LOSS_TURNED = "Evaluation loss turned while training loss improved"
 ACCURACY_TURNED = "Evaluation accuracy turned while training accuracy improved"
 GAP = "Training pairs are ranked better than held-out ones"
@@ -151,19 +158,49 @@ TOLD = [
     Told("note", "Held-out pairs are ranked little better than by chance",
          "rewards_eval/accuracies 0.535 on 5,000 pairs, 95 % interval 0.521 to 0.549", held_out(0.535),
          {"n_eval_examples": 5000}, "above chance, but by less than 0.05"),
-    # the first ten that are all right begin with update 41
-    Told("warning", SATURATED, "rewards_train/accuracies 1 over the last 10 updates",
-         updates(100, accuracy=lambda k: 0.5 if k <= 40 else 1.0), text="from about 164 examples on: accuracy can tell "
-         "nothing more. But grad_norm was 1 over the first 10 updates and is 1 now, so updates still move the policy"),
-    # hinge and IPO have no gradient left at margins where DPO has most of it: the measured one tells
-    Told("warning", SATURATED, "", updates(100, accuracy=1.0, grad_norm=lambda k: 1.0 if k < 50 else 0.05),
-         text="is 0.05 now: more updates mostly widen margins"),
+    Told("note", "New training pairs are ranked better than by chance", "rewards_train/accuracies 0.75 over the second "
+         "half of the first epoch, 98 % interval 0.", updates(100, accuracy=lambda k: 1.0 if k % 2 else 0.5)
+         + evaluated((100, 0.69, 0.55)), {"preflight": {"epoch": 400.0}}),
+    # the first twenty that are all right begin with update 41
+    Told("note", SATURATED, "rewards_train/accuracies 1 over the last 20 updates; rewards_train/margins 0.2; by the "
+         "formula of loss=dpo a pair has 90 % of its first gradient left",  # 2 / (1 + e^0.2)
+         updates(200, accuracy=lambda k: 0.5 if k <= 40 else 1.0), text="from about 164 examples on: accuracy can tell "
+         "nothing more. Updates still move the policy"),
+    # where the loss is no function of the rewards, the measured gradient tells
+    Told("note", SATURATED, "rewards_train/accuracies 1 over the last 20 updates; rewards_train/margins 0.2; grad_norm "
+         "1 over the first 20 updates, 1 now", updates(200, accuracy=1.0), {"loss": {"name": "aot", "beta": 0.1}}),
+    Told("warning", SPENT, "", updates(200, accuracy=1.0, grad_norm=lambda k: 1.0 if k < 50 else 0.05),
+         {"loss": {"name": "aot", "beta": 0.1}}, "harder pairs"),
+    # margins of 1.4 are beyond the hinge, and 0.5 is what IPO asks for
+    *(Told("warning", SPENT, f"rewards_train/accuracies 1 over the last 20 updates; rewards_train/margins {margin}; by "
+           f"the formula of loss={loss} a pair has 0 % of its first gradient left", lines,
+           {"loss": {"name": loss, "beta": 0.1}})
+      for loss, margin in (("hinge", 1.4), ("ipo", 0.5))
+      for lines in [[update(k, **rewards("train", margin, 0.0, 1.0)) for k in range(1, 201)]]),
+    # mean loss 0.9 and margin 0: normal margins with a deviation of 1.54, losses with one of 0.83; 2.34 * 0.83 / 16
+    Told("warning", WORSE_THAN_REFERENCE, "loss/eval 0.9, 0.693 before training; the difference on 256 pairs is "
+         "+0.207, 98 % interval +0.0", AT_REFERENCE + [update(k) for k in range(1, 31)] + [
+         evaluation(30, 0.9, **rewards("eval", 0.0, 0.0, 0.5))]),
+    # by 0.02 a token in each of 100 updates
+    Told("warning", TOO_HIGH, "log-probabilities of chosen responses fell by 1 a token within 50 updates, up to update "
+         "75",
+         [update(k, **rewards("train", -0.1 * 70 * min(k, 100) * 0.02 + 0.01 * (k % 2), 0.0)) for k in range(1, 201)],
+         {"preflight": {"train": {"mean_chosen_tokens": 70.0}}}),
+    Told("warning", TOO_HIGH, "the median of grad_norm was 1 in the first 50 updates after the warmup, and is 6 now",
+         updates(200, grad_norm=lambda k: 1.0 if k <= 100 else 6.0)),
+    Told("note", STEP, "loss/train 0.6 over the 20 updates before update 101, 0.4 over the 20 from it on; loss/eval "
+         "0.6 before, 0.61 after", updates(200, loss=lambda k: 0.6 if k <= 100 else 0.4) + evaluated(
+         (100, 0.6, None), (200, 0.61, None)), {"preflight": {"epoch": 400.0}}),
+    Told("note", LEAKAGE, "of 100 test prompts, 3 (3 %) are training prompts too, and 12 (12 %) open with the",
+         updates(1), {"preflight": {"test": {"prompts": 100, "prompts_in_train": 3, "first_turns_in_train": 12}}}),
+    Told("warning", LEAKAGE, "", updates(1), {"preflight": {"test": {
+         "prompts": 100, "prompts_in_train": 10, "first_turns_in_train": 12}}}),
     # of ten updates up to 100 the mean is 0.7 - 0.0955, of twenty (a tenth of all) up to 200 it is 0.7 - 0.1905
     Told("warning", LOSS_TURNED, "loss/eval 0.6 at 400 examples, 0.66 at 800; loss/train 0.609, then 0.509",
          IMPROVES + evaluated((0, 0.69, None), (100, 0.60, None), (200, 0.66, None))),
     Told("note", "Evaluation loss rose while accuracy did not fall", "",
          IMPROVES + evaluated((0, 0.69, 0.7), (100, 0.60, 0.7), (200, 0.66, 0.7))),
-    # two standard errors of 0.8 on 256 pairs are 2 sqrt(0.8 * 0.2 / 256) = 0.05
+    # 1.645 standard errors of the difference of 0.8 and as much, on 256 pairs: 1.645 sqrt(2 * 0.8 * 0.2 / 256) = 0.058
     Told("warning", ACCURACY_TURNED, "", LEARNS + evaluated((100, 0.6, 0.8), (200, 0.6, 0.70))),
     Told("note", GAP, "accuracy 0.9 against 0.7", held_out(0.7, training=0.9)),
     Told("note", BEST, "rewards_eval/accuracies 0.8 at 20 examples, 0.75 at the last", BEST_THEN_WORSE, {"best": 20},
@@ -222,9 +259,13 @@ TOLD = [
          with_margin(1.0, 0.4), LONGER),
     Told("note", RISE, "online/score 0.55 over the first 10 updates, 3.55 over the last",
          drawing(score=lambda k: 4 * k), online()),
-    Told("warning", FLAT, f"online/score {MINUS}0.55 over the first 10 updates, {MINUS}3.55 over the last; two s",
-         drawing(score=lambda k: -4 * k), online()),
-    Told("warning", FLAT, "", drawing(score=lambda k: 1.0 + int(400 * k) % 70 / 100), online()),  # within two errors
+    Told("warning", "Scores have fallen", f"online/score {MINUS}0.55 over the first 10 updates, {MINUS}3.55 over the "
+         f"last; change {MINUS}3, 98 % interval", drawing(score=lambda k: -4 * k), online()),
+    # scores of the best and the worst answer lie 2 apart
+    Told("warning", FLAT, "online/score 1 over the first 10 updates, 1 over the last; change +0, 98 % interval +0 to "
+         "+0; best minus worst answer 2", drawing(score=lambda k: 1.0), online()),
+    Told("note", "Scores cannot be told from unchanged ones", "",
+         drawing(score=lambda k: 1.0 + int(400 * k) % 70 / 100), online()),
     Told("note", ACCURACIES, "rewards_train/accuracies 0.995; rewards_eval/accuracies 0.4", drawing(), online(),
          "need not rise", absent="from the datasets"),
     Told("note", ACCURACIES, "", drawing(), online(mix_offline=0.25), "but for the 25 % from the datasets"),
@@ -233,7 +274,7 @@ TOLD = [
     Told("warning", CUT_OFF, "", drawing(eos=lambda k: 0.0), online(missing_eos_penalty=1.0), absent="penalty"),
     Told("note", "Some answers are cut off", "", drawing(eos=lambda k: 0.51), online()),
     Told("warning", TIES, "online/ties 0.887; online.n_samples 2", drawing(ties=lambda k: k), online(), "ties=skip"),
-    Told("warning", TIES, "", drawing(ties=lambda k: 0.5), online(ties="keep"), "ties=keep"),
+    Told("warning", TIES, "", drawing(ties=lambda k: 0.7), online(ties="keep"), "ties=keep"),
     Told("warning", LENGTH_WINS, "online/length 11.4 tokens at first, 18.9 now; correlation of online/score and "
          "online/length over the updates 1", drawing(score=lambda k: k, length=lambda k: 10 + 10 * k), online()),
     Told("note", FAR, "online/kl 20 nats, 2 a token", drawing(kl=lambda k: 20.0, score=lambda k: k), online()),
@@ -296,7 +337,19 @@ NOT_TOLD = {
     "equal lengths": (IS_LENGTH, with_margin(1.0, 0.4), {}),
     "unknown lengths": (IS_LENGTH, with_margin(1.0, 0.4), {"preflight": {}}),
     "half of the answers end": (CUT_OFF, drawing(eos=lambda k: 0.51), online()),
-    "half of the prompts tie": (TIES, drawing(ties=lambda k: 0.49), online()),
+    "half of 40 prompts tie": (TIES, drawing(ties=lambda k: 0.6), online()),
+    "0.72 on 256 pairs is chance": (
+        WORSE_THAN_REFERENCE, [*AT_REFERENCE, evaluation(30, 0.72, **rewards("eval", 0.3, 0.0, 0.6))], {}),
+    "a loss that is not the same for all pairs at the start": (
+        WORSE_THAN_REFERENCE, [*AT_REFERENCE, evaluation(30, 2.0, **rewards("eval", 0.3, 0.0, 0.6))],
+        {"loss": {"name": "dpo", "beta": 0.1, "sft_weight": 1}}),
+    "40 pairs do not show 0.99": (SATURATED, updates(100, accuracy=1.0), {}),
+    "evaluations follow": (STEP, updates(200, loss=lambda k: 0.6 if k <= 100 else 0.4) + evaluated(
+        (100, 0.6, None), (200, 0.45, None)), {"preflight": {"epoch": 400.0}}),
+    "a steady fall": (STEP, updates(200, loss=lambda k: 0.6 - k / 1000) + evaluated(
+        (100, 0.6, None), (200, 0.6, None)), {"preflight": {"epoch": 400.0}}),
+    "a slow fall": (TOO_HIGH, [update(k, **rewards("train", -0.001 * k, 0.0)) for k in range(1, 201)], {}),
+    "an older preflight": (LEAKAGE, updates(1), {"preflight": {"test": {"prompts": 100}}}),
     "19 updates": (FLAT, drawing(19), online()),
     "1.2 times as long": (LENGTH_WINS, drawing(score=lambda k: k, length=lambda k: 10 + 3 * k), online()),
     "longer, and worse": (LENGTH_WINS, drawing(score=lambda k: -k, length=lambda k: 10 + 10 * k), online()),
@@ -355,6 +408,34 @@ def test_learning_is_denied_wrongly_in_less_than_one_run_of_twenty(n):
 
     assert max(share_denied(accuracy) for accuracy in (0.55, 0.60, 0.65)) <= 0.05
     assert n < 1024 or share_denied(0.5) > 0.8  # and a coin is denied it, given pairs enough
+
+
+@pytest.mark.parametrize("name", [*OF_MARGIN, *OF_BOTH])
+def test_shapes_of_losses_are_the_losses_that_are_trained(name):
+    given = {"beta": 0.4, "label_smoothing": 0.1, "reference_free": False, "tau": 0.5, "gamma": 1.0, "penalty": 5.0}
+    parameters = inspect.signature(LOSSES[name].fn).parameters
+    config = {"name": name, **{key: value for key, value in given.items() if key in parameters}}
+    loss = find_loss(config)
+    rng = np.random.default_rng(0)
+    logps = torch.tensor(rng.normal(-5, 3, (4, 50)), requires_grad=True)
+    lengths = torch.tensor(rng.integers(1, 9, (2, 50)))
+    scores = Scores(logps[0], lengths[0], logps[1], lengths[1], logps[2], logps[3])
+    losses, sides, _ = loss(scores)
+    shape = find_loss_shape(config)
+    chosen, rejected = (sides[side].numpy() for side in ("chosen", "rejected"))
+    assert shape.of_rewards(chosen, rejected) == pytest.approx(losses.detach().numpy())
+    # rewards are beta times log-ratios, or beta times means over tokens
+    [gradient] = torch.autograd.grad(losses.sum(), logps)
+    scale = config["beta"] / (lengths.numpy() if loss.per_token else 1)
+    assert shape.gradient(chosen, rejected) == pytest.approx(np.hypot(*(gradient[:2].numpy() / scale)), abs=1e-6)
+
+
+def test_the_deviation_of_losses_follows_from_mean_loss_and_margin():
+    margins = np.random.default_rng(0).normal(0.7, 2.0, 400_000)
+    losses = np.logaddexp(0, -margins)
+    shape = find_loss_shape({"name": "dpo", "beta": 0.1})
+    assert shape.estimate_deviation(losses.mean(), margins.mean()) == pytest.approx(losses.std(), rel=0.01)
+    assert find_loss_shape({"name": "sft"}) is find_loss_shape(None) is None
 
 
 # --- chosen, rejected, length
@@ -455,7 +536,8 @@ def test_empty_samples():
     all_empty = find(nothing, ONE_PAIR, **lines([" \n"] * 16, words))
     assert (all_empty.level, all_empty.value) == ("warning", "16 of 16 samples, the reference's 0 of 16")
     assert find(nothing, ONE_PAIR, **lines([""] * 16)).value == "16 of 16 samples"  # nothing to compare
-    assert find(some, ONE_PAIR, **lines(["", *words[1:]], words)).level == "note"  # as chance has it in one of two
+    assert find(some, ONE_PAIR, **lines(["", *words[1:]], words)) is None  # as chance has it in one of two
+    assert find(some, ONE_PAIR, **lines([*[""] * 4, *words[4:]], words)).level == "note"  # in one of sixteen
     half = [""] * 8 + words[8:]
     assert find(some, ONE_PAIR, **lines(half, words)).level == "warning"
     assert find(some, ONE_PAIR, **lines(half, first=words)).value == "8 of 16 samples, its first 0 of 16"

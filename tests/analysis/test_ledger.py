@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +14,7 @@ from support.ledgers import row, with_ledger
 from support.records import update, write_run
 
 from dpo.analysis import ledger_file
-from dpo.analysis.ledger import Pair, summarize
+from dpo.analysis.ledger import Pair, count_clearly_wrong, summarize
 from dpo.analysis.ledger_file import (
     DRAWN,
     ONLINE_SCHEMA,
@@ -111,6 +113,16 @@ def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_
     assert summary.n_suspected_noise == 2
     assert [(p.example, p.relative_margin) for p in summary.suspected_noise] == [("a", pytest.approx(-3))]
     assert summary.n_never_flipped == 0  # seen once each
+
+
+def test_clearly_wrong_pairs_are_those_beyond_the_median_size_in_the_second_half():
+    rows = [visit(f"{half}-{i}", update, -1.0 if i < 10 or half == "early" else 1.0)
+            for half, update in (("early", 1), ("late", 4)) for i in range(100)]  # fmt: skip
+    counted = count_clearly_wrong(table_of(*rows))
+    assert (counted.share, counted.right, counted.pairs) == (0.1, 0.9, 100)
+    margins = np.random.default_rng(0).normal(NormalDist().inv_cdf(0.9), 1, 1_000_000)
+    assert counted.expected == pytest.approx((margins <= -np.median(abs(margins))).mean(), abs=1e-3)
+    assert count_clearly_wrong(table_of(*rows[:150])) is None  # too few pairs
 
 
 def test_margins_are_compared_with_lengths_at_the_last_visit():

@@ -129,6 +129,30 @@ def test_targets_have_no_counts_of_pairs(tokenizer):
     assert [getattr(report, name) for name in pairwise] == [None] * 5  # not counted, which is not 0
 
 
+def test_test_prompts_that_are_in_train_are_counted_whole_and_by_their_first_turn(tokenizer):
+    def dialogue(first: str, then: str = "") -> Prompt:
+        later = f" Yes.\n\nHuman: {then}\n\nAssistant:" if then else ""
+        return prompt_of(f"\n\nHuman: {first}\n\nAssistant:{later}", (" b", " c"))
+
+    def count_prompts(*prompts: Prompt) -> SplitCounter:
+        counter = SplitCounter(TextEncoder(tokenizer))
+        list(counter.watch(prompts))
+        return counter
+
+    long, other = "Can a hamster eat some lettuce?", "How far away is the moon tonight?"
+    train = count_prompts(dialogue(long), dialogue("Hi", "one"), dialogue("Hi", "two"), prompt_of("a", (" b", " c")))
+    test = count_prompts(
+        dialogue(long),  # whole
+        dialogue(long, "And a rabbit?"),  # its first turn
+        dialogue("Hi", "three"),  # a greeting tells nothing
+        dialogue("Hi", "one"),  # whole
+        prompt_of("a", (" d", " e")),  # whole, in another format
+        dialogue(other),
+    )
+    test.count_in_train(train)
+    assert (test.counts["prompts_in_train"], test.counts["first_turns_in_train"]) == (3, 4)
+
+
 def test_prompts_alone_count_if_they_will_be_answered(tokenizer):
     prompts = [Prompt(text, [], [], "keep_end", False) for text in ("a b", " b c d e f g h i", "a")]
     offline, online = (inspect(tokenizer, *prompts, trains_on=kind) for kind in ("pairs", "prompts"))

@@ -221,5 +221,5 @@ def test_where_gradients_are_spent_none_is_a_spike():
     after.load_state_dict(before.state_dict())
     feed(after, [0.7] * 21, norms=[2e-17] * 20 + [1e-15], first=62)
     assert logged == []
-    feed(after, [0.7], norms=[1.0], first=83)
+    feed(after, [0.7], norms=[100.0], first=83)
     assert len(logged) == 1
