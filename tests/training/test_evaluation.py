@@ -144,7 +144,7 @@ def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, fold
 
 @pytest.mark.parametrize(
     "name",
-    ["aot", "bco", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_unpaired", "beta_dpo"))],
+    ["bco", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot", "aot_unpaired", "beta_dpo"))],
 )
 def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
     """Not on how its examples are cut into batches, nor on the updates before it."""
