@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -348,7 +348,9 @@ def _advise_more_pairs(run: Run) -> str:
 
 def evaluation_turns(run: Run) -> Iterator[Finding]:
     """Evaluations that get worse while training gets better."""
-    yield from _find_turn(run, "loss", "loss/eval", "loss/train", sign=-1)
+    # under KTO all losses of an evaluation share its estimate of the KL, whose error is unknown
+    if not len(run.eval.points("kto/kl/eval")[0]):
+        yield from _find_turn(run, "loss", "loss/eval", "loss/train", sign=-1)
     yield from _find_turn(run, "accuracy", EVAL_ACCURACY, TRAIN_ACCURACY, sign=+1)
 
 
@@ -591,9 +593,9 @@ def length_in_margin(run: Run) -> Iterator[Finding]:
     )
     if share < 0.5:
         yield note("What length gives", value, text)
-    else:
+    else:  # no warning, as the share of a small margin may be large by chance
         text += " The policy may have learned to prefer a length instead of what makes a response better."
-        yield warning("Much of the margin is length", value, text)
+        yield note("Much of the margin is length", value, text)
 
 
 def lengths_in_data(run: Run) -> Iterator[Finding]:
@@ -701,31 +703,6 @@ def _explain_empty_samples(run: Run, *, all_others_too: bool) -> str:
             f"checkpoint, or train with a smaller lr, fewer epochs, or {WAYS_TO_HOLD_CHOSEN_UP}"
         )
     return "Look for empty targets in the data, and take an earlier checkpoint."
-
-
-def cut_off_samples(run: Run) -> Iterator[Finding]:
-    """Samples that break off more often than the others."""
-    limit = run.setting("n_eval_tokens")
-    pairs, source = _pair_samples(run)
-    cut_off = [(_seems_cut_off(policy, limit), _seems_cut_off(other, limit)) for policy, other in pairs]
-    n_policy, n_others = sum(policy for policy, _ in cut_off), sum(other for _, other in cut_off)
-    n_only_policy = sum(policy and not other for policy, other in cut_off)
-    n_only_one = sum(policy != other for policy, other in cut_off)
-    if n_only_policy and binomial_tail(n_only_policy, n_only_one) <= 0.05:
-        yield warning(
-            "More of the policy's samples are cut off",
-            f"{n_policy} of {count(len(cut_off), 'sample')}, {source} {n_others}",
-            "These samples are long and end within a sentence, so they probably met the limit of "
-            f"{'n_eval_tokens' if limit else 'max_length'} before an end: the policy may have forgotten to end its "
-            "answers, or learned to make them longer. Read them, and take an earlier checkpoint if they ramble.",
-        )
-
-
-def _seems_cut_off(text: str, limit: Any) -> bool:
-    """Return whether a sample ends within a sentence, and is long."""
-    text = text.rstrip()
-    ends_in_sentence = text[-1:].isalnum() or text[-1:] in (",", ";", ":", "-", "(")
-    return ends_in_sentence and not len(text) < number(limit)  # a token is a character or more
 
 
 def sample_lengths(run: Run) -> Iterator[Finding]:
@@ -1092,7 +1069,7 @@ def time_to_draw(run: Run) -> Iterator[Finding]:
 Rule = Callable[[Run], Iterator[Finding]]
 
 ANY_RUN: tuple[Rule, ...] = (
-    skipped_updates, collapse, best_checkpoint, spikes, empty_samples, cut_off_samples, sample_lengths, learning_rate,
+    skipped_updates, collapse, best_checkpoint, spikes, empty_samples, sample_lengths, learning_rate,
     clipping, data_counts, leakage,
 )  # fmt: skip
 # rules that an online run would break: its pairs change with the policy, and its scorer may contradict held-out labels

@@ -397,7 +397,11 @@ def _make_length_table(lengths: Lengths) -> Table:
 
 def _make_drift_table(drift: Sequence[Period]) -> Table:
     has_pairs = any(period.margin is not None for period in drift)
-    fields = ("margin", "right", "chosen_change", "rejected_change") if has_pairs else ("policy_chosen",)
+    if has_pairs:
+        fields = ["margin", "right", "chosen_change", "rejected_change"]
+    else:  # targets, which have no change without a reference; or labels
+        names = ("policy_chosen", "chosen_change", "rejected_change")
+        fields = [name for name in names if any(getattr(period, name) is not None for period in drift)]
     rows = []
     for period in drift:
         updates = f"{period.first_update:,}"

@@ -192,7 +192,7 @@ def _make_cost_tiles(run: Run, cost: Cost) -> list[Tile]:
     """Make tiles of examples, time, parameters and tokens."""
     total = run.total_updates
     updates = f"{run.updates:,} of {count(total, 'update')}" if total else count(run.updates, "update")
-    n_epochs = run.examples / run.count("train.examples")
+    n_epochs = run.examples / (run.count("epoch") or math.nan)
     epochs = f", {figure(n_epochs)} epoch{'' if n_epochs == 1 else 's'}" if math.isfinite(n_epochs) else ""
     tiles = [Tile("Examples", f"{run.examples:,}", f"{updates}{epochs}")]
     if cost.secs > 0:
@@ -312,6 +312,7 @@ DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "truncated_responses": "with a truncated response",
     "duplicated_pairs": "duplicated pairs",
     "contradictory_pairs": "contradictory pairs",
+    "contradictory_labels": "responses with both labels",
     "identical_pairs": "identical pairs",
     "prompts_in_train": "prompts that are in train too",
     "first_turns_in_train": "prompts that open like one of train",

@@ -16,6 +16,7 @@ import numpy as np
 
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, append_eos, truncate
+from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 
 DIGEST_BYTES = 16
@@ -89,14 +90,21 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
     """Replace the responses of examples by those of another prompt.
 
     The other prompt is at a random distance in the data, the same for all examples. So it depends on the seed alone,
-    and each example is mismatched in the same way in every epoch.
+    and each example is mismatched in the same way in every epoch. Where that prompt has the same text, as another
+    dataset's may, the next one with another text is taken. Raises InputError if all prompts are equal.
     """
     distance = random.Random(seed).randrange(1, len(prompts))
     mismatched = []
     for example in examples:
-        other = prompts[(example.prompt.index_in_split + distance) % len(prompts)]
+        prompt = example.prompt
+        later = (prompts[(prompt.index_in_split + distance + i) % len(prompts)] for i in range(len(prompts)))
+        other = next((candidate for candidate in later if candidate.text != prompt.text), None)
+        if other is None:
+            raise InputError("all prompts have the same text, and this loss needs responses to other prompts: add data")
         texts = other.texts(example.example_index % len(other.examples))
-        mismatched.append(example._replace(texts=texts))
+        # a rendered response may have EOS at the ends of turns, also after a prompt that is plain text
+        prompt = prompt._replace(rendered=prompt.rendered or other.rendered)
+        mismatched.append(example._replace(prompt=prompt, texts=texts))
     return mismatched
 
 

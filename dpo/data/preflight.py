@@ -280,7 +280,7 @@ def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> lis
         missing = "undesirable" if report.desirable else "desirable"
         return [f"the train split has no {missing} response, and KTO learns from both kinds: add some"]
     desirable, undesirable = weights[0] * report.desirable, weights[1] * report.undesirable
-    if undesirable <= desirable <= 4 / 3 * undesirable:
+    if 0.99 * undesirable <= desirable <= 1.01 * 4 / 3 * undesirable:  # the advised weights are rounded
         return []
     if desirable < undesirable:
         fix = "loss.desirable_weight", undesirable / report.desirable, 4 / 3 * undesirable / report.desirable

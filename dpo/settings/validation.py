@@ -119,7 +119,14 @@ CHECKS = (
     needs("loss.wpo loss.ld_alpha", LOSS_OF_PAIRS_WITH_REFERENCE,
           lambda v, p: p.loss.trains_on == "pairs" and p.loss.reference, "error"),
     needs("loss.f_divergence", LOSS_OF_MARGIN, lambda v, p: p.loss.reference and p.loss.margin_only, "error"),
+    Check(lambda v, p: v["online.name"] == "online" and v["online.labels"] == "bradley_terry"
+          and v["online.ties"] == "skip",
+          "online.labels=bradley_terry with online.ties=skip leaves out pairs that hold the probabilities of equally "
+          "good answers together: use online.ties=keep", "warning"),
     needs("unpair", LOSS_OF_LABELS, lambda v, p: p.loss.trains_on == "labels", "error"),
+    Check(lambda v, p: p.loss.trains_on == "labels"
+          and not (v["loss.desirable_weight"] or v["loss.undesirable_weight"]),
+          "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: give one of them"),
     needs("loss.f_alpha", "loss.f_divergence=alpha", lambda v, p: v["loss.f_divergence"] == "alpha"),
     needs("cache_reference_logps lora.reference", LOSS_WITH_REFERENCE, lambda v, p: p.loss.reference),
     needs("model.reference_dtype",

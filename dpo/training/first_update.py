@@ -39,6 +39,8 @@ class FirstUpdate(NamedTuple):
             tasks.append(f"self-test on {count(n_tested, 'example')} (self_test=false leaves it out)")
         if plan.caches_reference_first:
             n_scored = sum(sizes) + min(data.report.examples_per_epoch, n_trained)
+            if plan.loss.mismatched:
+                n_scored *= 2
             tasks.append(
                 f"the reference scores up to {count(n_scored, 'example')} (cache_reference_logps=as_needed scores each "
                 f"when it is needed)"

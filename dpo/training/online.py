@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
@@ -390,13 +390,14 @@ def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:
 def _average(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Average values over prompts, with standard errors.
 
-    A single prompt has no standard error.
+    A single prompt has no standard error. NaN and infinite values, as of a policy that has diverged, give NaN.
     """
     metrics = {}
-    for name, values in columns.items():
-        metrics[f"online_eval/{name}"] = fmean(values)
-        if len(values) > 1:
-            metrics[f"online_eval/{name}_se"] = stdev(values) / math.sqrt(len(values))
+    with np.errstate(invalid="ignore"):
+        for name, values in columns.items():
+            metrics[f"online_eval/{name}"] = float(np.mean(values))
+            if len(values) > 1:
+                metrics[f"online_eval/{name}_se"] = float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return metrics
 
 

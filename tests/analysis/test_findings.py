@@ -255,7 +255,7 @@ TOLD = [
     *(Told("note", LESS_LIKELY, "", with_margin(-1.5, -2.0, (-65.0, -70.0)), {"loss": loss}, absent="difference")
       for loss in ({"name": "dpop"}, {"name": "apo_down"}, {"name": "dpo", "sft_weight": 0.5})),
     # per token 0.01 and 0.008: 0.009 * 50 of 0.6
-    Told("warning", IS_LENGTH, "+0.45 of the margin 0.6 (75 %); mean tokens 100 chosen, 50 rejected",
+    Told("note", IS_LENGTH, "+0.45 of the margin 0.6 (75 %); mean tokens 100 chosen, 50 rejected",
          with_margin(1.0, 0.4), LONGER),
     Told("note", RISE, "online/score 0.55 over the first 10 updates, 3.55 over the last",
          drawing(score=lambda k: 4 * k), online()),

@@ -289,10 +289,6 @@ def empty_in(share: float) -> Callable[[Rng], str]:
     return lambda rng: "" if rng.random() < share else "some words"
 
 
-def cut_off_in(share: float) -> Callable[[Rng], str]:
-    return lambda rng: "a word " * N_TOKENS + ("and" if rng.random() < share else "more.")
-
-
 def of_words(factor: float) -> Callable[[Rng], str]:
     return lambda rng: "word " * int(factor * rng.geometric(1 / 60)) + "end."
 
@@ -486,12 +482,6 @@ RATES = [
             partial(with_samples, policy=empty_in(0.5), reference=empty_in(0.05)), f"{N_SAMPLES} samples", power,
         )
         for level, power in ((WARNING, 0.5), (NOTE, 0.0)) for percent in (5, 30)
-    ),
-    Rates(
-        findings.cut_off_samples, WARNING, "More of the policy's samples",
-        "40 % of both", partial(with_samples, policy=cut_off_in(0.4), reference=cut_off_in(0.4)),
-        "90 % of the policy's, 40 % of the reference's",
-        partial(with_samples, policy=cut_off_in(0.9), reference=cut_off_in(0.4)), f"{N_SAMPLES} samples", 0.5,
     ),
     Rates(
         findings.sample_lengths, WARNING, "The policy's samples have become",

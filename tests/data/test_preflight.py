@@ -56,6 +56,7 @@ def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(tokenize
         ((50, 50), (1.0, 1.0), None),
         ((40, 30), (1.0, 1.0), None),  # 4/3
         ((80, 20), (1.0, 3.5), None),
+        ((30, 42), (1.87, 1.0), None),  # as advised for (1.0, 1.0), rounded
         ((20, 80), (1.0, 1.0), "is 0.25 times loss.undesirable_weight times that of undesirable ones, and the paper of "
                                "KTO advises 1 to 4/3: try loss.desirable_weight from 4 to 5.33"),
         ((80, 20), (1.0, 1.0), "advises 1 to 4/3: try loss.undesirable_weight from 3 to 4"),

@@ -26,6 +26,7 @@ from support.runs import GOLDEN, read_metrics, train, train_here
 from support.trainers import compose, make, next_batch, updates
 
 from benchmarks.soak import WALL_CLOCK, find_differences
+from dpo.analysis.page import write_report
 from dpo.analysis.runs import rank_answers, read_run
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
@@ -232,6 +233,7 @@ def test_prompts_without_responses_are_enough(command, run, tmp_path):
     assert all(name.partition("/")[0] == "online_eval" for name in [*evaluations[-1]][3:])
     assert all(line["loss/train"] > 0 for line in read_metrics(tmp_path / "run", "train"))
     assert (tmp_path / "run" / "BEST").exists()
+    write_report([tmp_path / "run"], tmp_path / "report")
     found = read_run(tmp_path / "run")
     assert (len(found.samples), found.problems) == (12, [])  # the first are not drawn: they cost too much
     assert {row["split"] for row in pq.read_table(tmp_path / "run" / "ledger.parquet").to_pylist()} == {"train"}

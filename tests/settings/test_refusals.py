@@ -203,6 +203,10 @@ REFUSED = [
         "loss=kto +loss.wpo=true",
         "loss.wpo=true needs a loss of pairs with a reference: any but sft, simpo, orpo, kto, ",
     ),
+    (
+        "loss=kto loss.desirable_weight=0 loss.undesirable_weight=0",
+        "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: give one of them",
+    ),
     ("loss=kto loss.desirable_weight=-1", "loss.desirable_weight=-1 must be a number from 0 to 1e30"),
     (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto or loss=apo_zero_unpaired"),
     (
@@ -299,6 +303,10 @@ NO_EFFECT = [
 DISCOURAGED = [
     ("model.policy_dtype=bfloat16 lr=5e-7", "lr=5e-07 has little effect with model.policy_dtype=bfloat16, which round"),
     (f"{LORA} lr=5e-7", "lr=5e-07 is a learning rate for training all weights; for an adapter, try about ten times as"),
+    (
+        f"{DPO} online=online online.scorer=shorter online.labels=bradley_terry",
+        "online.labels=bradley_terry with online.ties=skip leaves out pairs that hold the probabilities of equally ",
+    ),
 ]
 
 SLOW = [

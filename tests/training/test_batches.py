@@ -9,6 +9,7 @@ import pytest
 
 from dpo.data.examples import list_examples, mismatch_examples
 from dpo.data.table import Prompt
+from dpo.errors import InputError
 from dpo.training.batches import prefetch
 
 
@@ -76,3 +77,19 @@ def test_a_mismatched_example_has_a_response_to_another_prompt():
         some = mismatch_examples(prompts, examples[2:5], seed=next(seed for seed in found if found[seed] is mismatched))
         assert some == mismatched[2:5]  # whatever else is in the batch
     assert len({str(mismatched) for mismatched in found.values()}) == 3  # distances
+
+
+def test_a_prompt_of_another_dataset_with_the_same_text_is_no_other_prompt():
+    texts = ["a", "b", "a", "b", "c"]
+    prompts = [
+        Prompt(text, [f"{text}.{i}<|endoftext|>"], [{"chosen": 0}], "keep_end", i >= 2, index_in_split=i)
+        for i, text in enumerate(texts)
+    ]
+    examples = [example for prompt in prompts for example in list_examples(prompt)]
+    for seed in range(8):
+        mismatched = mismatch_examples(prompts, examples, seed=seed)
+        assert not any(e.texts["chosen"].startswith(e.prompt.text) for e in mismatched)
+        rendered = [int(e.texts["chosen"].split(".")[1][0]) >= 2 for e in mismatched]
+        assert all(e.prompt.rendered >= is_rendered for e, is_rendered in zip(mismatched, rendered, strict=True))
+    with pytest.raises(InputError, match="all prompts have the same text"):
+        mismatch_examples([prompts[0], prompts[2]._replace(index_in_split=1)], examples[:1], seed=0)
