@@ -57,6 +57,8 @@ class Loss:
     needs_label_smoothing: bool = False  # whether it is infinite at label_smoothing=0
     # whether rewards are means over tokens rather than sums; a text names the option that decides it
     per_token: bool | str = False
+    # whether it trains a reward model: the policy's architecture with a scalar head, whose rewards are the scores
+    scalar_head: bool = False
     # the following are set by `bind`
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -84,9 +86,9 @@ class Loss:
     def can_be_mixed(self) -> bool:
         """Return whether `loss=mix` may contain this loss.
 
-        The loss of each example must depend on that example alone, and a mix is trained on pairs.
+        The loss of each example must depend on that example alone, and a mix trains a policy on pairs.
         """
-        return self.batch_statistic is None and self.trains_on != "labels"
+        return self.batch_statistic is None and self.trains_on != "labels" and not self.scalar_head
 
     @property
     def needs_tails(self) -> bool:
@@ -207,5 +209,6 @@ LOSSES = {
     "apo_zero_unpaired": Loss(
         formulas.apo_zero_unpaired, trains_on="labels", best=("loss/eval", -1), margin_only=False
     ),
+    "bradley_terry": Loss(formulas.bradley_terry, reference=False, margin_only=False, scalar_head=True),
     "mix": Mix(),
 }

@@ -256,7 +256,7 @@ REFUSED = [
     (f"{DRAWN} cache_reference_logps=all", "cache_reference_logps=all needs pairs that are known before"),
     (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 are more than max_len"),
     (f"{DRAWN} online.labels=soft", "online.labels=soft is not one of bradley_terry, hard"),
-    (f"{DRAWN} online.reward_format=eos", "online.reward_format=eos is not one of chat, pair, text, text_eos"),
+    (f"{DRAWN} online.reward_format=eos", "online.reward_format=eos is not one of chat, pair, policy, text, text_eos"),
     (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4 gives 0 pairs of the data per batch; "),
     (f"{DRAWN} loss=simpo online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a refere"),
     (f"{DRAWN} {LORA} online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a reference"),
