@@ -401,7 +401,7 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
 # --- the loss of a reward model, whose scores are rewards ------------------------------------------------------------
 
 
-def bradley_terry(scores: Scores, *, centering: float, margin: Tensor | float = 0.0) -> Losses:
+def bradley_terry(scores: Scores, margin: Tensor | float = 0.0, *, centering: float) -> Losses:
     """-log sigmoid(r_w - r_l - margin) + centering (r_w + r_l)^2 of rewards r.
 
     The likelihood of the preference (arXiv 2203.02155, eq. 1), with the margin of arXiv 2307.09288 (eq. 2) and the term

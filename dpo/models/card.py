@@ -71,7 +71,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         f"# {name}" if name else f"# {base_name}, {loss or 'trained'}",
         f"{base_text} {_describe_training(loss, sources, checkpoint)}. {_describe_weights(model, adapter)}",
         _show_loading(plan, is_adapter=is_adapter, runs_code=runs_code),
-        *([] if not plan.loss.scalar_head else [REWARD_TEXT]),
+        *([REWARD_TEXT] if plan.loss.scalar_head else []),
         _describe_prompts(prompt_format),
         "## Evaluation",
         _show_evaluation(_as_mapping(checkpoint.get("metrics"))),

@@ -135,9 +135,8 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
     model = load_structure(**source, dtype=torch.float32, scalar_head=of_rewards)
     _load_weights(model, origin, adapter, dtype)
-    model.config = config = load_config(
-        **source, scalar_head=of_rewards
-    )  # `load_structure` has set dropout to 0 in its config
+    # `load_structure` has set dropout to 0 in its config
+    model.config = config = load_config(**source, scalar_head=of_rewards)
     if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers' class is used, not the model's code
         del config.auto_map
     tokenizer = _write_tokenizer(folder, origin)

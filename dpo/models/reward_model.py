@@ -83,11 +83,9 @@ class RewardModel:
         Raises InputError if the chat template rejects the prompt.
         """
         if self.form == "policy":
-            ids = [
-                id for text in (prompt.text, answer) for id in self.tokenizer(text, add_special_tokens=False).input_ids
-            ]
-            ids += [self.tokenizer.eos_token_id] * ended
-            return {"input_ids": ids[-self.limit :] if self.limit else ids}
+            parts = self.tokenizer([prompt.text, answer], add_special_tokens=False)["input_ids"]
+            token_ids = [*parts[0], *parts[1], *[self.tokenizer.eos_token_id] * ended]
+            return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
         texts = [prompt.text, answer] if self.form == "pair" else [prompt.text + answer]
         if self.appends_eos and ended:
             texts[-1] += self.tokenizer.eos_token
@@ -209,7 +207,8 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
 def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
     """Find the form of a reward model's input, one of FORMATS.
 
-    `wanted` is `online.reward_format`, or what the model's config says. Raises InputError if the tokenizer lacks what it takes.
+    `wanted` is `online.reward_format`, or what the model's config says. Raises InputError if the tokenizer lacks what
+    it takes.
     """
     lacking = {
         "chat": None if tokenizer.chat_template else "has no chat template",

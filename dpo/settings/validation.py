@@ -254,8 +254,8 @@ CHECKS = (
     Check(lambda v, p: v["loss.reference_free"] and v["loss.f_divergence"] != "reverse_kl",
           "loss.f_divergence={loss.f_divergence} is a divergence from the reference: set loss.reference_free=false"),
     Check(lambda v, p: p.loss.scalar_head and v["sample_during_eval"],
-          "sample_during_eval=true needs a policy, and loss={loss.name} trains a reward model, which writes no text: set "
-          "sample_during_eval=false"),
+          "sample_during_eval=true needs a policy, and loss={loss.name} trains a reward model, which writes no text: "
+          "set sample_during_eval=false"),
     Check(lambda v, p: p.loss.scalar_head and v["online.name"] == "online",
           "online=online needs a policy, and loss={loss.name} trains a reward model, which gives no answers: choose "
           "loss=dpo or another, with online.reward_model"),

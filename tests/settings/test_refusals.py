@@ -196,6 +196,27 @@ REFUSED = [
     # --- losses
     ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unpaired"),
     (
+        "loss=bradley_terry +loss.sft_weight=0.1 sample_during_eval=false",
+        "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unpaired, bradley_terry",
+    ),
+    (
+        "loss=bradley_terry",
+        "sample_during_eval=true needs a policy, and loss=bradley_terry trains a reward model, which writes no text",
+    ),
+    (
+        "loss=bradley_terry sample_during_eval=false online=online online.scorer=shorter",
+        "online=online needs a policy, and loss=bradley_terry trains a reward model, which gives no answers: choose ",
+    ),
+    (
+        f"{PACKAGE} loss=bradley_terry sample_during_eval=false",
+        "loss=bradley_terry does not work with tensor_parallel.backend=tensor_parallel, which cannot split a reward ",
+    ),
+    ("loss=bradley_terry sample_during_eval=false loss.centering=-1", "loss.centering=-1 must be a number from 0 to "),
+    (
+        "loss=mix loss.weights.dpo=1 +loss.weights.bradley_terry=1",
+        "loss.weights.bradley_terry: bradley_terry trains a reward model and a mix a policy, so it is trained alone, ",
+    ),
+    (
         "loss=kto loss.wpo=true",
         "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
     ),
@@ -290,8 +311,11 @@ NO_EFFECT = [
     ("lr_scaling=linear", "it needs several processes that see different examples"),
     ("cache_reference_logps=all loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo"),
     (f"lora.reference=model loss=sft {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo"),
-    ("model.reference_dtype=float32 loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo, and a "),
-    (f"model.reference_dtype=bfloat16 {DPO} {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo, and"),
+    (
+        "model.reference_dtype=float32 loss=sft",
+        "it needs a loss with a reference: any but sft, simpo, orpo, bradley_te",
+    ),
+    (f"model.reference_dtype=bfloat16 {DPO} {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo, bra"),
     (f"loss.f_alpha=0.1 {DPO} loss.f_divergence=js", "it needs loss.f_divergence=alpha"),
     (f"online.reward_model=rm {DRAWN}", "it needs online.scorer=reward_model"),
     (f"online.reward_format=pair {DRAWN}", "it needs online.scorer=reward_model"),
@@ -327,6 +351,7 @@ ACCEPTED = [
     f"{DPO} loss.sft_weight=0.2 loss.wpo=true loss.ld_alpha=0 loss.f_divergence=alpha loss.f_alpha=0.9",
     "loss=mix loss.weights.dpo=0.8 loss.weights.sft=1",
     "loss=kto unpair=true loss.desirable_weight=0",
+    "loss=bradley_terry loss.centering=0.01 sample_during_eval=false",
     "batch_size=64 gradient_accumulation_steps=16 eval_every=64",
     "max_length=2 max_prompt_length=1",
     "n_epochs=null n_examples=1",
