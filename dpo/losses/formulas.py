@@ -405,7 +405,7 @@ def bradley_terry(scores: Scores, margin: Tensor | float = 0.0, *, centering: fl
     """-log sigmoid(r_w - r_l - margin) + centering (r_w + r_l)^2 of rewards r.
 
     The likelihood of the preference (arXiv 2203.02155, eq. 1), with the margin of arXiv 2307.09288 (eq. 2) and the term
-    of arXiv 2312.09244 (section 2) that keeps rewards around 0.
+    of arXiv 2312.09244 (eq. 2) that keeps rewards around 0.
     """
     losses = _minus_log_sigmoid(scores.chosen - scores.rejected - margin)
     losses = losses + centering * (scores.chosen + scores.rejected) ** 2
