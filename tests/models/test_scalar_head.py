@@ -30,6 +30,7 @@ from dpo.models.layouts import Padded, SharedPrefix, choose_layout
 from dpo.models.pretrained import disable_dropout, load_model
 from dpo.models.scalar_head import WEIGHT, find_scalar_head, install_scalar_head
 from dpo.models.scoring import load_scorer
+from dpo.models.side_by_side import Choices, load_panel
 from dpo.settings.plan import resolve
 from dpo.training.batches import Batch
 
@@ -209,6 +210,12 @@ def test_the_report_has_the_accuracy_with_its_interval(finished):
     assert value.startswith(f"rewards_eval/accuracies {accuracy:g}")
     assert "on 4 pairs, 95 % interval" in value
     assert not any("margin comes from" in title or "less likely" in title for title in findings)
+
+
+def test_a_reward_model_is_not_sampled_from(finished):
+    run_dir = finished("loss=bradley_terry", "ledger=true")
+    with pytest.raises(InputError, match="is a reward model, which gives no answers: give a policy"):
+        load_panel([run_dir], Choices())
 
 
 def test_a_head_among_the_adapted_layers_is_refused(run):
