@@ -402,10 +402,10 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
 
 
 def bradley_terry(scores: Scores, margin: Tensor | float = 0.0, *, centering: float) -> Losses:
-    """-log sigmoid(r_w - r_l - margin) + centering (r_w + r_l)^2 of rewards r.
+    """The loss of a reward model (arXiv 2203.02155, eq. 1).
 
-    The likelihood of the preference (arXiv 2203.02155, eq. 1), with the margin of arXiv 2307.09288 (eq. 2) and the term
-    of arXiv 2312.09244 (eq. 2) that keeps rewards around 0.
+    `margin` is that of arXiv 2307.09288 (eq. 2), and the term of `centering` that of arXiv 2312.09244 (eq. 2), which
+    keeps rewards around 0.
     """
     losses = _minus_log_sigmoid(scores.chosen - scores.rejected - margin)
     losses = losses + centering * (scores.chosen + scores.rejected) ** 2

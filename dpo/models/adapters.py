@@ -127,7 +127,7 @@ def read_adapter(directory: Path) -> StoredAdapter:
 
 
 def _find_unsupported(config: Mapping[str, Any], weights: Iterable[str]) -> list[str]:
-    """The settings and weights of an adapter beyond plain LoRA and a scalar head.
+    """An adapter's settings and weights beyond LoRA and a scalar head.
 
     Returns texts `key=value` for PEFT's config, and up to three names of weights.
     """

@@ -186,7 +186,10 @@ class SharedPrefix:
         return [Microbatch.of(examples, indices, self.pack) for indices in indices_of_all[rank::size]]
 
     def pack(self, examples: Sequence[Example], *, length: int | None = None, longest: int = 0) -> Packed:
-        """Pack examples; `length` is that of a row, and `longest` tokens of a prompt's tree always fit."""
+        """Pack examples into rows of `length`; None: of the cheapest length.
+
+        A prompt's tree may have `longest` tokens, whatever the layout's limit.
+        """
         most = None if self.max_tree_tokens is None else max(self.max_tree_tokens, longest)
         if not self.of_rewards:
             return pack(examples, max_tree_tokens=most, alignment=self.alignment, length=length)
@@ -280,13 +283,8 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
     by_segments = model.config._attn_implementation == VARLEN
     alignment = GPU_ALIGNMENT if on_gpu else 1
-    of_rewards = find_scalar_head(model) is not None
-    return (
-        SharedPrefix(
-            windows, max_length=max_length, alignment=alignment, by_segments=by_segments, of_rewards=of_rewards
-        ),
-        None,
-    )
+    options = {"by_segments": by_segments, "of_rewards": find_scalar_head(model) is not None}
+    return SharedPrefix(windows, max_length=max_length, alignment=alignment, **options), None
 
 
 def _fall_back(model: Any, reason: str, padded: Padded) -> tuple[Layout, str]:

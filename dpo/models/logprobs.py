@@ -72,7 +72,7 @@ def packed_logps(
 def sequence_rewards(
     model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor
 ) -> torch.Tensor:
-    """The rewards of a reward model at the last labelled token of (B, T) inputs, (B,)."""
+    """Rewards at the last labelled token of (B, T) inputs, (B,)."""
     hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     columns = torch.arange(labels.shape[1], device=labels.device)
     last = (columns * (labels != IGNORE_INDEX)).argmax(-1).to(hidden.device)
@@ -80,7 +80,7 @@ def sequence_rewards(
 
 
 def packed_rewards(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
-    """The rewards of the U responses of `packed`, of which it scores the ends, (U,).
+    """Rewards of the U responses of `packed`, which `ends` has made, (U,).
 
     Equal to `sequence_rewards` of each response alone, up to rounding.
     """

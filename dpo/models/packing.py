@@ -70,7 +70,7 @@ class Packed:
         return Packed(*map(change, tensors), shape=self.shape, segments=segments)
 
     def ends(self) -> Packed:
-        """The same rows, with the last scored token of each response as the only one."""
+        """The same rows, with only the last scored token of each response."""
         slots, (n_responses, longest) = self.slots.numpy(), self.shape
         responses = slots // longest
         last = np.zeros(n_responses, dtype=np.int64)

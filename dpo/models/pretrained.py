@@ -41,7 +41,7 @@ def load_config(
 
 
 def _list_outputs(scalar_head: bool) -> dict[str, int]:
-    """The entry of a reward model's config that says that it has one output."""
+    """The entry `num_labels` of a reward model's config."""
     return {"num_labels": 1} if scalar_head else {}
 
 

@@ -55,7 +55,7 @@ def install_scalar_head(model: Any) -> None:
 def draw_head(model: Any, seed: int) -> torch.Tensor:
     """Draw a head's weight, (1, H) in float32, as transformers initializes it."""
     head = torch.nn.Linear(getattr(model, NAME).in_features, 1, bias=False)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         model._init_weights(head)
     return head.weight.detach()
