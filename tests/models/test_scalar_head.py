@@ -180,19 +180,27 @@ def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, r
     assert cut_off != pytest.approx(rewards, rel=1e-3)
 
 
-def test_the_body_of_a_policy_is_kept_and_the_head_is_drawn_from_the_seed(finished, run, tmp_path):
-    sft = finished("loss=sft")
-    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
-        run(name, "loss=bradley_terry", f"model.archive={sft}", f"seed={seed}", "lr=1e-30", "n_examples=4")
-    runs = sft, *(tmp_path / name for name in ("one", "again", "other"))
-    body, one, again, other = (read_state(run_dir / "LATEST" / "policy.pt") for run_dir in runs)
-    assert one.keys() == body.keys() - {"lm_head.weight"} | {WEIGHT}
+def test_the_body_of_a_policy_is_kept_and_the_head_is_drawn_from_the_seed(tiny_llama, tmp_path):
+    with torch.no_grad():
+        tiny_llama.model.norm.weight.add_(1)
+    body, archive = tiny_llama.state_dict(), tmp_path / "policy.pt"
+    torch.save({"step_idx": 0, "state": body, "metrics": {}}, archive)
+
+    def load(seed: int, file: Path | None = archive) -> dict[str, torch.Tensor]:
+        return load_model(LLAMA, dtype=torch.float32, archive=file, seed=seed, scalar_head=True).state_dict()
+
+    one, again, other, without = load(0), load(0), load(1), load(0, None)
+    assert one.keys() == without.keys() == body.keys() - {"lm_head.weight"} | {WEIGHT}
     assert all(torch.equal(one[name], body[name]) for name in body.keys() & one.keys())
     assert torch.equal(one[WEIGHT], again[WEIGHT])
+    assert torch.equal(one[WEIGHT], without[WEIGHT])
     assert not torch.equal(one[WEIGHT], other[WEIGHT])
     assert one[WEIGHT].std().item() == pytest.approx(0.02, rel=0.3)  # initializer_range
+    torch.save({"step_idx": 0, "state": other, "metrics": {}}, archive)  # of a reward model, whose head is kept
+    assert torch.equal(load(0)[WEIGHT], other[WEIGHT])
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_policy_goes_on_with_a_new_head(finished, run, tmp_path):
     sft = finished("loss=sft", *LORA)
     run("run", "loss=bradley_terry", *LORA, f"model.archive={sft}", "n_examples=4", "lr=1e-30")
