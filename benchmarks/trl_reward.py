@@ -8,6 +8,7 @@ Imports nothing of this project. The trainer gets texts, which it tokenizes, and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -85,7 +86,8 @@ def train(rows: list[dict[str, Any]], head: list[float], *, centering: float) ->
         )
         trainer = Trainer(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
         trainer.losses = []
-        trainer.train()
+        with contextlib.redirect_stdout(sys.stderr):  # it prints its logs
+            trainer.train()
     return trainer.losses
 
 

@@ -258,8 +258,8 @@ def saturation(run: Run) -> Iterator[Finding]:
     if left < SPENT:
         text += (
             "The loss has nearly no gradient left either: more updates change little. Stop earlier, use harder pairs "
-            f"or, if {'rewards' if run.of_reward_model else 'margins'} are larger than needed, a larger "
-            f"{'loss.centering' if run.of_reward_model else 'loss.beta'}."
+            f"or, if {'rewards' if run.trains_reward_model else 'margins'} are larger than needed, a larger "
+            f"{'loss.centering' if run.trains_reward_model else 'loss.beta'}."
         )
         yield warning("Accuracy and loss are saturated", value, text)
     else:
@@ -287,10 +287,10 @@ def _measure_gradient_left(run: Run) -> tuple[float, str]:
     return after / before, f"; grad_norm {figure(before)} over the first {first_updates}, {figure(after)} now"
 
 
-def accuracy_of_rewards(run: Run) -> Iterator[Finding]:
+def reward_accuracy(run: Run) -> Iterator[Finding]:
     """Held-out accuracy of a reward model, with its interval."""
     examples, values = run.eval.points(EVAL_ACCURACY)
-    if not run.of_reward_model or not len(values) or examples[-1] <= 0:
+    if not run.trains_reward_model or not len(values) or examples[-1] <= 0:
         return
     accuracy, n = float(values[-1]), n_evaluated(run)
     low, high = wilson_interval(accuracy, n)
@@ -1091,7 +1091,7 @@ ANY_RUN: tuple[Rule, ...] = (
 )  # fmt: skip
 # rules that an online run would break: its pairs change with the policy, and its scorer may contradict held-out labels
 OFFLINE: tuple[Rule, ...] = (
-    worse_than_reference, accuracy_of_rewards, no_better_than_chance, new_training_pairs, rate_too_high, saturation,
+    worse_than_reference, reward_accuracy, no_better_than_chance, new_training_pairs, rate_too_high, saturation,
     evaluation_turns, epoch_step, margin_sides, length_in_margin, lengths_in_data, accuracy_by_length, accuracy_gap,
     label_noise, slowing,
 )  # fmt: skip

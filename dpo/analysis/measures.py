@@ -229,7 +229,7 @@ def margin_parts(run: Run) -> MarginParts | None:
     None without pairs, for a reward model, whose rewards are no log-probabilities, and for a loss without a reference
     if there are no earlier values to compare with.
     """
-    if not run.has_pairs or run.of_reward_model:
+    if not run.has_pairs or run.trains_reward_model:
         return None
     examples = run.eval.points("rewards_eval/chosen")[0]
     split = "eval" if len(examples) and examples[-1] > 0 else "train"

@@ -177,7 +177,7 @@ class Run:
         return self.objective is not None and self.objective.reference
 
     @property
-    def of_reward_model(self) -> bool:
+    def trains_reward_model(self) -> bool:
         """Return whether a reward model was trained, not a policy."""
         return self.objective is not None and self.objective.scalar_head
 

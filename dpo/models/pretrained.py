@@ -129,7 +129,7 @@ def load_model(
     with explaining_load_errors("model", name):
         if archive is not None:
             model = _load_from_archive(name, archive, {**source, "scalar_head": scalar_head}, placed, seed)
-            if not random_init:  # settings for sampling belong to the trained weights
+            if not (random_init or scalar_head):  # settings for sampling belong to a policy's trained weights
                 # from_pretrained does this last, but has not been given the model's name
                 model.adjust_generation_fn(
                     None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None,

@@ -57,10 +57,10 @@ REFUSED = [
         "write 'datasets=\"/data/we ird (1) é,x.jsonl\"'",
     ),
     ("hydra.sweeper.params.x=1", "hydra.sweeper.params.x=1 is not a valid override"),
-    ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but sft"),
+    ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but bradley_terry, sft"),
     (
         "loss=sft loss.wpo=true",
-        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bradley_terry, kto, ",
     ),
     ("loss=orpo loss.gamma=1", "loss.gamma does not exist here: it belongs to loss=mix and loss=simpo"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
@@ -218,7 +218,7 @@ REFUSED = [
     ),
     (
         "loss=kto loss.wpo=true",
-        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bradley_terry, kto, ",
     ),
     (
         "loss=kto +loss.wpo=true",
