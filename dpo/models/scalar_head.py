@@ -1,4 +1,4 @@
-"""The scalar head of a reward model, in the place of a language model's head.
+"""The scalar head of a reward model.
 
 A reward model is a sequence classification model of transformers with one output: a linear layer `score` without bias,
 applied to the hidden state of a text's last token.
