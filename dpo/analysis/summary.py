@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpo.analysis.findings import WARNING, Finding
 from dpo.analysis.measures import Cost, MarginParts, is_inconclusive, n_evaluated
+from dpo.analysis.rules import WARNING, Finding
 from dpo.analysis.runs import Run, number, rank_answers
 from dpo.losses import LOSSES
 from dpo.numbers import count, duration, figure, hours, large, percent, shortened, signed

@@ -13,9 +13,11 @@ import pytest
 import torch
 from support.records import CONFIG, evaluation, rewards, sample, update
 
-from dpo.analysis.findings import Finding, find_all, sample_lengths
+from dpo.analysis.findings import find_all
 from dpo.analysis.loss_shapes import OF_BOTH, OF_MARGIN, find_loss_shape
 from dpo.analysis.measures import USEFUL, find_change, length_part, margin_parts, wilson_interval
+from dpo.analysis.rules import Finding
+from dpo.analysis.rules_on_answers import sample_lengths
 from dpo.analysis.runs import Log, Run, State
 from dpo.losses import LOSSES, Scores, find_loss
 
@@ -151,7 +153,7 @@ TOLD = [
          text="256 pairs cannot tell whether anything was learned. To tell an accuracy of 0.60 from"),
     # of the 256 that the config allows: raising that would give no more
     Told("note", UNCLEAR, "rewards_eval/accuracies 0.8 on 6 pairs", held_out(0.8), of_test_pairs(6),
-         text="the test split has only these 6, so put more pairs into it"),
+         text="put more pairs into the test split, which has only these 6"),
     Told("note", UNCLEAR, "", held_out(0.53), of_test_pairs(9000),
          text="raise n_eval_examples, for the test split has 9,000"),
     Told("warning", CHANCE, "rewards_eval/accuracies 0.45 on 256 pairs, 95 % interval 0.39 to 0.511", held_out(0.45)),
@@ -243,13 +245,13 @@ TOLD = [
     Told("note", "Updates became slower", "tokens_per_second 100 in the first quarter, 60 in the last",
          updates(40, tokens_per_second=lambda k: 100.0 if k <= 20 else 60.0)),
     Told("note", SIDES, f"margin 1.2 = chosen +0.3 minus rejected {MINUS}0.9", with_margin(0.3, -0.9, (-47.0, -59.0)),
-         text="25 % of the margin is chosen rising, 75 % is rejected falling"),
+         text="more likely, which gives 25 % of the margin, and rejected ones less likely, which gives 75 %."),
     Told("note", SIDES, "", with_margin(0.483, 0.479, (-45.0, -45.0)), text="both moved by nearly as much", absent="%"),
     Told("note", SIDES, "", [update(k, **rewards("train", -0.17, -0.121)) for k in range(1, 31)],
          text="rejected responses did at least as well as chosen ones"),
     Told("note", LESS_LIKELY, f"logps_eval/chosen {MINUS}50, then {MINUS}52 ({MINUS}2); margin 0.8 = chosen {MINUS}0.2 "
          f"minus rejected {MINUS}1", with_margin(-0.2, -1.0, (-52.0, -60.0)),
-         text="rejected falling gives 125 % of the margin, and chosen falling takes 25 % away. The loss sees only the"),
+         text="which takes away 25 % of the margin, and rejected ones less likely, which gives 125 %. The loss sees"),
     # chosen fell by 20, and the sides parted by 8
     Told("warning", LESS_LIKELY, "", with_margin(-2.0, -2.8, (-70.0, -78.0)), text="loss=dpop"),
     *(Told("note", LESS_LIKELY, "", with_margin(-1.5, -2.0, (-65.0, -70.0)), {"loss": loss}, absent="difference")
@@ -328,7 +330,7 @@ NOT_TOLD = {
     "weights of wpo move": (COLLAPSED, AT_REFERENCE + FELL + BAD, {"loss": {"name": "dpo", "wpo": True}}),
     "14 words for 10": (LONG, ONE_PAIR, long_samples(14)),
     "7 samples": (LONG, ONE_PAIR, long_samples(30, n=7)),
-    "SFT should change lengths": (LONG, updates(10), long_samples(30)),
+    "SFT should change lengths": (LONG, updates(10), {**long_samples(30), "loss": {"name": "sft"}}),
     "length in 60 % of the pairs": (BY_LENGTH, ONE_PAIR, {"preflight": {"train": {"chosen_longer": 0.6}}}),
     "a run that still trains": (WARMUP, updates(10, lr=lambda k: 1e-8 * k), {"state": State("training", "")}),
     "the rate was reached": (WARMUP, updates(1), COMPLETE),
@@ -489,7 +491,7 @@ def test_without_a_reference_sides_are_compared_with_their_start_and_nothing_is_
     assert not {IS_LENGTH, "What length gives"} & found.keys()
     story = found[SIDES]
     assert story.value == "margin +0.1 since the start = chosen +0.2 minus rejected +0.1"
-    assert story.text.startswith("Since the start, both became more likely")
+    assert story.text.startswith("Since the start, chosen responses became more likely, which gives 200 % of the")
     assert "reference" not in story.text
 
 
