@@ -92,49 +92,37 @@ def collapse(run: Run) -> Iterator[Finding]:
     start = find_start(run)
     if start is None or run.setting("loss.wpo"):  # weights of wpo move with the policy
         return
-    detector = InstabilityDetector(number(run.setting("batch_size", 1)), start)
-    value = _describe_training_collapse(run, detector, start)
-    if value is None and not run.online:  # an online run follows its scorer, which held-out labels may contradict
-        value = _describe_evaluation_collapse(run, detector, start)
+    value = _describe_collapse(run, start)
     if value is not None:
         yield warning("The run has collapsed", value, WHAT_TO_TRY)
 
 
-def _describe_training_collapse(run: Run, detector: InstabilityDetector, start: Means) -> str | None:
-    """Describe the first updates that show a collapse; None without one."""
+def _describe_collapse(run: Run, start: Means) -> str | None:
+    """Describe the first updates, or the first evaluation, that show a collapse."""
+    start_margin = figure(round(start.margin, 3) + 0.0)  # without rounding errors: -0.0 + 0.0 is 0.0
+
+    def describe(split: str, means: Means, when: str, last: str) -> str:
+        loss = f"loss/{split} {figure(means.loss)} {when}, {last}, {figure(start.loss)} at the start"
+        return f"{loss}; rewards_{split}/margins {figure(means.margin)} {when}, {start_margin} at the start"
+
+    detector = InstabilityDetector(number(run.setting("batch_size", 1)), start)
     losses, margins = run.train["loss/train"], run.train["rewards_train/margins"]
     for update, loss, margin in zip(run.train.updates, losses.tolist(), margins.tolist(), strict=True):
         collapsed = detector.find_collapse(loss, margin)
-        if collapsed is None:
-            continue
-        means, n_updates = collapsed
-        finite_losses = losses[np.isfinite(losses) & np.isfinite(margins)]
-        last_mean = finite_losses[-n_updates:].mean()
-        window = f"over the {n_updates} updates up to {update:,.0f}"
-        return (
-            f"loss/train {figure(means.loss)} {window}, {figure(last_mean)} over the last {n_updates}, "
-            f"{figure(start.loss)} at the start; rewards_train/margins {figure(means.margin)} {window}, "
-            f"{_format_start_margin(start)} at the start"
-        )
+        if collapsed is not None:
+            means, n = collapsed
+            last = losses[np.isfinite(losses) & np.isfinite(margins)][-n:].mean()
+            when = f"over the {n} updates up to {update:,.0f}"
+            return describe("train", means, when, f"{figure(last)} over the last {n}")
+    if run.online:  # it follows its scorer, which held-out labels may contradict
+        return None
+    for examples, *values in zip(
+        run.eval.examples, run.eval["loss/eval"], run.eval["rewards_eval/margins"], strict=True
+    ):
+        if examples > 0 and detector.is_collapsed(Means(*values)):
+            last = f"{figure(run.eval.last('loss/eval'))} at the last evaluation"
+            return describe("eval", Means(*values), f"at {count(examples, 'example')}", last)
     return None
-
-
-def _describe_evaluation_collapse(run: Run, detector: InstabilityDetector, start: Means) -> str | None:
-    """Describe the first evaluation that shows a collapse; None without one."""
-    losses, margins = run.eval["loss/eval"], run.eval["rewards_eval/margins"]
-    for examples, loss, margin in zip(run.eval.examples, losses.tolist(), margins.tolist(), strict=True):
-        if examples > 0 and detector.is_collapsed(Means(loss, margin)):
-            return (
-                f"loss/eval {figure(loss)} at {count(examples, 'example')}, {figure(run.eval.last('loss/eval'))} at "
-                f"the last evaluation, {figure(start.loss)} at the start; rewards_eval/margins {figure(margin)}, "
-                f"{_format_start_margin(start)} at the start"
-            )
-    return None
-
-
-def _format_start_margin(start: Means) -> str:
-    """Format the margin at the start, without rounding errors."""
-    return figure(round(start.margin, 3) + 0.0)  # -0.0 + 0.0 is 0.0
 
 
 # --- accuracy and loss ------------------------------------------------------------------------------------------------
@@ -414,29 +402,20 @@ def epoch_step(run: Run) -> Iterator[Finding]:
         steady_fall = max(float(earlier.mean() - before.mean()), 0.0)
         step = float(before.mean() - after.mean()) - steady_fall
         bound = student_quantile(n - 1) * math.hypot(mean_error(earlier), 2 * mean_error(before), mean_error(after))
-        held_out_before, held_out_after = _find_evaluations_around(run, end)
+        evaluated = run.eval["loss/eval"]
+        held_out = [evaluated[rows][-1:] for rows in (run.eval.updates <= end, run.eval.updates > end)]
+        held_out_before, held_out_after = (float(values[0]) if len(values) else math.nan for values in held_out)
         if step > max(bound, 0.05 * abs(before.mean())) and held_out_before - held_out_after < step / 2:
             yield note(
                 "Training loss fell by a step as an epoch began",
                 f"loss/train {figure(before.mean())} over the {n} updates before update {end + 1:,}, "
                 f"{figure(after.mean())} over the {n} from it on; loss/eval {figure(held_out_before)} before, "
                 f"{figure(held_out_after)} after",
-                "From there on the run sees its pairs again, and remembers them: their loss falls at once, and that of "
-                "held-out pairs does not follow. Judge by held-out pairs alone, and train for fewer epochs if their "
-                "loss rises.",
+                "From there on the run sees its examples again, and remembers them: their loss falls at once, and that "
+                "of held-out ones does not follow. Judge by held-out examples alone, and train for fewer epochs if "
+                "their loss rises.",
             )
             return
-
-
-def _find_evaluations_around(run: Run, n_updates: float) -> tuple[float, float]:
-    """`loss/eval` up to `n_updates`, and at the end; NaN if unknown."""
-    losses = run.eval["loss/eval"]
-    before, after = losses[run.eval.updates <= n_updates], losses[run.eval.updates > n_updates]
-    return _last(before), _last(after)
-
-
-def _last(values: np.ndarray) -> float:
-    return float(values[-1]) if len(values) else math.nan
 
 
 # --- the learning rate, gradients, speed ------------------------------------------------------------------------------

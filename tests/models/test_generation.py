@@ -72,7 +72,7 @@ def test_a_sample_says_whether_it_ended(tiny_llama, batch):
         return generation.sample(model, batch, IdsInsteadOfText(), max_new_tokens=6, seed=0)
 
     first, second = sample(eos=None)
-    assert not first.ended and not second.ended
+    assert [first.ended, second.ended] == [False, False]
     [end] = set(first.text[2:3].tolist()) - set(second.text.tolist())
     assert [said.ended for said in sample(eos=end)] == [True, False]
 
