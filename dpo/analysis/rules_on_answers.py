@@ -34,23 +34,23 @@ from dpo.numbers import count, figure, percent, signed
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-Said = tuple[str, bool | None]  # a sample's text, and whether it ended by an end token; None if not recorded
+Continuation = tuple[str, bool | None]  # a text, and whether an end token ended it; None if that was not recorded
 
 
-def _pair_samples(run: Run) -> tuple[list[tuple[Said, Said]], str]:
+def _pair_samples(run: Run) -> tuple[list[tuple[Continuation, Continuation]], str]:
     """Pair the policy's newest samples with others, and name the others.
 
     A pair has the same prompt. The other sample is the reference's; without a reference, the policy's earliest.
     """
     earliest, newest = run.samples_at(0), run.samples_at(-1)
-    with_reference = [(_get(new), _get(new, "reference")) for new in newest if new["reference"] is not None]
+    with_reference = [(_read(new), _read(new, "reference")) for new in newest if new["reference"] is not None]
     if with_reference or earliest == newest:
         return with_reference, "the reference's"
     pairs = zip(newest, earliest, strict=False)
-    return [(_get(new), _get(old)) for new, old in pairs if new["prompt"] == old["prompt"]], "its first"
+    return [(_read(new), _read(old)) for new, old in pairs if new["prompt"] == old["prompt"]], "its first"
 
 
-def _get(sample: Mapping[str, Any], model: str = "policy") -> Said:
+def _read(sample: Mapping[str, Any], model: str = "policy") -> Continuation:
     return sample[model], sample.get(f"{model}_ended")
 
 
@@ -63,14 +63,14 @@ class Flawed(NamedTuple):
     probability: float  # of a count as high by chance alone
 
 
-def _count_flawed(run: Run, is_flawed: Callable[[Said], bool | None]) -> Flawed | None:
+def _count_flawed(run: Run, is_flawed: Callable[[Continuation], bool | None]) -> Flawed | None:
     """Count the policy's newest samples with a flaw; None for one in twenty or fewer.
 
     The probability is that of a sign test: where exactly one sample of a pair is flawed, chance makes it the policy's
     half of the time. Without others, or if all of them are flawed, each flawed sample counts as if it were in such a
     pair. `is_flawed` is None if unknown.
     """
-    newest = [flaw for flaw in (is_flawed(_get(sample)) for sample in run.samples_at(-1)) if flaw is not None]
+    newest = [flaw for flaw in (is_flawed(_read(sample)) for sample in run.samples_at(-1)) if flaw is not None]
     n_flawed = n_policy_alone = n_one_alone = sum(newest)
     if n_flawed <= 0.05 * len(newest):
         return None
@@ -89,7 +89,7 @@ def _count_flawed(run: Run, is_flawed: Callable[[Said], bool | None]) -> Flawed 
 
 
 def empty_samples(run: Run) -> Iterator[Finding]:
-    empty = _count_flawed(run, lambda said: not said[0].strip())
+    empty = _count_flawed(run, lambda continuation: not continuation[0].strip())
     if empty is None or (empty.probability > 0.1 and not empty.are_all):
         return
     if empty.are_all and empty.share_of_others == 1:
@@ -113,7 +113,7 @@ def empty_samples(run: Run) -> Iterator[Finding]:
 
 
 def cut_off_samples(run: Run) -> Iterator[Finding]:
-    cut_off = _count_flawed(run, lambda said: None if said[1] is None else not said[1])
+    cut_off = _count_flawed(run, lambda continuation: None if continuation[1] is None else not continuation[1])
     if cut_off is None:
         return
     if cut_off.share_of_others < 1 and cut_off.probability <= 0.1:
@@ -268,7 +268,11 @@ def scores(run: Run) -> Iterator[Finding]:
         f"the last; change {signed(change)}, 98 % interval {signed(change - bound)} to {signed(change + bound)}"
     )
     if change > bound:
-        yield note("Scores rise", value, "Answers that are drawn later have higher scores.")
+        yield note(
+            "Scores rise",
+            value,
+            "Answers drawn later score higher. Read some: scores may rise by what the scorer overlooks.",
+        )
     elif change < -bound:
         yield warning(
             "Scores have fallen",
