@@ -159,8 +159,8 @@ def worse_than_reference(run: Run) -> Iterator[Finding]:
         f"{count(n_evaluated(run), 'pair')} is {signed(excess)}, 98 % interval {signed(excess - bound)} to "
         f"{signed(excess + bound)}",
         "On held-out pairs this loss was lower before the first update: what the policy gained on some, it more than "
-        "lost on others. Take an earlier checkpoint, or train with a smaller lr, fewer epochs or a larger loss.beta. If "
-        "accuracy is what matters, compare checkpoints by it.",
+        "lost on others. Take an earlier checkpoint, or train with a smaller lr, fewer epochs or a larger loss.beta. "
+        "If accuracy is what matters, compare checkpoints by it.",
     )
 
 
