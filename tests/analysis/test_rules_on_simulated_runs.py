@@ -580,10 +580,10 @@ RATES = [
     *(
         Rates(
             on_answers.win_rate, WARNING, "The reference's answers are better",
-            f"wins 50 %, {tied} tied", partial(with_win_rate, share=0.5, tied=tied, n=n),
-            f"wins {wins:.0%}", partial(with_win_rate, share=wins, tied=tied, n=n), f"{n} prompts", 0.5,
+            f"{tied} % tied, 50 % of the others won", partial(with_win_rate, share=0.5, tied=tied / 100, n=n),
+            f"{won} % won", partial(with_win_rate, share=won / 100, tied=tied / 100, n=n), f"{n} prompts", 0.5,
         )
-        for tied, wins, n in ((0.0, 0.4, N_HELD_OUT), (0.5, 0.35, N_HELD_OUT), (0.0, 0.1, 8))
+        for tied, won, n in ((0, 40, N_HELD_OUT), (50, 35, N_HELD_OUT), (0, 10, 8))
     ),
     *(
         rates
@@ -650,8 +650,10 @@ def test_every_rule_that_infers_is_simulated():
 @pytest.mark.parametrize("rates", RATES, ids=lambda rates: f"{rates.title} ({rates.null}; {rates.sizes})")
 def test_a_rule_is_seldom_wrong_and_sees_what_it_is_for(rates):
     """A few runs of each kind, whose seeds are fixed; the slow test has enough of them for rates."""
-    assert rates.measure(rates.draw_null, TRIALS) <= 1 / 3
-    assert rates.measure(rates.draw_alternative, TRIALS) >= 1 / 3 or rates.least_power < 0.5
+    trials = 1 if LARGE in rates.sizes else TRIALS
+    assert rates.measure(rates.draw_null, trials) <= 1 / 3
+    if rates.least_power >= 0.5:
+        assert rates.measure(rates.draw_alternative, trials) >= 1 / 3
 
 
 def test_the_docs_have_every_row():
