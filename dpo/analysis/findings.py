@@ -1,4 +1,4 @@
-"""Findings on a run: the table of all rules, and what they find."""
+"""The table of all rules, and their findings on a run."""
 
 from __future__ import annotations
 

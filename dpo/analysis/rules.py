@@ -1,4 +1,4 @@
-"""Rules of the report: which runs each applies to, and the findings that it makes.
+"""Rules of the report, the runs they apply to, and their findings.
 
 `rules_on_training.py`, `rules_on_pairs.py` and `rules_on_answers.py` have the rules; `findings.py` has the table of
 all, and docs/metrics.md describes them. A finding that looks like a fault is a warning, any other a note.
@@ -23,7 +23,7 @@ ANY = FIXED | ONLINE
 
 
 class Finding(NamedTuple):
-    """A fact about how a run trained, or what follows from its metrics."""
+    """A fact about a run, or what follows from its metrics."""
 
     level: str  # WARNING or NOTE
     title: str
@@ -40,20 +40,23 @@ def note(title: str, value: str, text: str) -> Finding:
 
 
 class Rule(NamedTuple):
-    """A rule, the kinds of data it is for, and what it reads."""
+    """A rule, the kinds of data it is for, and its needs."""
 
     find: Callable[[Run], Iterator[Finding]]
     kinds: frozenset[str]
     needs: tuple[str, ...] = ()  # metrics, `samples` or `ledger`
 
     def apply(self, run: Run) -> list[Finding]:
-        """Find what the rule tells of a run; nothing if it does not apply."""
+        """Apply the rule to a run; no findings if it does not fit."""
         applies = run.kind in self.kinds and all(_has(run, name) for name in self.needs)
         return list(self.find(run)) if applies else []
 
 
 def _has(run: Run, name: str) -> bool:
-    """Return whether a run has samples, a ledger, or a metric after an update."""
+    """Return whether a run has what a rule needs.
+
+    Of a metric, it is a number after an update: before the first one, policy and reference are equal.
+    """
     if name == "samples":
         return bool(run.samples)
     if name == "ledger":

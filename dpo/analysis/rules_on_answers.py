@@ -1,4 +1,4 @@
-"""Rules on what the policy writes: samples of evaluations, and the answers of an online run."""
+"""Rules on samples of evaluations, and on answers drawn online."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Flawed(NamedTuple):
 
 
 def _count_flawed(run: Run, is_flawed: Callable[[Continuation], bool | None]) -> Flawed | None:
-    """Count the policy's newest samples with a flaw; None for one in twenty or fewer.
+    """Count the policy's newest samples with a flaw.
 
-    The probability is that of a sign test: where exactly one sample of a pair is flawed, chance makes it the policy's
+    None for one in twenty or fewer. The probability is that of a sign test: where exactly one sample of a pair is flawed, chance makes it the policy's
     half of the time. Without others, or if all of them are flawed, each flawed sample counts as if it were in such a
     pair. `is_flawed` is None if unknown.
     """

@@ -1,4 +1,4 @@
-"""Rules on pairs: where the margin comes from, lengths, labels, and what the preflight counted in the data."""
+"""Rules on margins, lengths and labels of pairs, and on the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on the course of training: NaN, spikes, collapse, the learning rate, held-out loss and accuracy."""
+"""Rules on NaN, spikes, collapse, loss, accuracy and learning rate."""
 
 from __future__ import annotations
 
