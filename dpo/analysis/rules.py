@@ -47,7 +47,7 @@ class Rule(NamedTuple):
     needs: tuple[str, ...] = ()  # metrics, `samples` or `ledger`
 
     def apply(self, run: Run) -> list[Finding]:
-        """Apply the rule to a run; no findings if it does not fit."""
+        """Apply the rule to a run, if the rule is for it."""
         applies = run.kind in self.kinds and all(_has(run, name) for name in self.needs)
         return list(self.find(run)) if applies else []
 

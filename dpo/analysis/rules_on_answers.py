@@ -66,9 +66,9 @@ class Flawed(NamedTuple):
 def _count_flawed(run: Run, is_flawed: Callable[[Continuation], bool | None]) -> Flawed | None:
     """Count the policy's newest samples with a flaw.
 
-    None for one in twenty or fewer. The probability is that of a sign test: where exactly one sample of a pair is flawed, chance makes it the policy's
-    half of the time. Without others, or if all of them are flawed, each flawed sample counts as if it were in such a
-    pair. `is_flawed` is None if unknown.
+    None for one in twenty or fewer. The probability is that of a sign test: where exactly one sample of a pair is
+    flawed, chance makes it the policy's half of the time. Without others, or if all of them are flawed, each flawed
+    sample counts as if it were in such a pair. `is_flawed` gives None if it is not known.
     """
     newest = [flaw for flaw in (is_flawed(_read(sample)) for sample in run.samples_at(-1)) if flaw is not None]
     n_flawed = n_policy_alone = n_one_alone = sum(newest)
