@@ -492,7 +492,7 @@ RATES = [
     Rates(
         on_training.spikes, WARNING, "Gradient spikes",
         "margins N(5, 3)", partial(with_gradient_spike, factor=1.0),
-        "a gradient 100 times as large", partial(with_gradient_spike, factor=100.0), LARGE, 0.5,
+        "a gradient 100 times as large", partial(with_gradient_spike, factor=100.0), LARGE, 0.4,
     ),
     Rates(
         on_training.spikes, WARNING, "Gradient spikes",
