@@ -87,7 +87,7 @@ def answer(
     # that answers are drawn from.
     end_tokens = find_end_tokens(model, tokenizer)
     criteria = [] if watch is None else [_StopIf(lambda row: watch(row[n_prompt:].tolist()))]
-    with _plain_generation(model):
+    with _plain_generation(model, sampling.cache_implementation):
         rows = model.generate(
             prompt_ids,
             attention_mask=batch["prompt_attention_mask"].to(device),
@@ -126,12 +126,12 @@ def choosing(sampling: Sampling, numbers: Sequence[int], *, n_prompt: int) -> tr
 
 
 @contextmanager
-def _plain_generation(model: Any) -> Iterator[None]:
+def _plain_generation(model: Any, cache_implementation: str | None) -> Iterator[None]:
     """Replace the model's own generation config by transformers' defaults inside."""
     own_config = model.generation_config
     model.generation_config = transformers.GenerationConfig()
     try:
-        with for_generation(), generating_with_sdpa(model):
+        with for_generation(cache_implementation=cache_implementation), generating_with_sdpa(model):
             yield
     finally:
         model.generation_config = own_config
