@@ -234,21 +234,21 @@ def ties(run: Run) -> Iterator[Finding]:
     share = run.tail("train", "online/ties")
     if not is_above(share, 0.5, _count_drawn_in_tail(run, "online/ties")):
         return
-    draws_labels, keeps = run.setting("online.labels") == "bradley_terry", run.setting("online.ties") == "keep"
-    if draws_labels and keeps:  # docs/online.md recommends them together
+    skips = run.setting("online.ties") == "skip"
+    if skips:
         effect = (
-            "Ties of different texts are trained on, with either answer as the chosen one: that holds the "
-            "probabilities of equally good answers together, but tells nothing about better ones."
+            "online.ties=skip leaves ties out, so the gradient comes from few pairs, or from none, and nothing holds "
+            "answers of equal score together: set online.ties=keep."
         )
-    elif keeps:
-        effect = "online.ties=keep trains on ties, though the scorer prefers neither answer: set online.ties=skip."
     else:
-        effect = "online.ties=skip leaves ties out, so the gradient comes from few pairs, or from none."
-        if draws_labels:
-            effect += " With online.labels=bradley_terry, set online.ties=keep."
-    samples = "" if draws_labels else "online.n_samples or "
+        effect = (
+            "online.ties=keep trains on ties, with either answer as the chosen one: that holds answers of equal score "
+            "together, but tells nothing about better ones."
+        )
+    # labels drawn at random have DPO's optimum with two answers to a prompt (docs/online.md)
+    samples = "" if run.setting("online.labels") == "bradley_terry" else "online.n_samples or "
     yield Finding(
-        NOTE if draws_labels and keeps else WARNING,
+        WARNING if skips else NOTE,
         "Most prompts give a tie",
         f"online/ties {figure(share)}; online.n_samples {run.setting('online.n_samples')}",
         f"The best and the worst answer to a prompt had the same score, or were the same text. {effect} To get fewer "

@@ -333,7 +333,7 @@ def of_words(law: str, factor: float) -> Callable[[Rng], str]:
 
 
 def online(held_out: Mapping[str, np.ndarray] | None = None, mix_offline: float = 0.0, **metrics: np.ndarray) -> Run:
-    settings = {"online": {**ONLINE, "scorer": "shorter", "mix_offline": mix_offline}}
+    settings = {"online": {**ONLINE, "scorer": "shorter", "ties": "skip", "mix_offline": mix_offline}}
     return make_run({f"online/{name}": values for name, values in metrics.items()}, held_out, settings=settings)
 
 
