@@ -283,7 +283,7 @@ def unpair(scores: Scores) -> Scores:
 
 
 @pytest.mark.parametrize(("mismatched", "z"), [([0.5, 1.1], 0.8), ([0.5, -1.1], 0)])
-def test_kto_and_apo_zero_worked_by_hand(mismatched, z):
+def test_losses_of_labels_worked_by_hand(mismatched, z):
     config = {"beta": HALF, "desirable_weight": 2, "undesirable_weight": 3}
     kto, apo = (find_loss({"name": name, **config}) for name in ("kto", "apo_zero_unpaired"))
     logps, none = torch.tensor(mismatched, dtype=torch.float64), torch.zeros(2)
@@ -295,6 +295,8 @@ def test_kto_and_apo_zero_worked_by_hand(mismatched, z):
     assert losses.tolist() == pytest.approx(by_hand, rel=1e-12)
     assert metrics["kto/kl"].tolist() == pytest.approx([z, z])
     assert [rewards[role].tolist() for role in ("chosen", "rejected")] == [[0.5, 0], [0, -0.5]]
+    bco = find_loss({"name": "bco_unpaired", "beta": HALF, "momentum": 0.9})(scores._replace(average=0.2))
+    assert bco.losses.tolist() == pytest.approx([minus_log_sigmoid(0.5 - 0.2), minus_log_sigmoid(0.2 + 0.5)], rel=1e-12)
     assert apo(scores).losses.tolist() == pytest.approx([2 * (1 - sigmoid(0.5)), 3 * sigmoid(-0.5)], rel=1e-12)
 
 
@@ -399,7 +401,9 @@ def test_losses_and_gradients_are_those_of_trl(case):
 
 def test_trl_has_said_something_about_every_loss_that_it_has():
     tried = {(case["config"]["name"], case["config"].get("label_smoothing", 0) > 0) for case in TRL["results"]}
-    assert LOSSES.keys() - {name for name, _ in tried} == {"sft", "dpop", "cal_dpo", "beta_dpo", "mix"}
+    assert LOSSES.keys() - {name for name, _ in tried} == {
+        *("sft", "dpop", "cal_dpo", "beta_dpo", "mix", "bco_unpaired")
+    }
     smoothed = {name for name, config in DEFAULTS.items() if "label_smoothing" in config}
     assert smoothed - {name for name, smoothed in tried if smoothed} == {"mix"}
 
@@ -462,6 +466,7 @@ AT_EQUAL_MODELS = {  # of docs/metrics.md, under the defaults of config/loss and
     "aot_unpaired": math.log(2),
     "kto": 0.5,
     "apo_zero_unpaired": 0.5,
+    "bco_unpaired": math.log(2),
 }
 
 

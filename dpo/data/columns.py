@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from dpo.data.schema import ASSISTANT, is_message
 from dpo.errors import InputError
 from dpo.losses import LOSSES
-from dpo.settings.choices import CHAT_FIELDS, FIELDS, FORMS, LABEL_FIELDS, PAIR_FIELDS, TARGET_FIELDS
+from dpo.settings.choices import CHAT_FIELDS, FIELDS, FORMS, LABEL_FIELDS, PAIR_FIELDS, TARGET_FIELDS, join_with_or
 
 # names under which other data has our fields
 OTHER_NAMES = {
@@ -211,10 +211,13 @@ def _explain_missing(
     if "labels" in kinds:
         kinds = ["labels"]  # SFT would learn the undesirable completions too
     if losses := [f"loss={loss}" for loss in LOSSES if LOSSES[loss].trains_on in kinds]:
-        fixes.append(f"train on what is there with {' or '.join(losses)}")
+        fixes.append(f"train on what is there with {join_with_or(losses)}")
+    lacking = [[field for field in _list_required(form) if not candidates[field]] for form in FORMS[trains_on]]
+    fewest = min(lacking, key=len)
+    fixes.append(f"add a column {fewest[0]}" if len(fewest) == 1 and len(present) > 1 else "add them to the records")
     return (
         f"training on {trains_on} needs the columns {', or '.join(required)}; {origin} has {', '.join(present)}: "
-        f"{', or '.join([*fixes, 'add them to the records'])}"
+        f"{', or '.join(fixes)}"
     )
 
 

@@ -246,7 +246,8 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
                 if plan.loss.mismatched and report["prompts"] < 2:
                     raise InputError(
                         f"the {split} split of {', '.join(plan.data.datasets)} has 1 prompt, and loss={plan.loss.name} "
-                        f"combines each prompt with a response to another one: add data"
+                        f"combines each prompt with a response to another one: give 2 prompts or more in each split; "
+                        f"of one file, a tenth of the prompts is the test split, so it needs 20"
                     )
             return json.dumps([str(table), facts])
 
@@ -268,17 +269,19 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
 
 
 def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> list[str]:
-    """Return a warning about KTO's weights for a split's labels.
+    """Return a warning about labels of one kind alone, or KTO's weights.
 
     The weighted number of desirable examples should be 1 to 4/3 times that of undesirable ones (arXiv 2402.01306,
     section 4).
     """
-    weights = [options.get(f"{label}_weight", 0) for label in ("desirable", "undesirable")]
-    if not all(weights):  # another loss, or one that is to learn from one kind alone
+    weights = [options.get(f"{label}_weight", 1) for label in ("desirable", "undesirable")]
+    if report.desirable is None or not all(weights):  # another loss, or one that is to learn from one kind alone
         return []
     if not (report.desirable and report.undesirable):
         missing = "undesirable" if report.desirable else "desirable"
-        return [f"the train split has no {missing} response, and KTO learns from both kinds: add some"]
+        return [f"the train split has no {missing} response, and a loss of labels learns from both kinds: add some"]
+    if "desirable_weight" not in options:
+        return []
     desirable, undesirable = weights[0] * report.desirable, weights[1] * report.undesirable
     if 0.99 * undesirable <= desirable <= 1.01 * 4 / 3 * undesirable:  # the advised weights are rounded
         return []

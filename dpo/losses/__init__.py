@@ -32,6 +32,7 @@ __all__ = [
 # has one response, which is `chosen` if its label says that it is desirable, and else `rejected`
 TRAINS_ON = {"pairs": ("chosen", "rejected"), "targets": ("chosen",), "labels": ("chosen", "rejected")}
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
+AUC = ("rewards_eval/auc", +1)  # ranks the checkpoints of losses of labels; their weights do not change it
 
 
 @dataclass(frozen=True)
@@ -199,13 +200,18 @@ LOSSES = {
     "kto": Loss(
         formulas.kto,
         trains_on="labels",
-        best=("loss/eval", -1),
+        best=AUC,
         margin_only=False,
         batch_statistic=formulas.estimate_kl,
         mismatched=True,
     ),
-    "apo_zero_unpaired": Loss(
-        formulas.apo_zero_unpaired, trains_on="labels", best=("loss/eval", -1), margin_only=False
+    "apo_zero_unpaired": Loss(formulas.apo_zero_unpaired, trains_on="labels", best=AUC, margin_only=False),
+    "bco_unpaired": Loss(
+        formulas.bco_unpaired,
+        trains_on="labels",
+        best=AUC,
+        margin_only=False,
+        running_statistic=formulas.mean_reward,
     ),
     "mix": Mix(),
 }

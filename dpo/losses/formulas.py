@@ -303,7 +303,7 @@ def cal_dpo(scores: Scores, *, beta: float) -> Losses:
 
 
 def mean_reward(chosen: float, rejected: float, beta: float) -> float:
-    """Mean of chosen and rejected rewards, which BCO averages over updates."""
+    """Middle of the two mean rewards, which BCO averages over updates."""
     return (chosen + rejected) / 2
 
 
@@ -408,6 +408,17 @@ def estimate_kl(scores: Scores, **_: Any) -> Tensor:
     u_w, u_l = scores.log_ratios()
     log_ratios = u_w + u_l  # one of the two is 0
     return log_ratios.detach().mean().clamp(min=0).expand(len(log_ratios), 1)
+
+
+def bco_unpaired(scores: Scores, *, beta: float, momentum: float) -> Losses:
+    """BCO (arXiv 2404.04656) for single responses, without the density ratio.
+
+    The terms of `bco` on different examples, with the same reward shift.
+    """
+    u_w, u_l = scores.log_ratios()
+    chosen = _minus_log_sigmoid(beta * u_w - scores.average)
+    rejected = _minus_log_sigmoid(scores.average - beta * u_l)
+    return with_rewards(chosen.where(scores.chosen_lengths > 0, rejected), u_w, u_l, beta)
 
 
 def _weighted_utility(scores: Scores, z: Tensor, beta: float, weights: tuple[float, float]) -> Losses:

@@ -66,6 +66,21 @@ def make_scores(policy: NamedTensors, lengths: NamedTensors, reference: NamedTen
     return Scores(**policy, **length_fields, **reference_fields)
 
 
+def rank_labelled(chosen: torch.Tensor, rejected: torch.Tensor, is_chosen: torch.Tensor) -> torch.Tensor:
+    """Share of the other kind that each labelled response is ranked right against.
+
+    All are (B,); an example has a reward of one kind, `chosen` if `is_chosen`. A tie counts half. The mean over either
+    kind, and so over all examples, is the area under the ROC curve.
+    """
+    desirable, undesirable = chosen[is_chosen].sort().values, rejected[~is_chosen].sort().values
+
+    def find_share_below(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        n_below, n_up_to = (torch.searchsorted(others, values, right=right) for right in (False, True))
+        return (n_below + n_up_to) / (2 * len(others))
+
+    return find_share_below(chosen, undesirable).where(is_chosen, 1 - find_share_below(rejected, desirable)).to(chosen)
+
+
 class BatchContext(NamedTuple):
     """Values that the microbatches of a global batch share.
 
@@ -261,12 +276,19 @@ class Objective:
             mismatched_scores, _ = self._compute_all_scores(mismatched)
             scores = scores._replace(batch_statistic=self.loss.find_batch_statistic(mismatched_scores))
         output, options = self.loss(scores), self.loss.options
-        if self.loss.running_statistic and options["momentum"] < 1:
+        has_role = {role: getattr(scores, f"{role}_lengths") > 0 for role in output.rewards}  # (B,) each
+        if self.loss.running_statistic and options["momentum"] < 1 and all(map(torch.any, has_role.values())):
             # rewards do not depend on the average, so those of the first call serve to compute it
-            chosen, rejected = (output.rewards[role].mean().item() for role in ("chosen", "rejected"))
+            chosen, rejected = (output.rewards[role][has_role[role]].mean().item() for role in ("chosen", "rejected"))
             average = self.loss.running_statistic(chosen, rejected, options["beta"])
             output = self.loss(scores._replace(average=average))
-        return Reduced(self._metrics(scores, reference, output, split="eval"), {})
+        metrics = self._metrics(scores, reference, output, split="eval")
+        if self.loss.trains_on == "labels" and all(map(torch.any, has_role.values())):
+            chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
+            # rewards of equal models differ only by rounding, which must not count as ranking
+            factor = 0 if self.models_are_equal else 1
+            metrics["rewards_eval/auc"] = rank_labelled(factor * chosen, factor * rejected, has_role["chosen"])
+        return Reduced(metrics, {})
 
     @torch.no_grad()
     def find_log_ratios(self, batches: Iterable[Batch]) -> list[float]:
@@ -309,7 +331,9 @@ class Objective:
         self.models_are_equal = False
         if self.loss.running_statistic:
             beta, momentum = self.loss.options["beta"], self.loss.options["momentum"]
-            chosen, rejected = metrics["rewards_train/chosen"], metrics["rewards_train/rejected"]
+            chosen, rejected = metrics.get("rewards_train/chosen"), metrics.get("rewards_train/rejected")
+            if chosen is None or rejected is None:  # all labels of the batch are alike: it says nothing of the middle
+                return
             value = self.loss.running_statistic(chosen, rejected, beta)
             self.average.value = momentum * self.average.value + (1 - momentum) * value
 

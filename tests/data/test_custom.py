@@ -198,7 +198,7 @@ def test_the_completion_of_a_labelled_chat_may_be_messages(chat):
         ({"label": "maybe"}, "record 1 of mine: label is 'maybe', which does not say whether the response is good: wr"),
         ({"label": 2}, "record 1 of mine: label is 2, which does not say whether the response is good: write true or "),
         ({"label": None}, "record 1 of mine: label is null: give it a value, or remove the record"),
-        ({"label": [True]}, "record 1 of mine: label must be true or false, and is [True]"),
+        ({"label": [True]}, "record 1 of mine: label must be true or false, and is [True]: correct it, "),
         ({}, "record 1 of mine: label is missing, and must be true or false; the record has prompt, completion: add l"),
     ],
 )
@@ -320,6 +320,7 @@ def test_kto_trains_on_thumbs_up_and_down(command, tmp_path):
     result = train(*command("other", *settings))
     assert result.returncode == 2
     assert "the test split of thumbs has 1 prompt, and loss=kto combines each prompt with a response" in result.stderr
+    assert "a tenth of the prompts is the test split, so it needs 20" in result.stderr
 
 
 def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):

@@ -60,7 +60,7 @@ REFUSED = [
     ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but sft"),
     (
         "loss=sft loss.wpo=true",
-        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unpaired, kto",
     ),
     ("loss=orpo loss.gamma=1", "loss.gamma does not exist here: it belongs to loss=mix and loss=simpo"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
@@ -194,10 +194,10 @@ REFUSED = [
     (f"{PACKAGE} sample_during_eval=false {LORA}", "lora=lora does not work with tensor_parallel.backend=tensor_para"),
     (f"{PACKAGE} sample_during_eval=false {DRAWN}", "online=online does not work with tensor_parallel.backend=tensor_"),
     # --- losses
-    ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unpaired"),
+    ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unp"),
     (
         "loss=kto loss.wpo=true",
-        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unpaired, kto",
     ),
     (
         "loss=kto +loss.wpo=true",
@@ -208,7 +208,7 @@ REFUSED = [
         "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: give one of them",
     ),
     ("loss=kto loss.desirable_weight=-1", "loss.desirable_weight=-1 must be a number from 0 to 1e30"),
-    (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto or loss=apo_zero_unpaired"),
+    (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto or loss=apo_zero_unpaired or loss=bco"),
     (
         "loss=mix loss.weights.dpo=1 +loss.weights.kto=1",
         "loss.weights.kto: kto trains on labels and a mix on pairs, ",
