@@ -44,7 +44,7 @@ def describe_run(run: Run) -> str:
     """Loss, adapter, model and data in a line."""
     beta, datasets, model = run.setting("loss.beta"), run.setting("datasets"), run.setting("model.name_or_path")
     facts = [f"loss={run.loss}" + (f" with beta {beta}" if beta is not None else "")]
-    if run.trains_on not in ("pairs", None):
+    if not run.has_margins:
         facts.append(f"trains on {run.trains_on}, so accuracy and margins do not apply")
     adapter = str(run.setting("lora.name") or "none")
     if adapter != "none":

@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 from dpo.data.schema import ASSISTANT, is_message
 from dpo.errors import InputError
 from dpo.losses import LOSSES
-from dpo.settings.choices import CHAT_FIELDS, FIELDS, FORMS, LABEL_FIELDS, PAIR_FIELDS, TARGET_FIELDS, join_with_or
+from dpo.settings.choices import (
+    CHAT_FIELDS,
+    FIELDS,
+    FORMS,
+    LABEL_FIELDS,
+    PAIR_FIELDS,
+    SCORED_FIELDS,
+    TARGET_FIELDS,
+    join_with_or,
+)
 
 # names under which other data has our fields
 OTHER_NAMES = {
@@ -146,8 +155,8 @@ def _check_configured(present: Iterable[str], configured: Mapping[str, str], nam
     if not any(configured.keys() <= set(form) for form in chain.from_iterable(FORMS.values())):
         raise InputError(
             f"{key} has the fields {', '.join(configured)}: give some of those of pairs ({', '.join(PAIR_FIELDS)}), or "
-            f"of those of targets ({', '.join(TARGET_FIELDS)}) or labels ({', '.join(LABEL_FIELDS)}), or "
-            f"{CHAT_FIELDS[0]} alone or with label"
+            f"of those of targets ({', '.join(TARGET_FIELDS)}), labels ({', '.join(LABEL_FIELDS)}) or ranked lists "
+            f"({', '.join(SCORED_FIELDS)}), or {CHAT_FIELDS[0]} alone or with label"
         )
     for field, column in configured.items():
         fields = [other for other, other_column in configured.items() if other_column == column]
@@ -203,8 +212,11 @@ def _explain_missing(
 
     `kinds` are the kinds of examples (keys of FORMS) that can be made of them.
     """
-    required = [" and ".join(_list_required(form)) for form in FORMS[trains_on]]
-    forms = [form for form in FORMS[trains_on] if len(_list_required(form)) <= len(present)]
+    # pairs and targets are made of ranked lists too, which is worth a word where there are responses
+    names_lists = trains_on == "lists" or candidates["responses"]
+    expected = [form for form in FORMS[trains_on] if names_lists or "responses" not in form]
+    required = [" and ".join(_list_required(form)) for form in expected]
+    forms = [form for form in expected if len(_list_required(form)) <= len(present)]
     fixes = (
         [f"name them with {' or '.join(_write_override(name, form, candidates) for form in forms)}"] if forms else []
     )
@@ -212,7 +224,7 @@ def _explain_missing(
         kinds = ["labels"]  # SFT would learn the undesirable completions too
     if losses := [f"loss={loss}" for loss in LOSSES if LOSSES[loss].trains_on in kinds]:
         fixes.append(f"train on what is there with {join_with_or(losses)}")
-    lacking = [[field for field in _list_required(form) if not candidates[field]] for form in FORMS[trains_on]]
+    lacking = [[field for field in _list_required(form) if not candidates[field]] for form in expected]
     fewest = min(lacking, key=len)
     fixes.append(f"add a column {fewest[0]}" if len(fewest) == 1 and len(present) > 1 else "add them to the records")
     return (

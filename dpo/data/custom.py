@@ -1,7 +1,8 @@
-"""Custom data: pairs, SFT targets and labelled responses from a user's records."""
+"""Custom data: pairs, SFT targets, labelled responses and ranked lists from a user's records."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +12,8 @@ import jinja2
 from dpo.data.columns import find_columns, recognize_columns
 from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, PreferenceData, get_field, is_sharegpt
 from dpo.errors import InputError
+from dpo.losses import LONGEST_LIST
+from dpo.numbers import count
 
 # the role of each speaker in ShareGPT's messages
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -32,7 +35,9 @@ def get_custom(
 
     Pairs come from `{prompt, chosen, rejected}`, or from `{chosen, rejected}` with a common beginning, the prompt.
     SFT targets also come from `{prompt, completion}`, and from `{messages}`, where the last message is the target;
-    labelled responses from either of these with `label`. Prompts to answer come from `{prompt}`.
+    labelled responses from either of these with `label`. Ranked lists come from `{prompt, responses, scores}`, or from
+    `{prompt, responses}` in order, best first; pairs and targets are made of them too. Prompts to answer come from
+    `{prompt}`.
 
     All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
     `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
@@ -41,6 +46,7 @@ def get_custom(
     and `origin`.
     """
     data: PreferenceData | None = None
+    n_tied_lists = 0
     recognized = recognize_columns(find_columns(rows), columns, name=name, origin=origin, trains_on=trains_on)
     used = recognized.used
     for number, row in enumerate(rows, start=1):
@@ -68,7 +74,11 @@ def get_custom(
                 f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
                 f"prompt, or remove it"
             )
-        if "label" in used:
+        if "responses" in used:
+            scores = _read_scores(row, used, len(responses), where, trains_on=trains_on)
+            n_tied_lists += len(set(scores)) < len(scores)
+            data.add_list(prompt, responses, scores)
+        elif "label" in used:
             data.add_labelled(prompt, *responses, is_desirable=_read_label(row, used["label"], where))
         elif len(responses) == 2:
             data.add_pair(prompt, *responses)
@@ -79,6 +89,8 @@ def get_custom(
     data = data if data is not None else PreferenceData(truncation_mode="keep_start")
     if note := recognized.describe(columns):
         data.notes.append(f"{origin}: {note}")
+    if n_tied_lists:
+        data.notes.append(f"{origin}: {count(n_tied_lists, 'list')} with equal scores, which make no pair")
     return data
 
 
@@ -92,6 +104,36 @@ def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
             f"false (1 or 0, good or bad, up or down), or remove the record"
         )
     return label in DESIRABLE
+
+
+def _read_scores(
+    row: Mapping[str, Any], used: Mapping[str, str], n_responses: int, where: str, *, trains_on: str
+) -> list[float]:
+    """Read the scores of a ranked list's responses; the best has the highest.
+
+    Without a column for them, the responses are in order, best first. Raises InputError for a list that a loss of lists
+    cannot train on.
+    """
+    scores = [-float(i) for i in range(n_responses)]
+    if "scores" in used:
+        values = get_field(row, used["scores"], where, list)
+        scores = [get_field({used["scores"]: value}, used["scores"], where, (int, float)) for value in values]
+        if len(scores) != n_responses or not all(map(math.isfinite, scores)):
+            raise InputError(
+                f"{where}: {used['scores']} is {values!r:.80}, and must have a finite number for each of the "
+                f"{n_responses} in {used['responses']}: correct it, or remove the record"
+            )
+    if trains_on == "lists" and len(set(scores)) < n_responses:
+        raise InputError(
+            f"{where}: {used['scores']} has equal numbers, and this loss needs an order without ties: remove all but "
+            f"one of these responses, or train with a loss of pairs, such as loss=dpo, which does not pair them"
+        )
+    if trains_on == "lists" and n_responses > LONGEST_LIST:
+        raise InputError(
+            f"{where}: {used['responses']} has {n_responses} responses, and this loss takes lists of up to "
+            f"{LONGEST_LIST}: remove some, or train with a loss of pairs, such as loss=dpo"
+        )
+    return scores
 
 
 def _find_shared_prompt(
@@ -120,16 +162,26 @@ def _read_fields(row: Mapping[str, Any], used: Mapping[str, str], where: str) ->
     fields = {
         field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
         for field, column in used.items()
-        if field not in ("input", "label")
+        if field not in ("input", "label", "responses", "scores")
     }
     prompt = fields.get("prompt")
     responses = [value for field, value in fields.items() if field != "prompt"]
+    if "responses" in used:
+        column = used["responses"]
+        values = get_field(row, column, where, list)
+        if len(values) < 2:
+            raise InputError(
+                f"{where}: {column} has {count(len(values), 'response')}, and must have 2 or more: add some, or remove "
+                f"the record"
+            )
+        responses = [_as_messages(get_field({column: v}, column, where, (str, list, dict)), where) for v in values]
     if "input" in used and row.get(used["input"]) not in (None, ""):  # goes below the instruction, as in Alpaca
         prompt = "\n\n".join(get_field(row, used[field], where) for field in ("prompt", "input"))
     is_chat = isinstance((*responses, prompt)[0], list)
     is_mixed = any(isinstance(response, list) != is_chat for response in responses)
     if is_mixed or (isinstance(prompt, list) and not is_chat):
-        kinds = (f"{used[field]} holds {_name_kind(isinstance(value, list))}" for field, value in fields.items())
+        values = [*fields.items(), *(("responses", response) for response in responses if "responses" in used)]
+        kinds = dict.fromkeys(f"{used[field]} holds {_name_kind(isinstance(value, list))}" for field, value in values)
         raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
     return prompt, responses
 

@@ -88,6 +88,7 @@ class DatasetOptions(NamedTuple):
     max_length: int
     max_prompt_length: int
     unpair: bool = False
+    list_pairs: str = "all"
 
 
 def build_table(
@@ -113,6 +114,7 @@ def build_table(
             split,
             trains_on=trains_on,
             unpair=options.unpair,
+            list_pairs=options.list_pairs,
             with_messages=options.online,
             notes=notes,
             # the following are options of `get_dataset`
@@ -122,7 +124,7 @@ def build_table(
             tokenizer=tokenizer,
         )
         counter, path = SplitCounter(encode, trains_on=trains_on), directory / f"{split}.arrow"
-        write_prompts(path, counter.watch(prompts))
+        write_prompts(path, counter.watch(prompts), trains_on=trains_on)
         counters[split] = counter
         if split == "test":
             counter.count_in_train(counters["train"])
@@ -226,6 +228,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         max_length=plan.data.max_length,
         max_prompt_length=plan.data.max_prompt_length,
         unpair=plan.data.unpair,
+        list_pairs=plan.data.list_pairs,
     )
     with tempfile.TemporaryDirectory() as scratch:  # a mapped table stays readable after its files are removed
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, product
 from typing import Any, NotRequired, TypedDict
 
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError
+from dpo.losses import TRAINS_ON
 
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON may have and UTF-8 has not
@@ -33,6 +35,8 @@ class Entry(TypedDict):
     pairs: list[tuple[int, int]]  # (better, worse), indices into responses
     sft_target: str
     labels: NotRequired[list[bool]]  # of labelled data: whether each response is desirable
+    # of ranked lists, best first: indices into responses, those of equal responses together
+    lists: NotRequired[list[list[list[int]]]]
 
 
 class PreferenceData(dict[str, Entry]):
@@ -75,19 +79,36 @@ class PreferenceData(dict[str, Entry]):
         entry["responses"].append(response)
         entry.setdefault("labels", []).append(is_desirable)
 
-    def take(self, trains_on: str) -> Iterator[tuple[str, list[str], list[dict[str, int]]]]:
+    def add_list(self, prompt: str, responses: Sequence[str], scores: Sequence[float]) -> None:
+        """Add a ranked list; the best response becomes the SFT target."""
+        entry = self.add_prompt(prompt)
+        n_before = len(entry["responses"])
+        entry["responses"] += responses
+        tiers: dict[float, list[int]] = {score: [] for score in sorted(scores, reverse=True)}
+        for index, score in enumerate(scores, start=n_before):
+            tiers[score].append(index)
+        ranked = list(tiers.values())
+        entry.setdefault("lists", []).append(ranked)
+        entry["sft_target"] = entry["responses"][ranked[0][0]]
+
+    def take(self, trains_on: str, *, list_pairs: str = "all") -> Iterator[tuple[str, list[str], list[dict[str, int]]]]:
         """Remove the prompts one by one, and yield each with its examples.
 
         Yields (prompt, responses, examples). An example maps its roles to indices into the responses, and is of the
         kind `trains_on`, a key of `TRAINS_ON`. SFT trains on a prompt's target if the prompt has pairs, and on all of
-        its responses if it has none. Under a loss of labels a pair is two examples. "prompts" yields pairs, or no
-        examples.
+        its responses if it has none. Under a loss of labels a pair is two examples. Under a loss of lists a pair is a
+        list of two. `list_pairs` says which pairs are made of a list. "prompts" yields pairs, or no examples.
         """
         for prompt in list(self):  # removed, as a second copy of all texts might not fit into memory
             entry = self.pop(prompt)
-            responses = entry["responses"]
+            responses, lists = entry["responses"], entry.get("lists", [])
             if trains_on in ("pairs", "prompts"):
-                yield prompt, responses, [{"chosen": better, "rejected": worse} for better, worse in entry["pairs"]]
+                pairs = [*entry["pairs"], *(pair for ranked in lists for pair in pair_up(ranked, list_pairs))]
+                if pairs or not lists or trains_on == "prompts":  # a list of equal responses has no pair
+                    yield prompt, responses, [{"chosen": better, "rejected": worse} for better, worse in pairs]
+            elif trains_on == "lists":
+                pairs = [{"chosen": better, "rejected": worse} for better, worse in entry["pairs"]]
+                yield prompt, responses, [*pairs, *map(name_ranks, lists)]
             elif trains_on == "labels":
                 roles = ("chosen" if is_desirable else "rejected" for is_desirable in entry.get("labels", []))
                 labelled = [{role: index} for index, role in enumerate(roles)]
@@ -96,7 +117,7 @@ class PreferenceData(dict[str, Entry]):
                 if labelled:
                     yield prompt, responses, labelled
             else:
-                targets = [entry["sft_target"]] if entry["pairs"] else responses
+                targets = [entry["sft_target"]] if entry["pairs"] or lists else responses
                 yield prompt, targets, [{"chosen": index} for index in range(len(targets))]
 
     def select_split(self, split: str) -> PreferenceData:
@@ -113,6 +134,23 @@ class PreferenceData(dict[str, Entry]):
         part.notes = self.notes
         part.messages = {prompt: messages for prompt, messages in self.messages.items() if prompt in selected}
         return part
+
+
+def pair_up(ranked: Sequence[Sequence[int]], list_pairs: str) -> Iterator[tuple[int, int]]:
+    """Yield the pairs (better, worse) of a ranked list.
+
+    All pairs, or only the best with the worst. Equal responses are no pair.
+    """
+    tiers = [ranked[0][:1], ranked[-1][:1]] if list_pairs == "best_worst" else ranked
+    for better_tier, worse_tier in combinations(tiers, 2):
+        if better_tier != worse_tier:  # the best is the worst where all are equal
+            yield from product(better_tier, worse_tier)
+
+
+def name_ranks(ranked: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Give each response of a list without ties its role."""
+    *before, last = (index for [index] in ranked)
+    return dict(zip(TRAINS_ON["lists"], before, strict=False)) | {"rejected": last}
 
 
 def is_message(value: Any) -> bool:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dpo.losses.formulas as formulas
-from dpo.losses.formulas import IGNORE_INDEX, Losses, Scores, _get_batch_logps, preference_loss
+from dpo.losses.formulas import BETWEEN, IGNORE_INDEX, LONGEST_LIST, Losses, Scores, _get_batch_logps, preference_loss
 from dpo.losses.options import OPTIONS, apply_to_losses, apply_to_scores
 
 __all__ = [
+    "BETWEEN",
     "IGNORE_INDEX",
+    "LONGEST_LIST",
     "LOSSES",
     "ROLES",
     "TRAINS_ON",
@@ -29,8 +31,14 @@ __all__ = [
 ]
 
 # kinds of training examples, and the roles of the responses in them. The target of SFT is `chosen`. A labelled example
-# has one response, which is `chosen` if its label says that it is desirable, and else `rejected`
-TRAINS_ON = {"pairs": ("chosen", "rejected"), "targets": ("chosen",), "labels": ("chosen", "rejected")}
+# has one response, which is `chosen` if its label says that it is desirable, and else `rejected`. A ranked list has a
+# best and a worst response, and any number of others
+TRAINS_ON = {
+    "pairs": ("chosen", "rejected"),
+    "targets": ("chosen",),
+    "labels": ("chosen", "rejected"),
+    "lists": ("chosen", *BETWEEN, "rejected"),
+}
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
 AUC = ("rewards_eval/auc", +1)  # ranks the checkpoints of losses of labels; their weights do not change it
 
@@ -76,7 +84,7 @@ class Loss:
     def reference_columns(self) -> list[str]:
         """Names of the reference's log-probabilities that the loss needs.
 
-        Each is a field of `Scores` without its prefix `reference_`.
+        Each is a role, perhaps with a suffix.
         """
         tails = [f"{role}_tail" for role in self.roles] if self.needs_tails else []
         return [*self.roles, *tails]
@@ -87,7 +95,12 @@ class Loss:
 
         The loss of each example must depend on that example alone, and a mix is trained on pairs.
         """
-        return self.batch_statistic is None and self.trains_on != "labels"
+        return self.batch_statistic is None and self.trains_on in ("pairs", "targets")
+
+    @property
+    def has_margins(self) -> bool:
+        """Return whether each example has a chosen and a rejected response."""
+        return self.trains_on in ("pairs", "lists")
 
     @property
     def needs_tails(self) -> bool:
@@ -213,5 +226,6 @@ LOSSES = {
         margin_only=False,
         running_statistic=formulas.mean_reward,
     ),
+    "plackett_luce": Loss(formulas.plackett_luce, trains_on="lists", margin_only=False),
     "mix": Mix(),
 }

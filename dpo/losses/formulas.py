@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORE_INDEX = -100  # label of a token that is not scored: prompt and padding
+LONGEST_LIST = 16  # responses of a ranked list
+# roles of a ranked list's responses between the best, which is `chosen`, and the worst, which is `rejected`
+BETWEEN = tuple(f"rank{rank}" for rank in range(2, LONGEST_LIST))
 
 
 def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = False) -> Tensor:
@@ -74,7 +77,8 @@ class Scores(NamedTuple):
     """Input of a loss: log-probabilities summed over each response's tokens.
 
     Every tensor is (B,) unless noted. If an example has no response of some role, its sum and length of that role are
-    0. The target of SFT is `chosen`; of a labelled example a desirable response is `chosen`, another `rejected`.
+    0. The target of SFT is `chosen`; of a labelled example a desirable response is `chosen`, another `rejected`. Of a
+    ranked list the best response is `chosen` and the worst `rejected`; the others are in (B, len(BETWEEN)).
     """
 
     chosen: Tensor
@@ -89,6 +93,9 @@ class Scores(NamedTuple):
     reference_rejected_tail: Tensor = NOT_NEEDED
     chosen_squares: Tensor = NOT_NEEDED  # the sum over tokens of log sum_v pi(v)^2, detached
     rejected_squares: Tensor = NOT_NEEDED
+    between: Tensor = NOT_NEEDED
+    between_lengths: Tensor = NOT_NEEDED
+    reference_between: Tensor = NOT_NEEDED
     batch_statistic: Tensor | None = None  # (B, k); None: these examples are the whole global batch
     average: float = 0.0  # running average of `Loss.running_statistic` over updates
 
@@ -104,12 +111,13 @@ class Scores(NamedTuple):
 class Losses(NamedTuple):
     """Output of a loss; each tensor is (B,).
 
-    Rewards and metrics are detached. A loss of pairs or of labels must give the rewards of both roles.
+    Rewards and metrics are detached. A loss of anything but targets must give the rewards of chosen and rejected.
     """
 
     losses: Tensor
     rewards: Mapping[str, Tensor] = MappingProxyType({})  # by role
     metrics: Mapping[str, Tensor] = MappingProxyType({})  # further metrics, logged as NAME/train and NAME/eval
+    accuracies: Tensor | None = None  # None: whether the chosen reward is above the rejected one
 
 
 # --- the losses. As in papers, w is the chosen ("winning") response and l the rejected ("losing") one; u_w and u_l are
@@ -447,3 +455,34 @@ def apo_zero_unpaired(scores: Scores, *, beta: float, desirable_weight: float, u
     """
     z = scores.chosen.detach() * 0
     return _weighted_utility(scores, z, beta, (desirable_weight, undesirable_weight))
+
+
+# --- the loss of ranked lists -----------------------------------------------------------------------------------------
+
+
+def plackett_luce(scores: Scores, *, beta: float) -> Losses:
+    """DPO on ranked lists by the Plackett-Luce model (arXiv 2305.18290, eq. 20).
+
+    The sum over all responses but the worst of -log of the probability that each is the best of itself and all worse
+    ones. In shapes, K is the number of responses of the longest list.
+    """
+    import torch
+
+    def by_rank(best: Tensor, between: Tensor, worst: Tensor) -> Tensor:
+        """Values of a list's responses from the best to the worst, (B, K)."""
+        return torch.stack([best, *(() if between is NOT_NEEDED else between.unbind(1)), worst], dim=1)
+
+    policy = by_rank(scores.chosen, scores.between, scores.rejected)
+    reference = by_rank(scores.reference_chosen, scores.reference_between, scores.reference_rejected)
+    has_response = by_rank(scores.chosen_lengths, scores.between_lengths, scores.rejected_lengths) > 0
+    is_pair = (has_response[:, :, None] & has_response[:, None, :]).triu(1)  # (B, K, K): the second one is worse
+    # differences as dpo computes them, so that a list of two has the same loss to the last digit
+    h = (policy[:, :, None] - policy[:, None, :]) - (reference[:, :, None] - reference[:, None, :])
+    has_worse = is_pair.any(2)  # (B, K)
+    # rows without a pair get zeros, as the gradient of a logsumexp of nothing is NaN
+    exponents = (-beta * h).masked_fill(~is_pair, -math.inf).masked_fill(~has_worse[:, :, None], 0)
+    losses = _minus_log_sigmoid(-exponents.logsumexp(2)).where(has_worse, 0).sum(1)
+    rewards = beta * (policy - reference).detach()
+    is_right = (rewards[:, :, None] > rewards[:, None, :]) & is_pair
+    output = with_rewards(losses, *scores.log_ratios(), beta)
+    return output._replace(accuracies=(is_right.sum((1, 2)) / is_pair.sum((1, 2))).to(losses))

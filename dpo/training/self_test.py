@@ -13,7 +13,7 @@ from dpo.errors import InputError
 from dpo.losses import Loss
 from dpo.models.pretrained import DTYPES
 from dpo.settings.plan import Plan
-from dpo.training.objective import NamedTensors, Objective, make_scores
+from dpo.training.objective import NamedTensors, Objective, make_scores, name_scores
 
 Forward = Callable[[], NamedTensors]
 TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilities of equal models
@@ -77,15 +77,15 @@ def check_models(
         return ["self-test passed: finite log-probabilities, dropout off"]
 
     reference_logps_if_equal = {column: policy_logps[column] for column in reference_logps}
-    expected_loss = loss(make_scores(policy_logps, lengths, reference_logps_if_equal)).losses.mean().item()
+    expected_loss = loss(make_scores(name_scores(policy_logps, lengths, reference_logps_if_equal))).losses.mean().item()
     beta = loss.options.get("beta", 1.0)
     if not math.isfinite(expected_loss):
         raise InputError(
             f"self-test: the {loss.name} loss of equal models is {expected_loss} with loss.beta={beta}, which "
             f"overflows float32: choose a beta closer to 0.1"
         )
-    losses, rewards, _ = loss(make_scores(policy_logps, lengths, reference_logps))
-    largest_reward = max(values.abs().max().item() for values in rewards.values())
+    output = loss(make_scores(name_scores(policy_logps, lengths, reference_logps)))
+    largest_reward = max(values.abs().max().item() for values in output.rewards.values())
     if other_policy_dtype:
         return [
             f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
@@ -94,7 +94,7 @@ def check_models(
         ]
     # rewards are beta times differences of log-probabilities, whose rounding errors grow with their magnitude
     tolerance = TOLERANCE * beta * max(1.0, _find_largest(policy_logps))
-    first_loss = losses.mean().item()
+    first_loss = output.losses.mean().item()
     if largest_reward > tolerance:
         raise InputError(
             f"self-test: first rewards reach {largest_reward:.3g} instead of 0, so policy and reference do not hold "

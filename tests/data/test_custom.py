@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 
 import pytest
@@ -321,6 +322,80 @@ def test_kto_trains_on_thumbs_up_and_down(command, tmp_path):
     assert result.returncode == 2
     assert "the test split of thumbs has 1 prompt, and loss=kto combines each prompt with a response" in result.stderr
     assert "a tenth of the prompts is the test split, so it needs 20" in result.stderr
+
+
+# ranked lists
+
+RANKED = {"prompt": "Q:", "responses": [" ok", " bad", " good", " so"], "scores": [3, -1, 8.5, 3]}
+
+
+def take(rows: list[dict], tokenizer, trains_on: str, **options: str) -> list[dict[str, str]]:
+    """The examples made of records, as texts by role."""
+    data = get_custom(rows, "mine", tokenizer, trains_on=trains_on)
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on=trains_on, **options)
+    return [texts for prompt in prompts for _, _, texts in list_examples(prompt)]
+
+
+def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the_worst(tokenizer):
+    pairs = [tuple(texts.values()) for texts in take([RANKED], tokenizer, "pairs")]
+    assert pairs == [(" good", " ok"), (" good", " so"), (" good", " bad"), (" ok", " bad"), (" so", " bad")]
+    assert take([RANKED], tokenizer, "pairs", list_pairs="best_worst") == [{"chosen": " good", "rejected": " bad"}]
+    assert take([RANKED], tokenizer, "targets") == [{"chosen": " good"}]
+    assert get_custom([RANKED], "mine", tokenizer).notes == ["mine: 1 list with equal scores, which make no pair"]
+    all_equal = {**RANKED, "scores": [0] * 4}
+    assert take([all_equal], tokenizer, "pairs") == take([all_equal], tokenizer, "pairs", list_pairs="best_worst") == []
+    assert len(take([all_equal, {**RANKED, "prompt": "R:"}], tokenizer, "pairs")) == 5
+
+
+def test_a_ranked_list_is_in_the_order_of_its_scores_or_best_first(tokenizer, chat):
+    in_order = {"prompt": "Q:", "responses": [" a", " b", " c"]}
+    expected = {"chosen": " a", "rank2": " b", "rejected": " c"}
+    assert take([in_order], tokenizer, "lists") == [expected]
+    by_scores = {"prompt": "Q:", "responses": [" c", " a", " b"], "scores": [0, 2, 1]}
+    assert take([by_scores], tokenizer, "lists") == [expected]
+    pair = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
+    assert take([pair], tokenizer, "lists") == [{"chosen": " a", "rejected": " b"}]
+    answers = [assistant("Hello"), [assistant("Go")], [assistant("Hm")]]
+    chats = {"prompt": [user("Hi")], "responses": answers}
+    assert take([chats], chat(ENDS_TURNS_WITH_SEMICOLON), "lists") == [
+        {"chosen": "Hello;", "rank2": "Go;", "rejected": "Hm;"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {},
+            "record 1 of mine: scores has equal numbers, and this loss needs an order without ties: remove all but one",
+        ),
+        ({"scores": [1, 2]}, "record 1 of mine: scores is [1, 2], and must have a finite number for each of the 4 in "),
+        ({"scores": [1, 2, 3, math.inf]}, "record 1 of mine: scores is [1, 2, 3, inf], and must have a finite number"),
+        (
+            {"scores": [1, 2, 3, "4"]},
+            "record 1 of mine: scores must be a number, and is '4': correct it, or remove the",
+        ),
+        ({"scores": "4"}, "record 1 of mine: scores must be a list, and is '4'"),
+        (
+            {"responses": [" a"]},
+            "record 1 of mine: responses has 1 response, and must have 2 or more: add some, or rem",
+        ),
+        ({"responses": " a"}, "record 1 of mine: responses must be a list, and is ' a'"),
+        ({"responses": [" a", 3]}, "record 1 of mine: responses must be text or a list of messages, and is 3"),
+        (
+            {"responses": [" a", [assistant("b")]], "scores": [1, 2]},
+            "record 1 of mine: prompt holds text, responses holds text, responses holds chat messages; they must",
+        ),
+        (
+            {"responses": list("abcdefghijklmnopq"), "scores": list(range(17))},
+            "record 1 of mine: responses has 17 responses, and this loss takes lists of up to 16: remove some",
+        ),
+    ],
+)
+def test_a_ranked_list_that_cannot_be_trained_on_is_refused(tokenizer, change, message):
+    with pytest.raises(InputError) as error:
+        get_custom([{**RANKED, **change}], "mine", tokenizer, trains_on="lists")
+    assert str(error.value).startswith(message)
 
 
 def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):

@@ -145,7 +145,11 @@ def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, fold
 
 @pytest.mark.parametrize(
     "name",
-    ["bco", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bco_unpaired", "aot", "aot_unpaired", "beta_dpo"))],
+    [
+        "bco",
+        "kto",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("bco_unpaired", "aot", "aot_unpaired", "beta_dpo")),
+    ],
 )
 def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
     """Not on how its examples are cut into batches, nor on the updates before it."""
