@@ -461,7 +461,7 @@ def apo_zero_unpaired(scores: Scores, *, beta: float, desirable_weight: float, u
 
 
 def plackett_luce(scores: Scores, *, beta: float) -> Losses:
-    """DPO on ranked lists by the Plackett-Luce model (arXiv 2305.18290, eq. 20).
+    """DPO on ranked lists by the Plackett-Luce model (arXiv 2305.18290, appendix A.3).
 
     The sum over all responses but the worst of -log of the probability that each is the best of itself and all worse
     ones. In shapes, K is the number of responses of the longest list.
