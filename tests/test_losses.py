@@ -104,7 +104,8 @@ def test_every_loss_takes_exactly_the_keys_of_its_config_file():
         assert name == "mix" or {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == loss.options.keys()
         takes = OPTIONS_OF_ALL if LOSSES[name].reference else {"sft_weight"} - {name + "_weight"}
         takes = {} if LOSSES[name].trains_on in ("labels", "lists") else takes
-        assert {*loss.shared_options} == {*takes}
+        takes = set(takes) - (set() if LOSSES[name].takes_offset else {"offset_by_margin"})
+        assert {*loss.shared_options} == takes | ({"offset_by_margin"} if LOSSES[name].takes_offset else set())
         assert [*config] == ["name", *loss.options, *loss.shared_options]
 
 
@@ -270,6 +271,31 @@ def test_what_changes_log_ratios_leaves_the_parts_of_a_mix_without_a_reference_a
     assert value(dpo=1, sft=0.1, simpo=2) - value(dpo=1) == pytest.approx(0.1 * 10 + 2 * simpo, rel=1e-12)
 
 
+# --- offsets ---------------------------------------------------------------------------------------------------------
+
+LOGITS = {  # of the pair, under the options of WORKED
+    "dpo": 1,
+    "robust": 1,
+    "dpo_norm": 0.5 * (1 / 2 - -1 / 4),
+    "simpo": 0.5 * (-10 / 2 - -13 / 4) - 0.3,
+    "beta_dpo": 0.5 * (1 + 0.6 * (2 - 0.1 * 2)) * 2,
+    "dpop": 1,
+}
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.takes_offset])
+def test_an_offset_shifts_the_logit_and_not_the_rewards(name):
+    options = WORKED.get(name, ({"label_smoothing": 0, "reference_free": False},))[0]
+    config = {"name": name, "beta": HALF, **options}
+    losses, *rewards = compute(config, SCORES._replace(offset=torch.tensor([0.7])))
+    logit = LOGITS[name] - 0.7
+    expected = minus_log_sigmoid(logit)
+    if name == "robust":
+        expected = (0.8 * expected - 0.2 * minus_log_sigmoid(-logit)) / 0.6
+    assert losses.item() == pytest.approx(expected, rel=1e-6)
+    assert rewards == list(compute(config, SCORES)[1:])
+
+
 # --- losses of labels ------------------------------------------------------------------------------------------------
 
 
@@ -320,7 +346,7 @@ def rank(*log_ratios: list[float]) -> tuple[Scores, torch.Tensor]:
             at_i = torch.arange(len(log_ratios)) == i
             columns[role] = torch.where(at_i, policy[i, k], columns[role])
             reference[role], lengths[role] = reference[role] - 20.0 * at_i, lengths[role] + at_i
-    return make_scores(name_scores(columns, lengths, reference)), policy
+    return make_scores(name_scores(columns, lengths, reference, None)), policy
 
 
 def test_plackett_luce_is_the_probability_of_the_order_for_lists_of_any_length():

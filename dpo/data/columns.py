@@ -23,6 +23,7 @@ from dpo.settings.choices import (
     FIELDS,
     FORMS,
     LABEL_FIELDS,
+    NUMBER_FIELDS,
     PAIR_FIELDS,
     SCORED_FIELDS,
     TARGET_FIELDS,
@@ -59,9 +60,10 @@ class RecognizedColumns(NamedTuple):
 
         A column is guessed if it is neither `configured` nor has the name of its field.
         """
+        with_weights = "weight" in self.used  # which change what is trained, so nobody should miss them
         guessed = [field for field, column in self.used.items() if column not in (field, configured.get(field))]
         responses_hold_prompt = "chosen" in self.used and "prompt" not in self.used
-        if not (guessed or responses_hold_prompt or self.unused):
+        if not (guessed or responses_hold_prompt or self.unused or with_weights):
             return ""
         parts = ["columns " + ", ".join(f"{field}={column}" for field, column in self.used.items())]
         if responses_hold_prompt:
@@ -123,7 +125,7 @@ def recognize_columns(
     complete_forms = [
         form
         for form in all_forms
-        if configured.keys() <= set(form) and all(candidates[field] for field in _list_required(form))
+        if configured.keys() <= {*form, *NUMBER_FIELDS} and all(candidates[field] for field in _list_required(form))
     ]
     form = next((form for form in FORMS[trains_on] if form in complete_forms), None)
     if form is None:
@@ -140,7 +142,7 @@ def recognize_columns(
             columns = " or ".join(candidates[field])
             fix = _write_override(name, form, candidates)
             raise ColumnsError(f"{origin}: the column of {field} may be {columns}: choose one, as in {fix}")
-    used = {field: candidates[field][0] for field in form if candidates[field]}
+    used = {field: candidates[field][0] for field in (*form, *NUMBER_FIELDS) if candidates[field]}
     if "prompt" in form:
         used |= input_column
     unused = [column for column, kind in present.items() if kind != OTHER and column not in used.values()]
@@ -152,11 +154,11 @@ def recognize_columns(
 def _check_configured(present: Iterable[str], configured: Mapping[str, str], name: str, origin: str) -> None:
     """Check the config's columns: that they exist, and make up a form."""
     key = f"dataset_sources.{name}.columns"
-    if not any(configured.keys() <= set(form) for form in chain.from_iterable(FORMS.values())):
+    if not any(configured.keys() <= {*form, *NUMBER_FIELDS} for form in chain.from_iterable(FORMS.values())):
         raise InputError(
             f"{key} has the fields {', '.join(configured)}: give some of those of pairs ({', '.join(PAIR_FIELDS)}), or "
             f"of those of targets ({', '.join(TARGET_FIELDS)}), labels ({', '.join(LABEL_FIELDS)}) or ranked lists "
-            f"({', '.join(SCORED_FIELDS)}), or {CHAT_FIELDS[0]} alone or with label"
+            f"({', '.join(SCORED_FIELDS)}), or {CHAT_FIELDS[0]} alone or with label; any may have weight and margin"
         )
     for field, column in configured.items():
         fields = [other for other, other_column in configured.items() if other_column == column]

@@ -68,6 +68,10 @@ class SplitReport:
     fewest_responses: int | None = None  # of a ranked list
     most_responses: int | None = None
     mean_responses: float | None = None
+    smallest_weight: float | None = None  # of data with weights
+    largest_weight: float | None = None
+    smallest_margin: float | None = None  # of data with margins
+    largest_margin: float | None = None
     contradictory_labels: int | None = None  # responses that an earlier example of their prompt has with another label
     joined_words: int = 0  # examples whose prompt and response have no space between them
     joined_example: str = ""  # the end of the prompt and the beginning of the response of the first such example
@@ -99,6 +103,10 @@ class SplitReport:
             text += (
                 f", of {self.fewest_responses} to {self.most_responses} responses, {self.mean_responses:.1f} on average"
             )
+        if self.largest_weight is not None:
+            text += f", weights from {self.smallest_weight:g} to {self.largest_weight:g}"
+        if self.largest_margin is not None:
+            text += f", margins from {self.smallest_margin:g} to {self.largest_margin:g}"
         text += self._list_counts(TEXT_COUNTS)
         if self.tokenized < self.examples:
             text += f"; in a random sample of {self.tokenized:,}"
@@ -193,6 +201,7 @@ class SplitCounter:
         self.counts: Counter[str] = Counter()  # by field of SplitReport
         if trains_on == "labels":
             self.counts.update(desirable=0, undesirable=0)
+        self._numbers = {"weight": array("d"), "margin": array("d")}
         self._n_responses: Counter[int] = Counter()  # of ranked lists
         self.digest = hashlib.sha256()  # of prompts, responses and examples, in order
         self._formats: dict[str, str] = {}  # of prompts, by dataset
@@ -213,6 +222,10 @@ class SplitCounter:
             if self._formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
                 self._formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
             self.digest.update(repr((prompt.text, prompt.responses, prompt.examples)).encode())
+            for name, values in (("weight", prompt.weights), ("margin", prompt.margins)):
+                if values is not None:
+                    self.digest.update(repr((name, values)).encode())
+                    self._numbers[name].extend(values)
             self.counts["prompts"] += 1
             self._prompt_hashes.append(hash(prompt.text))
             self._first_turn_hashes.append(hash(_find_first_turn(prompt.text)))
@@ -303,6 +316,8 @@ class SplitCounter:
             fewest_responses=min(self._n_responses, default=None),
             most_responses=max(self._n_responses, default=None),
             mean_responses=fmean(self._n_responses.elements()) if self._n_responses else None,
+            **{f"smallest_{name}": min(values, default=None) for name, values in self._numbers.items()},
+            **{f"largest_{name}": max(values, default=None) for name, values in self._numbers.items()},
             joined_example=self._joined_example,
             tokenized=len(prompt_lengths),
             longest=max(map(operator.add, prompt_lengths, longest_responses), default=0),

@@ -14,6 +14,7 @@ from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, PreferenceData, ge
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST
 from dpo.numbers import count
+from dpo.settings.choices import NUMBER_FIELDS
 
 # the role of each speaker in ShareGPT's messages
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -30,6 +31,7 @@ def get_custom(
     *,
     name: str = "mine",
     trains_on: str = "pairs",
+    with_margins: bool = False,
 ) -> PreferenceData:
     """Convert custom records to preference data.
 
@@ -37,7 +39,7 @@ def get_custom(
     SFT targets also come from `{prompt, completion}`, and from `{messages}`, where the last message is the target;
     labelled responses from either of these with `label`. Ranked lists come from `{prompt, responses, scores}`, or from
     `{prompt, responses}` in order, best first; pairs and targets are made of them too. Prompts to answer come from
-    `{prompt}`.
+    `{prompt}`. Any record may have a `weight` and, `with_margins`, a `margin`.
 
     All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
     `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
@@ -49,6 +51,10 @@ def get_custom(
     n_tied_lists = 0
     recognized = recognize_columns(find_columns(rows), columns, name=name, origin=origin, trains_on=trains_on)
     used = recognized.used
+    if trains_on == "prompts":  # answers that a policy draws are of no record
+        used.pop("weight", None)
+    if not with_margins or "responses" in used:  # the pairs of a list have different margins
+        used.pop("margin", None)
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
         prompt, responses = _read_fields(row, used, where)
@@ -74,6 +80,10 @@ def get_custom(
                 f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
                 f"prompt, or remove it"
             )
+        if "weight" in used:
+            data.weights.setdefault(prompt, []).append(_read_number(row, used["weight"], where, above_zero=True))
+        if "margin" in used:
+            data.margins.setdefault(prompt, []).append(_read_number(row, used["margin"], where))
         if "responses" in used:
             scores = _read_scores(row, used, len(responses), where, trains_on=trains_on)
             n_tied_lists += len(set(scores)) < len(scores)
@@ -104,6 +114,15 @@ def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
             f"false (1 or 0, good or bad, up or down), or remove the record"
         )
     return label in DESIRABLE
+
+
+def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero: bool = False) -> float:
+    """Read a number that is finite, and positive or not negative."""
+    value = get_field(row, column, where, (int, float))
+    if not (0 < value < math.inf or (value == 0 and not above_zero)):
+        wanted = "a finite number above 0" if above_zero else "a finite number, 0 or more"
+        raise InputError(f"{where}: {column} is {value}, and must be {wanted}: correct it, or remove the record")
+    return float(value)
 
 
 def _read_scores(
@@ -162,7 +181,7 @@ def _read_fields(row: Mapping[str, Any], used: Mapping[str, str], where: str) ->
     fields = {
         field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
         for field, column in used.items()
-        if field not in ("input", "label", "responses", "scores")
+        if field not in ("input", "label", "responses", "scores", *NUMBER_FIELDS)
     }
     prompt = fields.get("prompt")
     responses = [value for field, value in fields.items() if field != "prompt"]

@@ -89,6 +89,7 @@ class DatasetOptions(NamedTuple):
     max_prompt_length: int
     unpair: bool = False
     list_pairs: str = "all"
+    with_margins: bool = False
 
 
 def build_table(
@@ -116,6 +117,7 @@ def build_table(
             unpair=options.unpair,
             list_pairs=options.list_pairs,
             with_messages=options.online,
+            with_margins=options.with_margins,
             notes=notes,
             # the following are options of `get_dataset`
             silent=silent,
@@ -229,6 +231,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         max_prompt_length=plan.data.max_prompt_length,
         unpair=plan.data.unpair,
         list_pairs=plan.data.list_pairs,
+        with_margins=plan.loss.needs_margins,
     )
     with tempfile.TemporaryDirectory() as scratch:  # a mapped table stays readable after its files are removed
 
@@ -251,6 +254,12 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
                         f"the {split} split of {', '.join(plan.data.datasets)} has 1 prompt, and loss={plan.loss.name} "
                         f"combines each prompt with a response to another one: give 2 prompts or more in each split; "
                         f"of one file, a tenth of the prompts is the test split, so it needs 20"
+                    )
+                if not plan.loss.takes_weights and report["largest_weight"] is not None:
+                    raise InputError(
+                        f"the {split} split of {', '.join(plan.data.datasets)} has a column weight, and "
+                        f"loss={plan.loss.name} compares the examples of a batch, so it takes no weights: remove the "
+                        f"column, or choose another loss, such as loss=dpo"
                     )
             return json.dumps([str(table), facts])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any, NotRequired, TypedDict
 
@@ -51,6 +51,9 @@ class PreferenceData(dict[str, Entry]):
         self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
         self.messages: dict[str, Messages] = {}  # from which the chat template rendered each prompt
         self.notes: list[str] = []
+        # of the records with each prompt, in order; both are empty if the data has no column for them
+        self.weights: dict[str, list[float]] = {}
+        self.margins: dict[str, list[float]] = {}
 
     def add_prompt(self, prompt: str) -> Entry:
         """Return a prompt's data, which is empty for a new prompt."""
@@ -91,34 +94,39 @@ class PreferenceData(dict[str, Entry]):
         entry.setdefault("lists", []).append(ranked)
         entry["sft_target"] = entry["responses"][ranked[0][0]]
 
-    def take(self, trains_on: str, *, list_pairs: str = "all") -> Iterator[tuple[str, list[str], list[dict[str, int]]]]:
+    def take(
+        self, trains_on: str, *, list_pairs: str = "all"
+    ) -> Iterator[tuple[str, list[str], list[dict[str, int]], list[int]]]:
         """Remove the prompts one by one, and yield each with its examples.
 
-        Yields (prompt, responses, examples). An example maps its roles to indices into the responses, and is of the
-        kind `trains_on`, a key of `TRAINS_ON`. SFT trains on a prompt's target if the prompt has pairs, and on all of
-        its responses if it has none. Under a loss of labels a pair is two examples. Under a loss of lists a pair is a
-        list of two. `list_pairs` says which pairs are made of a list. "prompts" yields pairs, or no examples.
+        Yields (prompt, responses, examples, records). An example maps its roles to indices into the responses, and is
+        of the kind `trains_on`, a key of `TRAINS_ON`. `records` says from which record of the prompt each example is: a
+        pair, a list, a labelled response or a target. SFT trains on a prompt's target if the prompt has pairs, and on
+        all of its responses if it has none. Under a loss of labels a pair is two examples. Under a loss of lists a pair
+        is a list of two. `list_pairs` says which pairs are made of a list. "prompts" yields pairs, or no examples.
         """
         for prompt in list(self):  # removed, as a second copy of all texts might not fit into memory
             entry = self.pop(prompt)
-            responses, lists = entry["responses"], entry.get("lists", [])
+            responses, pairs, lists = entry["responses"], name_pairs(entry["pairs"]), entry.get("lists", [])
+            records = list(range(len(pairs)))
             if trains_on in ("pairs", "prompts"):
-                pairs = [*entry["pairs"], *(pair for ranked in lists for pair in pair_up(ranked, list_pairs))]
+                for record, ranked in enumerate(lists):
+                    pairs += (pairs_of_list := name_pairs(pair_up(ranked, list_pairs)))
+                    records += [record] * len(pairs_of_list)
                 if pairs or not lists or trains_on == "prompts":  # a list of equal responses has no pair
-                    yield prompt, responses, [{"chosen": better, "rejected": worse} for better, worse in pairs]
+                    yield prompt, responses, pairs, records
             elif trains_on == "lists":
-                pairs = [{"chosen": better, "rejected": worse} for better, worse in entry["pairs"]]
-                yield prompt, responses, [*pairs, *map(name_ranks, lists)]
+                yield prompt, responses, [*pairs, *map(name_ranks, lists)], [*records, *range(len(lists))]
             elif trains_on == "labels":
                 roles = ("chosen" if is_desirable else "rejected" for is_desirable in entry.get("labels", []))
                 labelled = [{role: index} for index, role in enumerate(roles)]
-                for better, worse in entry["pairs"]:
-                    labelled += {"chosen": better}, {"rejected": worse}
-                if labelled:
-                    yield prompt, responses, labelled
+                unpaired = [{role: index} for pair in pairs for role, index in pair.items()]
+                if labelled or unpaired:
+                    yield prompt, responses, [*labelled, *unpaired], [*range(len(labelled)), *sorted(2 * records)]
+            elif pairs or lists:
+                yield prompt, [entry["sft_target"]], [{"chosen": 0}], [len(pairs) + len(lists) - 1]
             else:
-                targets = [entry["sft_target"]] if entry["pairs"] or lists else responses
-                yield prompt, targets, [{"chosen": index} for index in range(len(targets))]
+                yield prompt, responses, [{"chosen": i} for i in range(len(responses))], [*range(len(responses))]
 
     def select_split(self, split: str) -> PreferenceData:
         """Select the train or test split of data that has no splits.
@@ -132,8 +140,14 @@ class PreferenceData(dict[str, Entry]):
         part = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered)
         part.update((prompt, entry) for prompt, entry in self.items() if prompt in selected)
         part.notes = self.notes
-        part.messages = {prompt: messages for prompt, messages in self.messages.items() if prompt in selected}
+        for name in ("messages", "weights", "margins"):
+            by_prompt = getattr(self, name)
+            setattr(part, name, {prompt: by_prompt[prompt] for prompt in part if prompt in by_prompt})
         return part
+
+
+def name_pairs(pairs: Iterable[tuple[int, int]]) -> list[dict[str, int]]:
+    return [{"chosen": better, "rejected": worse} for better, worse in pairs]
 
 
 def pair_up(ranked: Sequence[Sequence[int]], list_pairs: str) -> Iterator[tuple[int, int]]:

@@ -47,6 +47,8 @@ def make_schema(trains_on: str) -> pa.Schema:
             "rendered": pa.bool_(),
             "dataset": pa.string(),
             "messages": pa.large_string(),  # as JSON
+            "weights": pa.list_(pa.float64()),
+            "margins": pa.list_(pa.float64()),
         }
     )
 
@@ -62,6 +64,8 @@ class Prompt(NamedTuple):
     index_in_split: int = 0
     dataset: str = ""
     messages: Messages | None = None  # from which the text was rendered
+    weights: list[float] | None = None  # of the examples; None: 1
+    margins: list[float] | None = None
 
     def texts(self, example_index: int) -> dict[str, str]:
         """The responses of an example by role.
@@ -81,17 +85,19 @@ def iterate_prompts(
     unpair: bool = False,
     list_pairs: str = "all",
     with_messages: bool = False,
+    with_margins: bool = False,
     notes: list[str] | None = None,
     **dataset_options: Any,
 ) -> Iterator[Prompt]:
     """Yield the prompts of several datasets, one dataset after another.
 
     Examples are of the kind `trains_on` (see `PreferenceData.take`). The loaders' notes are added to `notes`. Raises
-    InputError for pairs that a loss of labels must not `unpair`.
+    InputError for pairs that a loss of labels must not `unpair`, and for data without margins, `with_margins`.
     """
     indices = count()
     for name in names:
-        data = get_dataset(name, split, trains_on=trains_on, **dataset_options)
+        margins = {"with_margins": True} if with_margins else {}  # a loader of the user may not know this option
+        data = get_dataset(name, split, trains_on=trains_on, **margins, **dataset_options)
         if notes is not None:
             notes += data.notes
         if trains_on == "labels" and not unpair and any(entry["pairs"] for entry in data.values()):
@@ -99,7 +105,13 @@ def iterate_prompts(
                 f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true, "
                 f"which makes each chosen response desirable and each rejected one undesirable"
             )
-        for text, responses, examples in data.take(trains_on, list_pairs=list_pairs):
+        if with_margins and not data.margins:
+            raise InputError(
+                f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: give pairs "
+                f"with a column margin, or name it with dataset_sources.{name}.columns.margin=COLUMN"
+            )
+        for text, responses, examples, records in data.take(trains_on, list_pairs=list_pairs):
+            weights, margins = data.weights.get(text), data.margins.get(text) if with_margins else None
             messages = data.messages.pop(text, None)  # removed as `take` removes the prompt, to free memory
             yield Prompt(
                 text,
@@ -110,6 +122,8 @@ def iterate_prompts(
                 index_in_split=next(indices),
                 dataset=name,
                 messages=messages if with_messages else None,
+                weights=None if weights is None else [weights[record] for record in records],
+                margins=None if margins is None else [margins[record] for record in records],
             )
 
 

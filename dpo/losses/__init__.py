@@ -63,6 +63,8 @@ class Loss:
     mismatched: bool = False
     # (mean chosen reward, mean rejected reward, beta) -> value, whose average over updates is `Scores.average`
     running_statistic: Callable[[float, float, float], float] | None = None
+    takes_offset: bool = False  # whether it is logistic, so that `offset_by_margin` can shift its sigmoid
+    takes_weights: bool = True  # whether it is a mean over examples, so that the data may weight them
     needs_label_smoothing: bool = False  # whether it is infinite at label_smoothing=0
     # whether rewards are means over tokens rather than sums; a text names the option that decides it
     per_token: bool | str = False
@@ -106,6 +108,11 @@ class Loss:
     def needs_tails(self) -> bool:
         """Return whether policy and reference must also compute the tails of `Scores`."""
         return self.shared_options.get("ld_alpha", 1) != 1
+
+    @property
+    def needs_margins(self) -> bool:
+        """Return whether each pair of the data must have a margin."""
+        return bool(self.shared_options.get("offset_by_margin"))
 
     @property
     def needs_squares(self) -> bool:
@@ -191,25 +198,32 @@ def find_loss(loss_config: Mapping[str, Any]) -> Loss:
 
 LOSSES = {
     "sft": Loss(formulas.sft, trains_on="targets", reference=False, best=("loss/eval", -1)),
-    "dpo": Loss(formulas.dpo),
+    "dpo": Loss(formulas.dpo, takes_offset=True),
     "ipo": Loss(formulas.ipo, per_token="average"),
     "hinge": Loss(formulas.hinge),
-    "robust": Loss(formulas.robust),
-    "dpo_norm": Loss(formulas.dpo_norm, per_token=True),
+    "robust": Loss(formulas.robust, takes_offset=True),
+    "dpo_norm": Loss(formulas.dpo_norm, per_token=True, takes_offset=True),
     "exo": Loss(formulas.exo, needs_label_smoothing=True),
     "discopop": Loss(formulas.discopop),
-    "beta_dpo": Loss(formulas.beta_dpo, batch_statistic=formulas.find_batch_beta, running_statistic=formulas.mean_gap),
-    "simpo": Loss(formulas.simpo, reference=False, per_token=True),
+    "beta_dpo": Loss(
+        formulas.beta_dpo,
+        batch_statistic=formulas.find_batch_beta,
+        running_statistic=formulas.mean_gap,
+        takes_offset=True,
+    ),
+    "simpo": Loss(formulas.simpo, reference=False, per_token=True, takes_offset=True),
     "orpo": Loss(formulas.orpo, reference=False, per_token=True, margin_only=False),
     "apo_zero": Loss(formulas.apo_zero, margin_only=False),
     "apo_down": Loss(formulas.apo_down, margin_only=False),
     "nca": Loss(formulas.nca, margin_only=False),
     "bco": Loss(formulas.bco, margin_only=False, running_statistic=formulas.mean_reward),
     "sppo": Loss(formulas.sppo, margin_only=False),
-    "dpop": Loss(formulas.dpop, margin_only=False),
+    "dpop": Loss(formulas.dpop, margin_only=False, takes_offset=True),
     "cal_dpo": Loss(formulas.cal_dpo, margin_only=False),
-    "aot": Loss(formulas.aot, margin_only=False, batch_statistic=formulas.aot_partners),
-    "aot_unpaired": Loss(formulas.aot_unpaired, margin_only=False, batch_statistic=formulas.aot_unpaired_partners),
+    "aot": Loss(formulas.aot, margin_only=False, batch_statistic=formulas.aot_partners, takes_weights=False),
+    "aot_unpaired": Loss(
+        formulas.aot_unpaired, margin_only=False, batch_statistic=formulas.aot_unpaired_partners, takes_weights=False
+    ),
     "kto": Loss(
         formulas.kto,
         trains_on="labels",

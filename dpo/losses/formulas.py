@@ -96,6 +96,7 @@ class Scores(NamedTuple):
     between: Tensor = NOT_NEEDED
     between_lengths: Tensor = NOT_NEEDED
     reference_between: Tensor = NOT_NEEDED
+    offset: Tensor | float = 0.0  # by which rewards should differ at least, if `Loss.takes_offset`
     batch_statistic: Tensor | None = None  # (B, k); None: these examples are the whole global batch
     average: float = 0.0  # running average of `Loss.running_statistic` over updates
 
@@ -131,7 +132,8 @@ def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losse
 
 def _preference_loss(scores: Scores, beta: float, **options: Any) -> Losses:
     """`preference_loss` on scores; its rewards are those of `with_rewards`."""
-    logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
+    chosen = scores.chosen - scores.offset / beta  # an offset of the rewards, and so of the logits
+    logps = chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
     losses, _, _ = preference_loss(*logps, beta, **options)
     return with_rewards(losses, *scores.log_ratios(), beta)
 
@@ -159,7 +161,7 @@ def dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: 
 def dpo_norm(scores: Scores, *, beta: float) -> Losses:
     """Length-normalised DPO, as Tulu 3 was trained (arXiv 2411.15124, section 5)."""
     u_w, u_l = _mean_log_ratios(scores)
-    return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l)), u_w, u_l, beta)
+    return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l) - scores.offset), u_w, u_l, beta)
 
 
 def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
@@ -188,8 +190,9 @@ def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     Unbiased if the fraction `label_smoothing` of the pairs is flipped.
     """
     u_w, u_l = scores.log_ratios()
-    loss_of_label = _minus_log_sigmoid(beta * (u_w - u_l))
-    loss_of_flipped_label = _minus_log_sigmoid(-beta * (u_w - u_l))
+    margin = beta * (u_w - u_l) - scores.offset
+    loss_of_label = _minus_log_sigmoid(margin)
+    loss_of_flipped_label = _minus_log_sigmoid(-margin)
     losses = (1 - label_smoothing) * loss_of_label - label_smoothing * loss_of_flipped_label
     losses = losses / (1 - 2 * label_smoothing)
     return with_rewards(losses, u_w, u_l, beta)
@@ -223,7 +226,8 @@ def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
 def simpo(scores: Scores, *, beta: float, gamma: float) -> Losses:
     """SimPO (arXiv 2405.14734, eq. 6): length-normalised, without a reference."""
     chosen, rejected = scores.mean_logps()
-    return with_rewards(_minus_log_sigmoid(beta * (chosen - rejected) - gamma), chosen, rejected, beta)
+    losses = _minus_log_sigmoid(beta * (chosen - rejected) - gamma - scores.offset)
+    return with_rewards(losses, chosen, rejected, beta)
 
 
 def orpo(scores: Scores, *, beta: float) -> Losses:
@@ -297,7 +301,8 @@ def dpop(scores: Scores, *, beta: float, penalty: float) -> Losses:
     A chosen response that is less likely than under the reference is penalized. `penalty` is the paper's lambda.
     """
     u_w, u_l = scores.log_ratios()
-    return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l - penalty * (-u_w).relu())), u_w, u_l, beta)
+    margin = beta * (u_w - u_l - penalty * (-u_w).relu()) - scores.offset
+    return with_rewards(_minus_log_sigmoid(margin), u_w, u_l, beta)
 
 
 def cal_dpo(scores: Scores, *, beta: float) -> Losses:
@@ -345,7 +350,7 @@ def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> L
     if batch_beta is None:
         batch_beta = find_batch_beta(scores, beta=beta, alpha=alpha, momentum=momentum)
     u_w, u_l = scores.log_ratios()
-    return with_rewards(_minus_log_sigmoid(batch_beta[:, 0] * (u_w - u_l)), u_w, u_l, beta)
+    return with_rewards(_minus_log_sigmoid(batch_beta[:, 0] * (u_w - u_l) - scores.offset), u_w, u_l, beta)
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:

@@ -63,6 +63,7 @@ class Microbatch(NamedTuple):
     lengths: torch.Tensor  # (sides, B) int64: scored tokens per response
     roles: torch.Tensor  # (sides, B) int64: each response's role, as an index into ROLES; NONE without a response
     inputs: PaddedRows | Packed
+    offsets: torch.Tensor | None = None  # (B,): `Scores.offset`; None without margins
 
     @classmethod
     def of(
@@ -76,11 +77,13 @@ class Microbatch(NamedTuple):
         lengths = torch.from_numpy(by_side([example.n_scored for example in fed_examples], fill=0))
         roles = torch.from_numpy(by_side([[*map(ROLES.index, example.roles)] for example in fed_examples], fill=NONE))
         n_examples = len(indices)  # 0 if the fed example is only a stand-in
+        margins = [example.margin for example in fed_examples[:n_examples]]
         return cls(
             torch.tensor(indices, dtype=torch.int64),
             lengths[:, :n_examples],
             roles[:, :n_examples],
             lay_out(fed_examples),
+            None if examples[0].margin is None else torch.tensor(margins, dtype=torch.float32),
         )
 
     def to(self, device: torch.device | str) -> Microbatch:
@@ -95,7 +98,10 @@ class Microbatch(NamedTuple):
         return self.map(torch.Tensor.pin_memory)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
-        return Microbatch(change(self.indices), change(self.lengths), change(self.roles), self.inputs.map(change))
+        offsets = None if self.offsets is None else change(self.offsets)
+        return Microbatch(
+            change(self.indices), change(self.lengths), change(self.roles), self.inputs.map(change), offsets
+        )
 
     def by_role(self, values: torch.Tensor, roles: Sequence[str]) -> dict[str, torch.Tensor]:
         """Split one value per response, (sides, B), by role into (B,) each.

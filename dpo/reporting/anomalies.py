@@ -85,6 +85,8 @@ class NonFiniteGuard(Callback):
                 texts = {"responses": [by_role[role] for role in TRAINS_ON["lists"] if role in by_role]}
             else:
                 texts = prompt.texts(index_in_prompt)
+            numbers = {"weight": prompt.weights, "margin": prompt.margins}
+            texts |= {name: values[index_in_prompt] for name, values in numbers.items() if values is not None}
             line = {"prompt": prompt.text, **texts, "prompt_number": prompt_number}
             line |= {name: column[i] for name, column in columns.items()}
             lines.append(json.dumps(line) + "\n")

@@ -91,4 +91,5 @@ FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss, a
     "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, PAIR_FIELDS),  # pairs with `unpair`
     "lists": (SCORED_FIELDS, RANKED_FIELDS, PAIR_FIELDS),
 }
-FIELDS = tuple(dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form))
+NUMBER_FIELDS = ("weight", "margin")  # which the records of any form may have
+FIELDS = tuple(dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form)) + NUMBER_FIELDS

@@ -302,6 +302,7 @@ KEYS: dict[str, Key] = {
     "loss.undesirable_weight": Key("number [0, 1e30]", KEEP),
     "loss.sft_weight": Key("number [0, 1e30]", KEEP),
     "loss.wpo": Key("flag", KEEP),
+    "loss.offset_by_margin": Key("flag", KEEP),
     "loss.ld_alpha": Key("number [0, 1]", KEEP),
     "loss.f_divergence": Key("name", KEEP, DIVERGENCES),
     "loss.f_alpha": Key("number (0, 1)", KEEP),

@@ -56,14 +56,16 @@ def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str],
     return columns
 
 
-def name_scores(policy: NamedTensors, lengths: NamedTensors, reference: NamedTensors) -> NamedTensors:
+def name_scores(
+    policy: NamedTensors, lengths: NamedTensors, reference: NamedTensors, offsets: torch.Tensor | None
+) -> NamedTensors:
     """Name the sums of policy and reference, (B,) each, for `make_scores`.
 
-    `lengths` are the numbers of scored tokens by role.
+    `lengths` are the numbers of scored tokens by role, `offsets` those of the microbatch.
     """
     length_columns = {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
     reference_columns = {f"reference_{name}": values for name, values in reference.items()}
-    return policy | length_columns | reference_columns
+    return policy | length_columns | reference_columns | ({} if offsets is None else {"offset": offsets})
 
 
 def make_scores(columns: NamedTensors) -> Scores:
@@ -230,7 +232,8 @@ class Objective:
                 reference = self.reference_forward(microbatch)
         policy = self.forward(self.policy, microbatch, with_squares=self.loss.needs_squares)
         reference = {name: values.to(policy["chosen"]) for name, values in reference.items()}  # device and dtype
-        columns = name_scores(policy, microbatch.by_role(microbatch.lengths, self.loss.roles), reference)
+        lengths = microbatch.by_role(microbatch.lengths, self.loss.roles)
+        columns = name_scores(policy, lengths, reference, microbatch.offsets)
         return columns, {f"{REFERENCE}{name}": values for name, values in reference.items()}
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from typing import Any
 
 import pytest
 import yaml
@@ -396,6 +397,68 @@ def test_a_ranked_list_that_cannot_be_trained_on_is_refused(tokenizer, change, m
     with pytest.raises(InputError) as error:
         get_custom([{**RANKED, **change}], "mine", tokenizer, trains_on="lists")
     assert str(error.value).startswith(message)
+
+
+# weights and margins
+
+
+def read_numbers(rows: list[dict], tokenizer, trains_on: str, **options: Any) -> list[tuple[Any, Any]]:
+    """The weights and margins of the prompts."""
+    names = {name: options.pop(name) for name in ("columns", "with_margins") if name in options}
+    data = get_custom(rows, "mine", tokenizer, trains_on=trains_on, **names)
+    options |= {"with_margins": True} if "with_margins" in names else {}
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on=trains_on, **options)
+    return [(prompt.weights, prompt.margins) for prompt in prompts]
+
+
+def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
+    pairs = [
+        {"prompt": "Q:", "chosen": " a", "rejected": " b", "weight": 2, "margin": 0.5},
+        {"prompt": "R:", "chosen": " a", "rejected": " b", "weight": 1, "margin": 0},
+        {"prompt": "Q:", "chosen": " a", "rejected": " c", "weight": 0.5, "margin": 3},
+    ]
+    assert read_numbers(pairs, tokenizer, "pairs") == [([2, 0.5], None), ([1], None)]
+    assert read_numbers(pairs, tokenizer, "pairs", with_margins=True) == [([2, 0.5], [0.5, 3]), ([1], [0])]
+    assert read_numbers(pairs, tokenizer, "labels", unpair=True) == [([2, 2, 0.5, 0.5], None), ([1, 1], None)]
+    assert read_numbers(pairs, tokenizer, "targets") == [([0.5], None), ([1], None)]  # the target is the last one
+    assert read_numbers(pairs, tokenizer, "prompts") == [(None, None)] * 2
+    lists = [{**RANKED, "weight": 2}, {"prompt": "Q:", "responses": [" a", " b"], "scores": [0, 1], "weight": 3}]
+    assert read_numbers(lists, tokenizer, "pairs") == [([2] * 5 + [3], None)]
+    assert read_numbers(lists[1:], tokenizer, "lists") == [([3], None)]
+    renamed = [{**pair, "w": pair.pop("weight")} for pair in pairs]
+    assert read_numbers(renamed, tokenizer, "pairs") == [(None, None)] * 2
+    assert read_numbers(renamed, tokenizer, "pairs", columns={"weight": "w"})[0] == ([2, 0.5], None)
+    data = get_custom(pairs, "mine", tokenizer)
+    assert data.notes == ["mine: columns prompt=prompt, chosen=chosen, rejected=rejected, weight=weight"]
+    parts = [data.select_split(split).weights for split in ("train", "test")]
+    assert sorted(parts, key=str) == [{"Q:": [2, 0.5]}, {"R:": [1]}]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"weight": 0},
+            "record 1 of mine: weight is 0, and must be a finite number above 0: correct it, or remove the ",
+        ),
+        ({"weight": math.inf}, "record 1 of mine: weight is inf, and must be a finite number above 0: correct it"),
+        ({"weight": "2"}, "record 1 of mine: weight must be a number, and is '2': correct it, or remove the record"),
+        ({"margin": -1}, "record 1 of mine: margin is -1, and must be a finite number, 0 or more: correct it, or remo"),
+        ({"margin": None}, "record 1 of mine: margin is null: give it a value, or remove the record"),
+    ],
+)
+def test_a_weight_or_margin_that_means_nothing_is_refused(tokenizer, change, message):
+    row = {"prompt": "Q:", "chosen": " a", "rejected": " b", "weight": 1, "margin": 1, **change}
+    with pytest.raises(InputError) as error:
+        get_custom([row], "mine", tokenizer, with_margins=True)
+    assert str(error.value).startswith(message)
+
+
+def test_margins_that_a_loss_needs_and_the_data_lacks_are_asked_for(tokenizer):
+    row = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
+    for rows, trains_on in (([row], "pairs"), ([{**RANKED, "margin": 1}], "pairs")):
+        with pytest.raises(InputError, match=r"needs the margin of each pair, and dataset mine has none: give pairs"):
+            read_numbers(rows, tokenizer, trains_on, with_margins=True)
 
 
 def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
-from support.runs import assert_alike, read_metrics, train_here, write_lists, write_prompts
+from support.runs import assert_alike, read_metrics, train_here, write_lists, write_prompts, write_weighted
 
 from benchmarks.soak import find_differences, read_log
 from dpo.analysis.ledger_file import PARQUET, read_ledger
@@ -64,6 +64,9 @@ FEATURES = {
     "mixed datasets": "datasets=[hh,more]",
     "pairs of lists": "datasets=LISTS",
     "best and worst of lists": "datasets=LISTS list_pairs=best_worst",
+    "weights": "datasets=WEIGHTED",
+    "weights and margins": "datasets=WEIGHTED loss.offset_by_margin=true",
+    "weights and labels": f"datasets=WEIGHTED {BY_LOSS['kto']}",
     "lora": f"{LORA} lora.reference=base sample_during_eval=true",
     "lora from an adapter": f"{LORA} lora.reference=adapter model.archive=ADAPTER",
     "lora and a second model": f"{LORA} lora.reference=model model.archive=ADAPTER",
@@ -170,8 +173,8 @@ QUICK = {
 }
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are
 KINDS = ("dpo", "sft", "ipo", "aot", "beta_dpo", "bco", "simpo", "kto", "plackett_luce", "mix", "all options")
-LISTS = ("pairs of lists", "best and worst of lists")
-IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS, *LISTS} - {*KINDS}
+OF_DATA = ("pairs of lists", "best and worst of lists", "weights", "weights and labels")
+IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS, *OF_DATA} - {*KINDS}
 WITH_FROZEN_WEIGHTS = ("dpo", "aot", *(name for name in FEATURES if "lora" in name), "online a following reference")
 FEW_WAYS = ("padded, in parts", "sharded, padded, in parts", "resumed")
 
@@ -243,11 +246,12 @@ def whole(finished) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def settings_of(whole, tokenizer, tmp_path_factory) -> Callable[[str], str]:
-    """A feature's settings, with paths for ADAPTER, REWARD_MODEL, PROMPTS, LISTS."""
+    """A feature's settings, with paths for ADAPTER, REWARD_MODEL, PROMPTS, LISTS, WEIGHTED."""
     makers = {
         "=ADAPTER": lambda: whole(f"{ROUNDED} {FEATURES['lora with sft']}"),
         "=PROMPTS": lambda: write_prompts(tmp_path_factory.mktemp("data") / "prompts"),
         "=LISTS": lambda: write_lists(tmp_path_factory.mktemp("data") / "lists"),
+        "=WEIGHTED": lambda: write_weighted(tmp_path_factory.mktemp("data") / "weighted"),
         "=REWARD_MODEL": lambda: save_reward_model(tmp_path_factory.mktemp("reward") / "model", "llama", tokenizer),
     }
 

@@ -217,6 +217,14 @@ REFUSED = [
         "loss=mix loss.weights.dpo=1 +loss.weights.plackett_luce=1",
         "loss.weights.plackett_luce: plackett_luce trains on lists and a mix on pairs, so it is trained alone, as",
     ),
+    (
+        "loss=hinge +loss.offset_by_margin=true",
+        "loss.offset_by_margin=true needs a logistic loss of pairs: loss=dpo or robust or dpo_norm or beta_dpo or ",
+    ),
+    (
+        f"{DRAWN} loss.offset_by_margin=true",
+        "loss.offset_by_margin=true needs margins, and the pairs of online=online ",
+    ),
     (f"{DPO} list_pairs=best", "list_pairs=best is not one of all, best_worst"),
     (f"{DPO} loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
     (f"{DPO} loss.f_divergence=kl", "loss.f_divergence=kl is not one of alpha, forward_kl, js"),
@@ -334,7 +342,7 @@ ACCEPTED = [
     "loss=mix loss.weights.dpo=0.8 loss.weights.sft=1",
     "loss=kto unpair=true loss.desirable_weight=0",
     "loss=plackett_luce",
-    f"{DPO} list_pairs=best_worst",
+    f"{DPO} list_pairs=best_worst loss.offset_by_margin=true",
     "batch_size=64 gradient_accumulation_steps=16 eval_every=64",
     "max_length=2 max_prompt_length=1",
     "n_epochs=null n_examples=1",
