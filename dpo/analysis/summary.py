@@ -305,6 +305,9 @@ DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "prompts": "prompts",
     "desirable": "desirable responses",
     "undesirable": "undesirable responses",
+    "mean_responses": "mean responses of a list",
+    "smallest_weight": "smallest weight",
+    "largest_weight": "largest weight",
     "mean_chosen_tokens": "mean tokens, chosen",
     "mean_rejected_tokens": "mean tokens, rejected",
     "chosen_longer": "pairs with chosen longer",
@@ -366,7 +369,7 @@ def _format_data_counts(run: Run) -> dict[str, str]:
                 continue
             if key == "chosen_longer":
                 text = percent(value)
-            elif key.startswith("mean"):
+            elif key.startswith("mean") or key.endswith("weight"):
                 text = figure(value)
             else:
                 text = f"{value:,.0f}"
