@@ -26,7 +26,7 @@ ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the e
 
 
 class TextExample(NamedTuple):
-    """An example as text: a pair, SFT target or labelled response."""
+    """An example as text: a pair, SFT target, labelled response or list."""
 
     prompt: Prompt
     example_index: int  # among the prompt's examples
@@ -37,7 +37,7 @@ class Example(NamedTuple):
     """An example as token ids for the model: truncated, including EOS."""
 
     prompt: tuple[int, ...]
-    responses: tuple[tuple[int, ...], ...]  # as many in all examples of a run
+    responses: tuple[tuple[int, ...], ...]  # as many in all examples of a run, unless these are ranked lists
     id: ExampleId | None = None
     dataset: str = ""
     digest: str = ""  # from `text_digest`; identifies the example in every run

@@ -48,7 +48,7 @@ class Packed:
 
     A row holds several trees. All tensors are int64. N is the number of scored tokens, U the number of distinct
     responses (the same response to two prompts counts twice), T the largest number of tokens in one response, B the
-    number of examples, and "sides" the number of responses per example.
+    number of examples, and "sides" the largest number of responses of an example.
     """
 
     input_ids: torch.Tensor  # (R, L)

@@ -88,9 +88,9 @@ def rank_labelled(chosen: torch.Tensor, rejected: torch.Tensor, is_chosen: torch
 
     def find_share_below(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         n_below, n_up_to = (torch.searchsorted(others, values, right=right) for right in (False, True))
-        return (n_below + n_up_to) / (2 * len(others))
+        return (n_below + n_up_to).to(values) / (2 * len(others))
 
-    return find_share_below(chosen, undesirable).where(is_chosen, 1 - find_share_below(rejected, desirable)).to(chosen)
+    return find_share_below(chosen, undesirable).where(is_chosen, 1 - find_share_below(rejected, desirable))
 
 
 class BatchContext(NamedTuple):
