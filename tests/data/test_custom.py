@@ -165,7 +165,7 @@ def test_prompts_to_answer_need_no_responses(tokenizer, chat):
     assert messages == {"<user>Hi;<assistant>": nothing}
     assert messages.messages == {"<user>Hi;<assistant>": [user("Hi")]}
     pairs = get_custom([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
-    assert [examples for _, _, examples in pairs.take("prompts")] == [[{"chosen": 0, "rejected": 1}]]
+    assert [examples for _, _, examples, _ in pairs.take("prompts")] == [[{"chosen": 0, "rejected": 1}]]
 
 
 @pytest.mark.parametrize(
