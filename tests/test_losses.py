@@ -370,7 +370,7 @@ def test_plackett_luce_is_the_probability_of_the_order_for_lists_of_any_length()
 def test_on_a_list_of_two_plackett_luce_is_dpo_to_the_last_digit(dtype):
     torch.manual_seed(0)
     logps, lengths, found = -100 * torch.rand(4, 200, dtype=dtype), torch.ones(200), []
-    between = {name: torch.zeros(200, 14) for name in ("between", "between_lengths", "reference_between")}
+    between = {name: torch.zeros(200, 14, dtype=dtype) for name in ("between", "between_lengths", "reference_between")}
     for config, more in ((DEFAULTS["dpo"] | {"beta": 0.3}, {}), ({"name": "plackett_luce", "beta": 0.3}, between)):
         chosen, rejected = (side.clone().requires_grad_() for side in logps[:2])
         output = find_loss(config)(Scores(chosen, lengths, rejected, lengths, *logps[2:], **more))

@@ -425,7 +425,7 @@ def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
     lists = [{**RANKED, "weight": 2}, {"prompt": "Q:", "responses": [" a", " b"], "scores": [0, 1], "weight": 3}]
     assert read_numbers(lists, tokenizer, "pairs") == [([2] * 5 + [3], None)]
     assert read_numbers(lists[1:], tokenizer, "lists") == [([3], None)]
-    renamed = [{**pair, "w": pair.pop("weight")} for pair in pairs]
+    renamed = [{"w" if name == "weight" else name: value for name, value in pair.items()} for pair in pairs]
     assert read_numbers(renamed, tokenizer, "pairs") == [(None, None)] * 2
     assert read_numbers(renamed, tokenizer, "pairs", columns={"weight": "w"})[0] == ([2, 0.5], None)
     data = get_custom(pairs, "mine", tokenizer)
