@@ -242,8 +242,8 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "targets",
             {"prompt": "prompt", "messages": "messages"},
             "dataset_sources.mine.columns has the fields prompt, messages: give some of those of pairs (prompt, "
-            "chosen, rejected), or of those of targets (prompt, completion), labels (prompt, completion, label) or ranked "
-            "lists (prompt, responses, scores), or messages alone or with label; any may have weight and margin",
+            "chosen, rejected), or of those of targets (prompt, completion), labels (prompt, completion, label) or "
+            "ranked lists (prompt, responses, scores), or messages alone or with label; any may have weight and margin",
         ),
     ],
 )
