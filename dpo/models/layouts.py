@@ -158,8 +158,11 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
         input_ids[row, :end] = (*prompt, *response)
         attention_mask[row, :end] = 1
         labels[row, start:end] = response
-    tensors = map(torch.from_numpy, (input_ids, attention_mask, labels))
-    return PaddedRows(*tensors, sides, None if len(rows) == row_index.size else torch.from_numpy(row_index))
+    return PaddedRows(
+        *map(torch.from_numpy, (input_ids, attention_mask, labels)),
+        sides=sides,
+        row_index=None if len(rows) == row_index.size else torch.from_numpy(row_index),
+    )
 
 
 class SharedPrefix:
