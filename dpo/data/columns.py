@@ -109,7 +109,13 @@ def _is_prose(value: Any) -> bool:
 
 
 def recognize_columns(
-    present: Mapping[str, str], configured: Mapping[str, str], *, name: str, origin: str, trains_on: str
+    present: Mapping[str, str],
+    configured: Mapping[str, str],
+    *,
+    name: str,
+    origin: str,
+    trains_on: str,
+    with_margins: bool = False,
 ) -> RecognizedColumns:
     """Recognize the columns of what a loss trains on.
 
@@ -142,7 +148,8 @@ def recognize_columns(
             columns = " or ".join(candidates[field])
             fix = _write_override(name, form, candidates)
             raise ColumnsError(f"{origin}: the column of {field} may be {columns}: choose one, as in {fix}")
-    used = {field: candidates[field][0] for field in (*form, *NUMBER_FIELDS) if candidates[field]}
+    numbers = NUMBER_FIELDS if with_margins else ("weight",)
+    used = {field: candidates[field][0] for field in (*form, *numbers) if candidates[field]}
     if "prompt" in form:
         used |= input_column
     unused = [column for column, kind in present.items() if kind != OTHER and column not in used.values()]

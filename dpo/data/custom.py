@@ -1,4 +1,4 @@
-"""Custom data: pairs, SFT targets, labelled responses and ranked lists from a user's records."""
+"""Custom data: pairs, targets, labelled responses and ranked lists of a user."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ def get_custom(
     """
     data: PreferenceData | None = None
     n_tied_lists = 0
-    recognized = recognize_columns(find_columns(rows), columns, name=name, origin=origin, trains_on=trains_on)
+    options: dict[str, Any] = {"name": name, "origin": origin, "trains_on": trains_on, "with_margins": with_margins}
+    recognized = recognize_columns(find_columns(rows), columns, **options)
     used = recognized.used
     if trains_on == "prompts":  # answers that a policy draws are of no record
         used.pop("weight", None)
-    if not with_margins or "responses" in used:  # the pairs of a list have different margins
+    if "responses" in used:  # the pairs of a list have different margins
         used.pop("margin", None)
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
@@ -128,7 +129,7 @@ def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero:
 def _read_scores(
     row: Mapping[str, Any], used: Mapping[str, str], n_responses: int, where: str, *, trains_on: str
 ) -> list[float]:
-    """Read the scores of a ranked list's responses; the best has the highest.
+    """Read the scores of a ranked list's responses, higher for better ones.
 
     Without a column for them, the responses are in order, best first. Raises InputError for a list that a loss of lists
     cannot train on.

@@ -142,7 +142,7 @@ def write_prompts(path: Path, prompts: Iterable[Prompt], *, trains_on: str = "pa
 
 
 def _parse_lines(lines: bytes, schema: pa.Schema) -> pa.Table:
-    """Parse JSON lines with the columns of a schema; other keys are ignored."""
+    """Parse JSON lines with a schema's columns; other keys are ignored."""
     return pyarrow.json.read_json(
         pa.BufferReader(lines),
         read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(lines)),  # a line must fit a block

@@ -474,7 +474,7 @@ def plackett_luce(scores: Scores, *, beta: float) -> Losses:
     import torch
 
     def by_rank(best: Tensor, between: Tensor, worst: Tensor) -> Tensor:
-        """Values of a list's responses from the best to the worst, (B, K)."""
+        """Values of a list's responses, best first, (B, K)."""
         return torch.stack([best, *(() if between is NOT_NEEDED else between.unbind(1)), worst], dim=1)
 
     policy = by_rank(scores.chosen, scores.between, scores.rejected)

@@ -79,7 +79,7 @@ def make_scores(columns: NamedTensors) -> Scores:
 
 
 def rank_labelled(chosen: torch.Tensor, rejected: torch.Tensor, is_chosen: torch.Tensor) -> torch.Tensor:
-    """Share of the other kind that each labelled response is ranked right against.
+    """Share of the other kind that each response is ranked right against.
 
     All are (B,); an example has a reward of one kind, `chosen` if `is_chosen`. A tie counts half. The mean over either
     kind, and so over all examples, is the area under the ROC curve.

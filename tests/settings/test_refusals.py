@@ -127,7 +127,7 @@ REFUSED = [
     ("dataset_sources.a={path:a,columns:{chosen:3}}", "dataset_sources.a.columns={'chosen': 3} must map"),
     (
         "dataset_sources.a={path:a,columns:{best:chosen}}",
-        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, completion, ",
+        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, responses, ",
     ),
     ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'}: hh has columns of"),
     # --- keys that contradict each other
