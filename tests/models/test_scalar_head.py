@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from dpo.data.examples import Example, text_digest
 from dpo.data.table import Prompt
 from dpo.data.tokenization import encode_texts
 from dpo.errors import InputError
-from dpo.losses.formulas import bradley_terry
 from dpo.models.answers import Answer
 from dpo.models.export import export
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout
@@ -111,10 +109,8 @@ def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
             prompt, responses = encode_texts(*texts, trainer.data.encode, truncation_mode="keep_end", **lengths)
             examples.append(Example(tuple(prompt), tuple(map(tuple, responses))))
         if case == "margin":
-            margins = torch.tensor([TRL["margins"][i % 3] for i in range(start, start + size)])
-            trainer.objective.loss = replace(
-                trainer.loss, fn=lambda scores, margins=margins, **options: bradley_terry(scores, margins, **options)
-            )
+            margins = [TRL["margins"][i % 3] for i in range(start, start + size)]
+            examples = [example._replace(margin=margin) for example, margin in zip(examples, margins, strict=True)]
         batch = Batch(examples, [1.0] * size, trainer.batches.split(examples, 1), cache_rows=())
         found.append(trainer.train_step(batch).metrics["loss/train"])
     assert found == pytest.approx(TRL["losses"][case], rel=1e-4, abs=1e-4)
