@@ -197,7 +197,7 @@ REFUSED = [
     ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unp"),
     (
         "loss=bradley_terry +loss.sft_weight=0.1 sample_during_eval=false",
-        "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unpaired, bradley_terry",
+        "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unpaired, bco_unpaired, bradley_terry, ",
     ),
     (
         "loss=bradley_terry",
