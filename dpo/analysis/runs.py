@@ -134,7 +134,7 @@ class Run:
     def has_pairs(self) -> bool:
         """Return whether chosen and rejected responses were compared."""
         has_rewards = any(name.startswith("rewards_") for _, log in self.splits for name in log.names)
-        return has_rewards and self.trains_on in ("pairs", None)
+        return has_rewards and self.has_margins
 
     @property
     def loss(self) -> str:
@@ -160,6 +160,11 @@ class Run:
         if HELD_OUT_SCORE in self.eval.names:
             return HELD_OUT_SCORE, +1
         return None if self.objective is None else self.objective.best
+
+    @property
+    def has_margins(self) -> bool:
+        """Return whether examples have chosen and rejected responses, or may."""
+        return self.objective is None or self.objective.has_margins
 
     @property
     def trains_on(self) -> str | None:

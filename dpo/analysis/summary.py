@@ -44,7 +44,7 @@ def describe_run(run: Run) -> str:
     """Loss, adapter, model and data in a line."""
     beta, datasets, model = run.setting("loss.beta"), run.setting("datasets"), run.setting("model.name_or_path")
     facts = [f"loss={run.loss}" + (f" with beta {beta}" if beta is not None else "")]
-    if run.trains_on not in ("pairs", None):
+    if not run.has_margins:
         facts.append(f"trains on {run.trains_on}, so accuracy and margins do not apply")
     adapter = str(run.setting("lora.name") or "none")
     if adapter != "none":
@@ -310,6 +310,9 @@ DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "prompts": "prompts",
     "desirable": "desirable responses",
     "undesirable": "undesirable responses",
+    "mean_responses": "mean responses of a list",
+    "smallest_weight": "smallest weight",
+    "largest_weight": "largest weight",
     "mean_chosen_tokens": "mean tokens, chosen",
     "mean_rejected_tokens": "mean tokens, rejected",
     "chosen_longer": "pairs with chosen longer",
@@ -371,7 +374,7 @@ def _format_data_counts(run: Run) -> dict[str, str]:
                 continue
             if key == "chosen_longer":
                 text = percent(value)
-            elif key.startswith("mean"):
+            elif key.startswith("mean") or key.endswith("weight"):
                 text = figure(value)
             else:
                 text = f"{value:,.0f}"

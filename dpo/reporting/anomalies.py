@@ -10,6 +10,7 @@ from typing import Any
 
 from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means, RecentLargest, updates_at_start
 from dpo.errors import RunError
+from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
@@ -79,8 +80,13 @@ class NonFiniteGuard(Callback):
             elif self.context.plan.loss.trains_on == "labels":
                 [(role, text)] = prompt.texts(index_in_prompt).items()
                 texts = {"completion": text, "label": role == "chosen"}
+            elif self.context.plan.loss.trains_on == "lists":
+                by_role = prompt.texts(index_in_prompt)
+                texts = {"responses": [by_role[role] for role in TRAINS_ON["lists"] if role in by_role]}
             else:
                 texts = prompt.texts(index_in_prompt)
+            numbers = {"weight": prompt.weights, "margin": prompt.margins}
+            texts |= {name: values[index_in_prompt] for name, values in numbers.items() if values is not None}
             line = {"prompt": prompt.text, **texts, "prompt_number": prompt_number}
             line |= {name: column[i] for name, column in columns.items()}
             lines.append(json.dumps(line) + "\n")
@@ -102,7 +108,7 @@ class InstabilityWarner(Callback):
         super().__init__(context)
         loss = context.plan.loss
         # `loss.wpo` (needs_squares) weights losses by the policy, so they cannot be compared with those at the start
-        self._checks_collapse = loss.trains_on == "pairs" and not loss.needs_squares
+        self._checks_collapse = loss.has_margins and not loss.needs_squares
         self._updates_at_start = updates_at_start(loss.reference)
         self._detector = InstabilityDetector(context.plan.data.batch_size)
         self._warned = False

@@ -423,7 +423,7 @@ def test_shapes_of_losses_are_the_losses_that_are_trained(name):
     logps = torch.tensor(rng.normal(-5, 3, (4, 50)), requires_grad=True)
     lengths = torch.tensor(rng.integers(1, 9, (2, 50)))
     scores = Scores(logps[0], lengths[0], logps[1], lengths[1], logps[2], logps[3])
-    losses, sides, _ = loss(scores)
+    losses, sides, *_ = loss(scores)
     shape = find_loss_shape(config)
     chosen, rejected = (sides[side].numpy() for side in ("chosen", "rejected"))
     assert shape.of_rewards(chosen, rejected) == pytest.approx(losses.detach().numpy())
