@@ -520,7 +520,7 @@ class BasicTrainer(Trainer):
         Those by the reference are an empty list without a reference.
         """
         texts = [
-            self.evaluator.continuations(model, batch, n_examples=self.state.example_counter)
+            [said.text for said in self.evaluator.continuations(model, batch, n_examples=self.state.example_counter)]
             for model in self.evaluator.sampled_models()
         ]
         return (texts[0], texts[1]) if len(texts) == 2 else (texts[0], [])

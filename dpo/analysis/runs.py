@@ -187,6 +187,11 @@ class Run:
         return self.setting("online.name") == "online" or "online/score" in self.train.names
 
     @property
+    def kind(self) -> str:
+        """The kind of its data: `online`, or a key of TRAINS_ON."""
+        return "online" if self.online else self.trains_on or ("pairs" if self.has_pairs else "targets")
+
+    @property
     def updates(self) -> int:
         return _largest(self.train.updates)
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpo.analysis.findings import WARNING, Finding
 from dpo.analysis.measures import Cost, MarginParts, is_inconclusive, n_evaluated
+from dpo.analysis.rules import WARNING, Finding
 from dpo.analysis.runs import Run, number, rank_answers
 from dpo.losses import LOSSES
 from dpo.numbers import count, duration, figure, hours, large, percent, shortened, signed
@@ -256,7 +256,8 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
             card = cards.setdefault((prompt, repetitions[prompt]), Prompted(_shorten_prompt(prompt), []))
             card.texts.append(_label_policy_sample(policy_name, sample, "policy"))
             if sample["reference"] is not None:
-                beside = Text("Reference", "reference", shortened(sample["reference"]))
+                label = f"Reference{_mark_cut_off(sample, 'reference')}"
+                beside = Text(label, "reference", shortened(sample["reference"]))
             elif earliest != newest and i < len(earliest) and earliest[i]["prompt"] == prompt:
                 beside = _label_policy_sample(policy_name, earliest[i], "reference")
             else:
@@ -272,7 +273,11 @@ def _label_policy_sample(policy_name: str, sample: Mapping[str, Any], role: str)
     n_examples = sample["examples"]
     is_untrained = role == "reference" and n_examples == 0
     when = "before training" if is_untrained else f"after {count(n_examples, 'example')}"
-    return Text(f"{policy_name} {when}", role, shortened(sample["policy"]))
+    return Text(f"{policy_name} {when}{_mark_cut_off(sample, 'policy')}", role, shortened(sample["policy"]))
+
+
+def _mark_cut_off(sample: Mapping[str, Any], model: str) -> str:
+    return ", cut off" if sample.get(f"{model}_ended") is False else ""
 
 
 # how the page shows a drawn answer, by its rank

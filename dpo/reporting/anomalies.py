@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means, updates_at_start
+from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means, RecentLargest, updates_at_start
 from dpo.errors import RunError
 from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
@@ -165,12 +165,13 @@ class InstabilityWarner(Callback):
         return {
             "warned": self._warned,
             "first": self._detector.first,
-            "largest": self._detector.largest,
+            "largest": {name: largest.value for name, largest in self._detector.largest.items()},
             "start": start and list(start),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
             self._warned = state["warned"]
-            self._detector.first, self._detector.largest = dict(state["first"]), dict(state["largest"])
+            self._detector.first = dict(state["first"])
+            self._detector.largest = {name: RecentLargest(value) for name, value in state["largest"].items()}
             self._detector.start = Means(*state["start"]) if state["start"] else None
