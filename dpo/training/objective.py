@@ -79,6 +79,10 @@ class BatchContext(NamedTuple):
     rows_to_cache: Sequence[int] = ()  # `Batch.cache_rows`, if `reference` is yet to be computed and cached
 
 
+def _detach_ties(values: torch.Tensor, has_weight: torch.Tensor) -> torch.Tensor:
+    return values.where(has_weight, values.detach()) if values.requires_grad else values
+
+
 class RunningAverage:
     """The running average of `Loss.running_statistic` over updates.
 
@@ -164,8 +168,12 @@ class Objective:
         cached_reference = context.reference if context else None
         scores, reference = self._compute_scores(microbatch, cached_reference, with_reference=loss.reference)
         statistic = None
-        if context is not None and context.statistic is not None:
-            statistic = context.statistic[microbatch.indices]
+        if context is not None:
+            # a tie has no gradient: it would be NaN where the loss is infinite, as 0 times infinity is
+            has_weight = context.weights[microbatch.indices] > 0
+            scores = Scores(*(_detach_ties(field, has_weight) if torch.is_tensor(field) else field for field in scores))
+            if context.statistic is not None:
+                statistic = context.statistic[microbatch.indices]
         output = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
         return output.losses, self._metrics(scores, reference, output, split=split)
 
