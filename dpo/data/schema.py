@@ -143,7 +143,12 @@ def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[
         raise InputError(f"{where}: {key} is {null}: give it a value, or remove the record")
     # Python counts a bool as an int
     if not isinstance(value, types) or (isinstance(value, bool) and types is not LABEL_TYPES):
-        raise InputError(f"{where}: {key} must be {TYPE_NAMES[types]}, and is {value!r:.80}")
+        raise InputError(
+            f"{where}: {key} must be {TYPE_NAMES[types]}, and is {value!r:.80}: change it, or remove the record"
+        )
     if isinstance(value, str) and SURROGATE.search(value):
-        raise InputError(f"{where}: field {key!r} has an unpaired UTF-16 surrogate (invalid text): {value[:80]!r}")
+        raise InputError(
+            f"{where}: field {key!r} has an unpaired UTF-16 surrogate (invalid text): {value[:80]!r}: replace it, or "
+            f"remove the record"
+        )
     return value

@@ -11,8 +11,9 @@ import yaml
 from support.runs import read_metrics, train, write_rows
 
 from dpo.analysis.ledger_file import read_ledger
-from dpo.data.custom import get_custom, split_shared_prompt
+from dpo.data.custom import get_custom
 from dpo.data.examples import list_examples
+from dpo.data.records import split_shared_prompt
 from dpo.data.sources import load_rows
 from dpo.data.table import iterate_prompts
 from dpo.errors import InputError
@@ -92,7 +93,7 @@ def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected
 
 
 def test_texts_that_share_nothing_need_a_prompt(tokenizer):
-    with pytest.raises(InputError, match=r"chosen and rejected begin with no word in common, .*columns\.prompt=COL"):
+    with pytest.raises(InputError, match=r"chosen and rejected begin with no word in common, .*columns=\{prompt: COL"):
         get_custom([{"chosen": "yes", "rejected": "no"}], "mine", tokenizer)
 
 
@@ -221,10 +222,11 @@ def test_unpaired_pairs_are_a_desirable_and_an_undesirable_response_each(tokeniz
         list_texts()
 
 
-def test_columns_with_our_names_or_given_ones_need_no_note(tokenizer):
+def test_columns_with_our_names_or_given_ones_are_not_named(tokenizer):
     ours = get_custom([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, trains_on="targets")
     given = get_custom(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, trains_on="targets")
-    assert ours.notes == given.notes == []
+    assert ours.notes == ["mine: format trl_standard"]
+    assert given.notes == []
 
 
 def test_the_last_message_of_a_chat_is_the_target_and_the_rest_is_prompt(chat):
@@ -253,7 +255,7 @@ def test_the_input_of_an_instruction_comes_below_it(tokenizer):
     row = {"instruction": "Sum up.", "output": " A"}
     rows = [{**row, "input": "Text"}, {**row, "input": ""}, {**row, "input": None}, row]
     data = get_custom(rows, "mine", tokenizer, trains_on="targets")
-    assert data.notes == ["mine: columns prompt=instruction, completion=output, input=input"]
+    assert data.notes == ["mine: format alpaca; columns prompt=instruction, completion=output, input=input"]
     assert {prompt: entry["responses"] for prompt, entry in data.items()} == {
         "Sum up.\n\nText": [" A"],
         "Sum up.": [" A", " A", " A"],
