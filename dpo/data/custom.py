@@ -59,7 +59,7 @@ def get_custom(
             messages = prompt
             prompt, responses = _render(messages, responses, tokenizer, where)
             data.messages[prompt] = [{key: message[key] for key in ("role", "content")} for message in messages]
-        if not prompt:
+        if not (record.prompt or record.input):
             raise InputError(
                 f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
                 f"prompt, or remove it"

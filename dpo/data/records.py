@@ -41,8 +41,7 @@ class Record(NamedTuple):
         if isinstance(self.prompt, list):
             system = [{"role": SYSTEM, "content": self.system}] if self.system else []
             return system + self.prompt
-        before, after = [self.system] if self.system else [], [self.input] if self.input else []
-        return "\n\n".join([*before, self.prompt, *after])
+        return "\n\n".join(filter(None, (self.system, self.prompt, self.input)))
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -371,6 +370,8 @@ def _change_values(record: Record, values: str) -> tuple[Record, list[str]]:
     if not record.is_chat:
         if values == DIALOGUES and (record.system or not _is_dialogue(record)):
             raise CannotHoldError("texts that are not of Human and Assistant")
+        if values == TURNS and _is_dialogue(record):
+            return _as_turns(_as_chat(record)), ["dialogues are now the texts of their turns"]
         return record, []
     if values == TEXTS:
         raise CannotHoldError("chat messages")

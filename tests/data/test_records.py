@@ -137,6 +137,11 @@ def test_a_record_that_a_format_holds_as_it_is_comes_back_from_it(target):
             {"prompt": "Be kind.\n\nQ\n\nT", "completion": "A"},
         ),
         (
+            Record("\n\nHuman: a\n\nAssistant:", [" b", " c"]),
+            "alpaca",
+            {"instruction": "a", "chosen": "b", "rejected": "c"},
+        ),
+        (
             Record([system("Be kind."), *ASK], [SKY], label=True),
             "alpaca",
             {"system": "Be kind.", "instruction": "Which colour?", "output": "Blue.", "kto_tag": True},
