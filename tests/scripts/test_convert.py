@@ -47,7 +47,7 @@ def test_every_kind_of_file_is_written_and_read_back(suffix, convert, tmp_path):
 
 
 def test_there_and_back_keeps_every_column(convert, tmp_path):
-    rows = [{"id": i, "tags": ["x", {"y": i}], **ROWS["sharegpt"][0]} for i in range(3)]
+    rows = [{"id": i, "tags": ["x", "y"], "of": {"y": i}, **ROWS["sharegpt"][0]} for i in range(3)]
     source = write_rows(tmp_path / "rows.jsonl", rows)
 
     status, said, warned = convert(source, "there.jsonl.gz", "ms_swift")
@@ -92,6 +92,10 @@ def test_values_that_a_file_cannot_hold_are_named(convert, tmp_path):
     assert read(tmp_path / "out.jsonl") == [{"question": "Q?", **PAIR, "day": "2026-01-02", "tags": ["a"]}]
     _, _, warned = convert(source, "out.tsv", "axolotl_intel")
     assert "the column tags is left out (1 record, first " in warned
+    source = write_rows(tmp_path / "mixed.jsonl", [{"prompt": "Q?", **PAIR, "tags": ["a", 1]}])
+    status, _, error = convert(source, "out.parquet", "axolotl_intel")
+    assert status == 2
+    assert "a Parquet file cannot hold these columns (" in error
 
 
 @pytest.mark.parametrize(
