@@ -1,4 +1,4 @@
-"""Draw docs/speed.svg from a table of docs/RESULTS.md.
+"""Draw docs/speed.svg from a table of docs/PERFORMANCE.md.
 
     python -m benchmarks.chart
 
@@ -58,5 +58,5 @@ def draw(text: str) -> str:
 
 
 if __name__ == "__main__":
-    text = (DOCS / "RESULTS.md").read_text(encoding="utf-8")
+    text = (DOCS / "PERFORMANCE.md").read_text(encoding="utf-8")
     (DOCS / "speed.svg").write_text(draw(text), encoding="utf-8")

@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sample(options: argparse.Namespace) -> None:
     """Load models, and answer prompts of a file or typed ones."""
     # before models are loaded, as a wrong file is found at once
-    records = [] if options.file is None else read_prompts(options.file, options.out)
+    given_prompts = [] if options.file is None else read_prompts(options.file, options.out)
 
     import transformers
 
@@ -133,11 +133,11 @@ def sample(options: argparse.Namespace) -> None:
         converse(panel, sampling, form)
         return
     prompts = [
-        panel.encode(record, f"record {number} of {options.file}", sampling)
-        for number, record in enumerate(records, start=1)
+        panel.encode(prompt, f"record {number} of {options.file}", sampling)
+        for number, prompt in enumerate(given_prompts, start=1)
     ]
     print(form)
-    answer_file(panel, sampling, records, prompts, out=options.out, batch_size=options.batch_size)
+    answer_file(panel, sampling, given_prompts, prompts, out=options.out, batch_size=options.batch_size)
 
 
 # --- a file of prompts ---------------------------------------------------------------------------------------------
@@ -164,9 +164,9 @@ def read_prompts(file: Path, out: Path) -> list[Any]:
 
 
 def answer_file(
-    panel: Panel, sampling: Sampling, records: list[Any], prompts: list[Tokens], *, out: Path, batch_size: int
+    panel: Panel, sampling: Sampling, given_prompts: list[Any], prompts: list[Tokens], *, out: Path, batch_size: int
 ) -> None:
-    """Write each record's answers, with rewards and numbers of tokens."""
+    """Write the answers to each prompt, with rewards and numbers of tokens."""
     from tqdm import tqdm
 
     all_rewards: dict[str, list[float]] = {}  # by model
@@ -184,7 +184,7 @@ def answer_file(
                 texts: dict[str, str | None] = {name: answer.text for name, answer in answers.items()}
                 texts.setdefault("reference", None)
                 tokens = {"prompt": len(prompts[i])} | {name: len(answer.tokens) for name, answer in answers.items()}
-                line = {"prompt": records[i], **texts, "rewards": json_rewards, "tokens": tokens}
+                line = {"prompt": given_prompts[i], **texts, "rewards": json_rewards, "tokens": tokens}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
     means = ""

@@ -224,7 +224,7 @@ class MarginParts(NamedTuple):
 
 
 def margin_parts(run: Run) -> MarginParts | None:
-    """Take the margin of the last evaluation or updates apart.
+    """Split the margin of the last evaluation or updates into parts.
 
     None without pairs, and for a loss without a reference if there are no earlier values to compare with.
     """
@@ -246,7 +246,14 @@ def margin_parts(run: Run) -> MarginParts | None:
     by_pair = math.isfinite(length)
     if not by_pair and chosen_tokens > 0 and rejected_tokens > 0:
         length = float(length_part(chosen, rejected, chosen_tokens, rejected_tokens))
-    return MarginParts(chosen, rejected, False, chosen_tokens, rejected_tokens, length, by_pair)
+    return MarginParts(
+        chosen,
+        rejected,
+        chosen_tokens=chosen_tokens,
+        rejected_tokens=rejected_tokens,
+        length=length,
+        by_pair=by_pair,
+    )
 
 
 def length_part(chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: Any) -> Any:

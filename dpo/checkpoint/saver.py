@@ -119,7 +119,10 @@ class Checkpoints:
         return {"best": self.best, "best_at": self.best_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`, unless its BEST is in another run's directory."""
+        """Restore a `state_dict()` if its BEST is in this run's directory.
+
+        A run that continues in a new directory has only the checkpoint that it continues from.
+        """
         if (self.run_dir / f"step-{state['best_at']}").exists():
             self.best, self.best_at = state["best"], state["best_at"]
 

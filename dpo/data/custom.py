@@ -102,7 +102,11 @@ def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, whe
     # the generation prompt may have what a finished turn lacks, such as a thinking tag: keep what all begin with
     prompt_text = common_start(open_prompt, *dialogues)
     if not prompt_text.startswith(closed_prompt):
-        raise InputError(f"{where}: the chat template renders the prompt differently once a response follows it")
+        raise InputError(
+            f"{where}: the chat template renders the prompt differently once a response follows it, so the two cannot "
+            f"be told apart: name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL, or "
+            f"use text instead"
+        )
     response_texts = [dialogue[len(prompt_text) :] for dialogue in dialogues]
     return prompt_text, [_remove_final_eos(text, tokenizer.eos_token) for text in response_texts]
 

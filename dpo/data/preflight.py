@@ -64,7 +64,7 @@ class TrainingData:
         )
         return cls(
             tokenizer=tokenizer,
-            encode=TextEncoder(tokenizer, largest=facts["largest"]),
+            encode=TextEncoder(tokenizer, largest=facts["largest"]),  # token id in the data
             train=PromptTable(table / "train.arrow"),
             test=PromptTable(table / "test.arrow"),
             report=Preflight(

@@ -301,8 +301,8 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple
             n_lines = reader.line_num
     except csv.Error as error:
         raise InputError(
-            f"{file} cannot be read: {error}, in the record that begins on line {n_lines + 1}: put a field with a "
-            f'quote in it in quotes, and write that quote twice, as in "say ""yes"""'
+            f"{file} cannot be read: {error}, in the record that begins on line {n_lines + 1}: put a field "
+            f'that has a quotation mark in quotation marks, and write the mark twice, as in "say ""yes"""'
         ) from error
 
 

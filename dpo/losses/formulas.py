@@ -190,13 +190,13 @@ def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
 def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     """EXO for pairs (arXiv 2402.00856, eq. 16).
 
-    The loss is KL(policy's preference || smoothed label), a sum over which of the two responses is preferred.
+    The loss is KL(policy's preference || smoothed label), with a term for each response that could be preferred.
     """
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l)
-    prefers_chosen = margin.sigmoid() * (-_minus_log_sigmoid(margin) - math.log1p(-label_smoothing))
-    prefers_rejected = (-margin).sigmoid() * (-_minus_log_sigmoid(-margin) - math.log(label_smoothing))
-    return with_rewards(prefers_chosen + prefers_rejected, u_w, u_l, beta)
+    chosen_term = margin.sigmoid() * (-_minus_log_sigmoid(margin) - math.log1p(-label_smoothing))
+    rejected_term = (-margin).sigmoid() * (-_minus_log_sigmoid(-margin) - math.log(label_smoothing))
+    return with_rewards(chosen_term + rejected_term, u_w, u_l, beta)
 
 
 def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:

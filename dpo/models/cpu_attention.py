@@ -34,15 +34,16 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention with the signature of transformers' "sdpa".
 
-    Inputs are (R, H, L, D), and the output is (R, L, H, D). It is computed here for bfloat16 on a CPU with an additive
-    mask, and in all other cases by transformers.
+    The query is (rows R, heads H, tokens L, D), key and value are (R, K, L, D), and the output is (R, L, H, D). It is
+    computed here for bfloat16 on a CPU with an additive mask, without dropout and softcap; in all other cases
+    transformers computes it.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     is_cpu_bfloat16 = query.device.type == "cpu" and dtype == torch.bfloat16
     has_additive_mask = (
         attention_mask is not None and attention_mask.is_floating_point() and not attention_mask.requires_grad
     )
-    is_plain = not dropout and all(kwargs.get(key) is None for key in ("position_bias", "cache", "softcap"))
+    is_plain = not dropout and all(kwargs.get(option) is None for option in ("position_bias", "cache", "softcap"))
     if not (is_cpu_bfloat16 and has_additive_mask and is_plain):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

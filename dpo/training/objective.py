@@ -354,7 +354,7 @@ class Objective:
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
         if rows_to_cache:
             logps = [reduced.examples[f"{REFERENCE}{name}"] for name in self.loss.reference_columns]
-            self.reference.logps.add(rows_to_cache, torch.stack(logps, dim=1))
+            self.reference.logps.store(rows_to_cache, torch.stack(logps, dim=1))
         return reduced
 
     @torch.no_grad()

@@ -60,7 +60,7 @@ class ReferenceLogps:
         n_examples, n_columns = self._table.shape
         return n_examples, n_columns
 
-    def add(self, rows: Sequence[int], logps: torch.Tensor) -> None:
+    def store(self, rows: Sequence[int], logps: torch.Tensor) -> None:
         """Add log-probabilities of the examples in these rows.
 
         `logps` is (B, columns), on the host. Values that are not finite stay unknown.
@@ -134,7 +134,7 @@ class ReferenceLogps:
                         "cache them: set model.reference_dtype=bfloat16 or float32"
                     )
                 _check_stored(stored, rows, logps, path)
-                self.add(rows, logps)
+                self.store(rows, logps)
                 n_scored_examples += len(rows)
             elif stored is not None and not np.isnan(stored[rows]).any():
                 n_stored_batches += 1

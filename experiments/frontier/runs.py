@@ -125,6 +125,7 @@ def load_policy(root: Path, archive: Path) -> Any:
 
     from dpo.models.pretrained import load_model
 
+    # root/model has a config and no weights: all of them are the archive's
     return load_model(str(root / "model"), dtype=torch.float32, archive=str(archive), random_init=True).eval()
 
 

@@ -70,9 +70,10 @@ class Task:
 
     @functools.cached_property
     def _reward_tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Random rewards of a symbol, by other symbols.
+        """Three tables of random rewards of a response's symbol.
 
-        By the prompt's first symbol; by the symbol before; by the two symbols before.
+        The last index is the symbol itself. Those before are the prompt's first symbol; the symbol before; and the two
+        symbols before.
         """
         rng, n = np.random.default_rng([self.seed, 2]), self.symbols
         return rng.normal(size=(n, n)), rng.normal(size=(n, n)), rng.normal(size=(n, n, n))
@@ -83,11 +84,11 @@ class Task:
         shape = np.broadcast_shapes(prompts.shape[:-1], responses.shape[:-1])
         x = np.broadcast_to(prompts, (*shape, self.prompt_length))
         y = np.broadcast_to(responses, (*shape, self.response_length))
-        # the prompt's middle and last symbols stand before the response's first one
+        # the first symbol of a response comes after the prompt's middle and last symbols
         middle, last = x[..., self.prompt_length // 2, None], x[..., -1:]
         one_before = np.concatenate((last, y[..., :-1]), axis=-1)
         two_before = np.concatenate((middle, one_before[..., :-1]), axis=-1)
-        symbol_rewards = (  # (..., response_length)
+        symbol_rewards = (  # (..., response_length); where y is NONE, any entry: it is masked below
             SYMBOL_REWARD
             + (by_prompt[x[..., :1], y] + by_one_before[one_before, y] + by_two_before[two_before, one_before, y] / 2)
         )

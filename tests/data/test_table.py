@@ -187,6 +187,7 @@ def build_slowly(folder: Path, started) -> None:
     assert is_whole(find_or_build(folder, "key", build)[0])
 
 
+@pytest.mark.slow  # two interpreters start: the next test has one
 def test_two_that_build_at_once_leave_one_whole_table(tmp_path):
     context = multiprocessing.get_context("spawn")
     started = context.Event()

@@ -39,7 +39,11 @@ EXACT = "optimizer=AdamW lr=1e-3"  # which has a state
 # --- what is trained -----------------------------------------------------------------------------------------------
 
 MIX = "loss=mix loss.weights.dpo=0.8 loss.weights.bco=0.2 loss.weights.sft=0.1"
-BY_LOSS = {name: f"loss={name}" for name in LOSSES} | {"ipo": "loss=ipo loss.beta=1 lr=0.03", "mix": MIX}
+BY_LOSS = {name: f"loss={name}" for name in LOSSES} | {  # at a larger rate ipo and simpo magnify rounding
+    "ipo": "loss=ipo loss.beta=1 lr=0.01",
+    "simpo": "loss=simpo lr=0.1",
+    "mix": MIX,
+}
 BY_LOSS |= {name: f"loss={name} unpair=true" for name, loss in LOSSES.items() if loss.trains_on == "labels"}
 BY_OPTION = {
     "sft term": "loss.sft_weight=0.2",
@@ -151,7 +155,7 @@ WAYS = {
     "cut, resumed alone": Way(first=CUT),
 }
 QUICK = {
-    "padded, in parts": "dpo, beta_dpo, aot, kto, mix, all options, lora with dropout, online mix",
+    "padded, in parts": "dpo, aot, kto, mix, all options, lora with dropout, online mix",
     "in parts": "sft",
     "recomputed": "lora and a second model",
     "references first": "lora from an adapter",
@@ -159,17 +163,23 @@ QUICK = {
     "sharded": "lora",
     "sharded, padded, in parts": "all options, kto",
     "frozen weights whole, in parts": "lora from an adapter, online a following reference",
-    "cut": "online a reward model",
-    "resumed": "much at once, beta_dpo, kto, lora from an adapter, qlora, online a following reference",
+    "cut": "lora with dropout",
+    "resumed": "much at once, kto, lora from an adapter, online a following reference",
     "killed, resumed": "bco, online lora",
-    "sharded, resumed": "dpo, online prompts alone",
+    "sharded, resumed": "dpo",
     "resumed sharded": "dpo",
 }
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are
 KINDS = ("dpo", "sft", "ipo", "aot", "beta_dpo", "bco", "simpo", "kto", "mix", "all options")
 IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS} - {*KINDS}
 WITH_FROZEN_WEIGHTS = ("dpo", "aot", *(name for name in FEATURES if "lora" in name), "online a following reference")
-FEW_WAYS = ("padded, in parts", "sharded, padded, in parts", "resumed")
+FEW_WAYS = ("padded, in parts", "sharded, padded, in parts")
+# these ways combine others, so one feature of each kind is trained in them: of examples, of a batch, with a state
+COMBINED_WAYS = {name for name in WAYS if name.startswith(("one shard", "hybrid", "cut and sharded", "cut, resumed"))}
+IN_COMBINED_WAYS = (
+    "dpo", "beta_dpo", "kto", "mixed datasets", "sampling", "lora", "lora with dropout, aot",
+    "online a following reference",
+)  # fmt: skip
 
 
 def is_trained(feature: str, settings: str, name: str) -> bool:
@@ -181,6 +191,8 @@ def is_trained(feature: str, settings: str, name: str) -> bool:
         return name == "resumed"
     if feature in IN_FEW_WAYS:
         return name in FEW_WAYS
+    if name in COMBINED_WAYS:
+        return feature in IN_COMBINED_WAYS
     if "frozen weights" in name:
         return feature in WITH_FROZEN_WEIGHTS
     if name == "references first":

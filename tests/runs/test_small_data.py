@@ -24,7 +24,7 @@ TRAINERS = {
     [
         (5, "one process", (4, 1, 1, 0)),
         # by three the 16 examples of a batch of evaluation cannot be divided
-        (60, "sharded over three", (54, 6, 18, 0)),
+        pytest.param(60, "sharded over three", (54, 6, 18, 0), marks=pytest.mark.slow),
         pytest.param(60, "one process", (54, 6, 13, 2), marks=pytest.mark.slow),
         pytest.param(60, "sharded", (54, 6, 13, 2), marks=pytest.mark.slow),
         pytest.param(60, "cut", (54, 6, 13, 2), marks=pytest.mark.slow),

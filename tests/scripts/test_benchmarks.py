@@ -71,6 +71,6 @@ def test_it_runs(module, arguments, said):
 
 
 def test_the_picture_shows_the_table():
-    text = (ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "PERFORMANCE.md").read_text(encoding="utf-8")
     assert (ROOT / "docs" / "speed.svg").read_text(encoding="utf-8") == chart.draw(text)
     assert ">1.3 s<" in chart.draw(text)  # 1.279 with cached references

@@ -117,6 +117,7 @@ def evaluate_in_ways(rank: int, world_size: int, folder: Path, of: str, cases: l
 
 OF_PROCESSES = {
     "2 sharded": (2, [(7, (*FSDP, *way)) for way in WAYS]),
+    "2 sharded, in threes": (2, [(7, (*FSDP, *way)) for way in IN_THREES]),
     "4 sharded": (4, [(n, (*FSDP, *way)) for n in (1, 3) for way in IN_THREES]),
     "2 cut": (2, [(n, (*CUT, *way)) for n in (1, 3) for way in IN_THREES]),
     "4 cut and sharded": (4, [(n, (*CUT, *way)) for n in (1, 3) for way in IN_THREES]),
@@ -124,7 +125,8 @@ OF_PROCESSES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name != "2 sharded" else ()) for name in OF_PROCESSES]
+    "name",
+    [pytest.param(name, marks=() if name == "2 sharded, in threes" else pytest.mark.slow) for name in OF_PROCESSES],
 )
 def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, folder, expected):
     processes, cases = OF_PROCESSES[name]
@@ -144,7 +146,7 @@ def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, fold
 
 @pytest.mark.parametrize(
     "name",
-    ["bco", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot", "aot_unpaired", "beta_dpo"))],
+    ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bco", "aot", "aot_unpaired", "beta_dpo"))],
 )
 def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
     """Not on how its examples are cut into batches, nor on the updates before it."""

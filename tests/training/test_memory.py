@@ -195,7 +195,7 @@ def test_torch_updates_all_shards_at_once_where_it_does_so_with_whole_tensors(mo
         (2, ("trainer=TensorParallelTrainer", *FSDP[1:])),
     ],
 )
-@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+@pytest.mark.parametrize("attention", ["flex_attention", pytest.param("flash_attention_2", marks=pytest.mark.slow)])
 def test_kernels_that_fake_tensors_cannot_run_are_predicted_as_sdpa(
     attention, world_size, settings, compose, monkeypatch
 ):
