@@ -368,7 +368,7 @@ def test_an_empty_cell_of_a_table_is_an_empty_text_except_for_a_prompt(tmp_path)
     file.write_text("prompt,chosen,rejected\na:, yes,\n")
     assert get_custom(load_rows(Source(str(file)), "train"), "rows", None)["a:"]["responses"] == [" yes", ""]
     file.write_text("prompt,chosen,rejected\n,a,b\n")
-    with pytest.raises(InputError, match="record 1 of rows: the prompt is empty"):
+    with pytest.raises(InputError, match=r"record 1 of .*rows\.csv \(line 2\): the prompt is empty"):
         get_custom(load_rows(Source(str(file)), "train"), "rows", None)
 
 
