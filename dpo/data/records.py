@@ -271,8 +271,10 @@ class CannotHoldError(Exception):
 def recognize_format(row: Mapping[str, Any], used: Mapping[str, str], record: Record) -> str | None:
     """Find the format of a row that was read as `record`.
 
-    None if it is none of FORMATS.
+    None if it is none of FORMATS, or has no responses.
     """
+    if not record.responses:
+        return None
     shown = {column: row[column] for field, column in used.items() if field != "label" and row.get(column)}
     for name, candidate in FORMATS.items():
         if used.items() <= candidate.columns.items():
@@ -300,12 +302,12 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
     row = {columns[field]: text for field, text in separate.items() if text}
     if len(responses) == 2 and "rejected" not in columns:
         raise CannotHoldError("pairs")
-    names = ("chosen", "rejected") if len(responses) == 2 else ("completion",)[: len(responses)]
+    names = ("chosen", "rejected") if len(responses) == 2 else ("completion",)
     if record.label is not None and "label" not in columns:
         raise CannotHoldError("labels")
     if target.responses == WHOLE and len(responses) == 2 and not _is_shared(prompt, responses):
         raise CannotHoldError("prompts that are not the common beginning")
-    if not names or names[0] in columns:
+    if names[0] in columns:
         if "prompt" in columns:
             row[columns["prompt"]] = _find_question(prompt) if target.responses == WHOLE else prompt
         for field, response in zip(names, responses, strict=True):
