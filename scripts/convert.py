@@ -38,7 +38,7 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class Losses:
-    """What OUT cannot hold, with numbers of records."""
+    """Counts of records by what OUT cannot hold of them."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -107,9 +107,9 @@ def convert(source: Source, split: str, out: Path, to: str) -> str:
 
 
 def convert_rows(source: Source, split: str, to: str, losses: Losses) -> tuple[list[tuple[str, dict[str, Any]]], str]:
-    """Convert the rows of a split, each with the place that it is from.
+    """Convert the rows of a split.
 
-    Returns the rows, and the name of the source's format.
+    Returns them, each with the place that it is from, and the name of the source's format.
     """
     rows = load_rows(source, split)
     used = find_used_columns(rows, source)

@@ -83,7 +83,10 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str) -
 
 
 def render_dialogue(messages: Messages, where: str) -> str:
-    """Render messages as a dialogue in HH's format, up to the next answer."""
+    """Render messages as a dialogue in HH's format.
+
+    It ends where the next answer begins.
+    """
     speakers = {"user": HUMAN, "assistant": ASSISTANT}
     if unknown := sorted({message["role"] for message in messages} - speakers.keys()):
         raise InputError(f"{where}: a dialogue of Human and Assistant has no role {', '.join(unknown)}")

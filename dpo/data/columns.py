@@ -99,7 +99,7 @@ def _begins_with_prompt(value: Any) -> bool:
 
 
 def _is_prose(value: Any) -> bool:
-    """Return whether a value is messages, turns, or a text of several words."""
+    """Return whether a value is messages, turns or several words."""
     if isinstance(value, str):
         has_letters = any(map(str.isalpha, value))
         has_words = len(value.split()) > 1 or not value.isascii()  # Chinese, for one, has no spaces between words

@@ -1,4 +1,4 @@
-"""Custom data: pairs, SFT targets and labelled responses from a user's records, and their chat messages rendered."""
+"""Custom data: pairs, SFT targets and labelled responses from a user's records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of custom data: one form for all formats, and a table of the formats.
+"""Records of custom data in one form, and the table of their formats.
 
 A record has a prompt and one or two responses, all texts or all chat messages. `read_record` makes one of a row,
 whatever its format. `write_record` makes a row of it in a format of `FORMATS`, for `scripts.convert`. A format is
@@ -265,7 +265,7 @@ FORMATS = {  # in the order of choices.DATA_FORMATS
 
 
 class CannotHoldError(Exception):
-    """A format cannot hold a record, for a reason such as `chat messages`."""
+    """A format cannot hold a record, because of `chat messages`, for example."""
 
 
 def recognize_format(row: Mapping[str, Any], used: Mapping[str, str], record: Record) -> str | None:

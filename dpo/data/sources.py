@@ -45,14 +45,14 @@ class FileRows(list[Mapping[str, Any]]):
         self.files: list[tuple[Path, Sequence[int]]] = []  # each file with its records' lines, 0 where there are none
 
     def iterate_places(self) -> Iterator[str]:
-        """Yield the place of each record, as in `record 2 of FILE (line 3)`."""
+        """Yield the places, as in `record 2 of FILE (line 3)`."""
         for file, lines in self.files:
             for number, line in enumerate(lines, start=1):
                 yield _name_place(file, number, line)
 
 
 def iterate_places(rows: Sequence[Mapping[str, Any]], origin: str) -> Iterator[str]:
-    """Yield the place of each record: in its file if known, else in `origin`."""
+    """Yield the place of each record, in its file or in `origin`."""
     if isinstance(rows, FileRows):
         return rows.iterate_places()
     return (f"record {number} of {origin}" for number in range(1, len(rows) + 1))
@@ -161,7 +161,7 @@ def _suggest_file(entries: Sequence[Path]) -> str:
 
 
 def _read(file: Path, rows: FileRows) -> None:
-    """Add the records of a file or of a saved dataset to `rows`."""
+    """Add the records of a file or saved dataset to `rows`."""
     lines = array("q")
     rows.files.append((file, lines))
     try:
@@ -185,7 +185,10 @@ def _read(file: Path, rows: FileRows) -> None:
 
 
 def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
-    """Read the values in a file, which may not be records, and their lines."""
+    """Yield the values in a file, which may not be records.
+
+    Each comes with the line that it ends on, 0 if it is not of a text file.
+    """
     if file.is_dir():
         import datasets
 

@@ -29,7 +29,7 @@ def find_suffix(name: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A local path or a Hub id, and how its records are read."""
+    """A local path or Hub id, and how its records are read."""
 
     path: str
     revision: str | None = None  # of a Hub id: a branch, tag or commit
