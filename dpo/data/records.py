@@ -1,4 +1,4 @@
-"""Records of custom data in one form, and the table of their formats.
+"""Records of custom data in one form, and their formats.
 
 A record has a prompt and one or two responses, all texts or all chat messages. `read_record` makes one of a row,
 whatever its format. `write_record` makes a row of it in a format of `FORMATS`, for `scripts.convert`. A format is
