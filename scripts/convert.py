@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from dpo.data.columns import ColumnsError, find_columns, recognize_columns
-from dpo.data.records import FORMATS, CannotHoldError, read_record, recognize_format, write_record
+from dpo.data.records import FORMATS, NUMBERS, CannotHoldError, read_record, recognize_format, write_record
 from dpo.data.schema import SURROGATE, is_sharegpt
 from dpo.data.sources import iterate_places, load_rows
 from dpo.errors import InputError
@@ -112,9 +112,10 @@ def convert_rows(source: Source, split: str, to: str, losses: Losses) -> tuple[l
     Returns them, each with the place that it is from, and the name of the source's format.
     """
     rows = load_rows(source, split)
-    used = find_used_columns(rows, source)
+    used = {field: column for field, column in find_used_columns(rows, source).items() if field not in NUMBERS}
     target = FORMATS[to]
-    own_columns = {*used.values(), *target.columns.values()}
+    target_columns = dict.fromkeys(column for field, column in target.columns.items() if field not in NUMBERS)
+    own_columns = {*used.values(), *target_columns}
     converted, data_format = [], source.format
     for row, where in zip(rows, iterate_places(rows, source.path), strict=True):
         record = read_record(row, used, where, name=NAME)
@@ -124,8 +125,8 @@ def convert_rows(source: Source, split: str, to: str, losses: Losses) -> tuple[l
         except CannotHoldError as error:
             losses.add(f"{error} are left out", where)
             continue
-        taken = [name for name in target.columns.values() if name not in used.values() and row.get(name)]
-        changes += [f"the column {name} is left out" for name in dict.fromkeys(taken)]
+        taken = [name for name in target_columns if name not in used.values() and row.get(name)]
+        changes += [f"the column {name} is left out" for name in taken]
         lost_keys = _find_other_keys(row[column] for column in used.values() if column in row)
         lost_keys -= _find_other_keys(written.values())
         for change in [*changes, *(f"the key {key} of messages is left out" for key in sorted(lost_keys))]:

@@ -24,9 +24,12 @@ from dpo.settings.choices import (
     FIELDS,
     FORMS,
     LABEL_FIELDS,
+    NUMBER_FIELDS,
     PAIR_FIELDS,
+    SCORED_FIELDS,
     SYSTEM,
     TARGET_FIELDS,
+    join_with_or,
 )
 
 # names under which other data has our fields
@@ -43,6 +46,7 @@ UNQUOTED = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accept
 DIALOGUE, PROSE, OTHER = "dialogue", "prose", "other"  # kinds of columns; see `_find_kind`
 N_INSPECTED = 100  # records that decide the kind of a column
 RESPONSES = ("chosen", "rejected")
+OPTIONAL_FIELDS = (SYSTEM, *NUMBER_FIELDS)  # which the records of any form may have
 
 
 class ColumnsError(InputError):
@@ -60,9 +64,10 @@ class RecognizedColumns(NamedTuple):
 
         A column is guessed if it is neither `configured` nor has the name of its field.
         """
+        with_weights = "weight" in self.used  # which change what is trained, so nobody should miss them
         guessed = [field for field, column in self.used.items() if column not in (field, configured.get(field))]
         responses_hold_prompt = "chosen" in self.used and "prompt" not in self.used
-        if not (guessed or responses_hold_prompt or self.unused):
+        if not (guessed or responses_hold_prompt or self.unused or with_weights):
             return ""
         parts = ["columns " + ", ".join(f"{field}={column}" for field, column in self.used.items())]
         if responses_hold_prompt:
@@ -118,6 +123,7 @@ def recognize_columns(
     origin: str,
     trains_on: str,
     format_columns: Mapping[str, str] | None = None,
+    with_margins: bool = False,
 ) -> RecognizedColumns:
     """Recognize the columns of what a loss trains on.
 
@@ -135,12 +141,13 @@ def recognize_columns(
     else:
         given = {field: column for field, column in format_columns.items() if column in present}
         candidates = {field: [given[field]] if field in given else [] for field in FIELDS}
+        candidates |= {field: _find_candidates(field, present, configured) for field in NUMBER_FIELDS}
         optional = {field: given[field] for field in ("input", SYSTEM) if field in given}
     all_forms = dict.fromkeys(chain.from_iterable(FORMS.values()))
     complete_forms = [
         form
         for form in all_forms
-        if configured.keys() - {SYSTEM} <= set(form)
+        if configured.keys() <= {*form, *OPTIONAL_FIELDS}
         and all(candidates[field] for field in (*_list_required(form), *(set(form) & set(format_columns or ()))))
     ]
     form = next((form for form in FORMS[trains_on] if form in complete_forms), None)
@@ -167,7 +174,8 @@ def recognize_columns(
             columns = " or ".join(candidates[field])
             fix = _write_override(name, form, candidates)
             raise ColumnsError(f"{origin}: the column of {field} may be {columns}: choose one, as in {fix}")
-    used = {field: candidates[field][0] for field in form if candidates[field]}
+    numbers = NUMBER_FIELDS if with_margins else ("weight",)
+    used = {field: candidates[field][0] for field in (*form, *numbers) if candidates[field]}
     used |= {field: column for field, column in optional.items() if field == SYSTEM or "prompt" in form}
     unused = [column for column, kind in present.items() if kind != OTHER and column not in used.values()]
     if form == PAIR_FIELDS and "prompt" not in used and unused and not responses_hold_prompt:
@@ -178,11 +186,11 @@ def recognize_columns(
 def _check_configured(present: Iterable[str], configured: Mapping[str, str], name: str, origin: str) -> None:
     """Check the config's columns: that they exist, and make up a form."""
     key = f"dataset_sources.{name}.columns"
-    if not any(configured.keys() - {SYSTEM} <= set(form) for form in chain.from_iterable(FORMS.values())):
+    if not any(configured.keys() <= {*form, *OPTIONAL_FIELDS} for form in chain.from_iterable(FORMS.values())):
         raise InputError(
             f"{key} has the fields {', '.join(configured)}: give some of those of pairs ({', '.join(PAIR_FIELDS)}), or "
-            f"of those of targets ({', '.join(TARGET_FIELDS)}) or labels ({', '.join(LABEL_FIELDS)}), or "
-            f"{CHAT_FIELDS[0]} alone or with label"
+            f"of those of targets ({', '.join(TARGET_FIELDS)}), labels ({', '.join(LABEL_FIELDS)}) or ranked lists "
+            f"({', '.join(SCORED_FIELDS)}), or {CHAT_FIELDS[0]} alone or with label; any may have weight and margin"
         )
     for field, column in configured.items():
         fields = [other for other, other_column in configured.items() if other_column == column]
@@ -246,19 +254,25 @@ def _explain_missing(
 
     `kinds` are the kinds of examples (keys of FORMS) that can be made of them.
     """
-    told = [form for form in FORMS[trains_on] if form != CHAT_PAIR_FIELDS]  # others are more common
-    required = [" and ".join(_list_required(form)) for form in told]
-    forms = [form for form in told if len(_list_required(form)) <= len(present)]
+    # pairs and targets are made of ranked lists too, which is worth a word where there are responses
+    names_lists = trains_on == "lists" or candidates["responses"]
+    common = [form for form in FORMS[trains_on] if form != CHAT_PAIR_FIELDS]
+    expected = [form for form in common if names_lists or "responses" not in form]
+    required = [" and ".join(_list_required(form)) for form in expected]
+    forms = [form for form in expected if len(_list_required(form)) <= len(present)]
     fixes = (
         [f"name them with {' or '.join(_write_override(name, form, candidates) for form in forms)}"] if forms else []
     )
     if "labels" in kinds:
         kinds = ["labels"]  # SFT would learn the undesirable completions too
     if losses := [f"loss={loss}" for loss in LOSSES if LOSSES[loss].trains_on in kinds]:
-        fixes.append(f"train on what is there with {' or '.join(losses)}")
+        fixes.append(f"train on what is there with {join_with_or(losses)}")
+    lacking = [[field for field in _list_required(form) if not candidates[field]] for form in expected]
+    fewest = min(lacking, key=len)
+    fixes.append(f"add a column {fewest[0]}" if len(fewest) == 1 and len(present) > 1 else "add them to the records")
     return (
         f"training on {trains_on} needs the columns {', or '.join(required)}; {origin} has {', '.join(present)}: "
-        f"{', or '.join([*fixes, 'add them to the records'])}"
+        f"{', or '.join(fixes)}"
     )
 
 

@@ -1,7 +1,8 @@
-"""Custom data: pairs, SFT targets and labelled responses from a user's records."""
+"""Custom data: pairs, targets, labelled responses and ranked lists of a user."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -10,9 +11,11 @@ import jinja2
 
 from dpo.data.columns import find_columns, recognize_columns
 from dpo.data.records import FORMATS, common_start, name_kind, read_record, recognize_format
-from dpo.data.schema import Messages, PreferenceData
+from dpo.data.schema import Messages, PreferenceData, get_field
 from dpo.data.sources import iterate_places
 from dpo.errors import InputError
+from dpo.losses import LONGEST_LIST
+from dpo.numbers import count
 
 
 def get_custom(
@@ -24,13 +27,16 @@ def get_custom(
     name: str = "mine",
     data_format: str | None = None,
     trains_on: str = "pairs",
+    with_margins: bool = False,
 ) -> PreferenceData:
     """Convert custom records to preference data.
 
     Pairs come from `{prompt, chosen, rejected}`, from `{chosen, rejected}` with a common beginning, the prompt, or from
     `{messages, rejected}`, where the last message is chosen. SFT targets also come from `{prompt, completion}`, and
     from `{messages}`, where the last message is the target; labelled responses from either of these with `label`.
-    Prompts to answer come from `{prompt}`. Any of these may have a system turn in `system`.
+    Ranked lists come from `{prompt, responses, scores}`, or from `{prompt, responses}` in order, best first; pairs and
+    targets are made of them too. Prompts to answer come from `{prompt}`. Any record may have a system turn in `system`,
+    a `weight` and, `with_margins`, a `margin`.
 
     All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
     `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
@@ -40,10 +46,16 @@ def get_custom(
     which names the record and `origin`.
     """
     data: PreferenceData | None = None
+    n_tied_lists = 0
     format_columns = FORMATS[data_format].columns if data_format else None
-    options = {"name": name, "origin": origin, "trains_on": trains_on, "format_columns": format_columns}
+    options: dict[str, Any] = {"name": name, "origin": origin, "trains_on": trains_on, "with_margins": with_margins}
+    options["format_columns"] = format_columns
     recognized = recognize_columns(find_columns(rows), columns, **options)
     used = recognized.used
+    if trains_on == "prompts":  # answers that a policy draws are of no record
+        used.pop("weight", None)
+    if "responses" in used:  # the pairs of a list have different margins
+        used.pop("margin", None)
     for row, where in zip(rows, iterate_places(rows, origin), strict=True):
         record = read_record(row, used, where, name=name)
         if data is None:
@@ -64,7 +76,15 @@ def get_custom(
                 f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
                 f"prompt, or remove it"
             )
-        if record.label is not None:
+        if "weight" in used:
+            data.weights.setdefault(prompt, []).append(_read_number(row, used["weight"], where, above_zero=True))
+        if "margin" in used:
+            data.margins.setdefault(prompt, []).append(_read_number(row, used["margin"], where))
+        if record.is_list:
+            scores = _read_scores(row, used, len(responses), where, trains_on=trains_on)
+            n_tied_lists += len(set(scores)) < len(scores)
+            data.add_list(prompt, responses, scores)
+        elif record.label is not None:
             data.add_labelled(prompt, *responses, is_desirable=record.label)
         elif len(responses) == 2:
             data.add_pair(prompt, *responses)
@@ -78,7 +98,48 @@ def get_custom(
         note = f"format {data_format}" + (f"; {note}" if note else "")
     if note:
         data.notes.append(f"{origin}: {note}")
+    if n_tied_lists:
+        data.notes.append(f"{origin}: {count(n_tied_lists, 'list')} with equal scores, which make no pair")
     return data
+
+
+def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero: bool = False) -> float:
+    """Read a number that is finite, and positive or not negative."""
+    value = get_field(row, column, where, (int, float))
+    if not (0 < value < math.inf or (value == 0 and not above_zero)):
+        wanted = "a finite number above 0" if above_zero else "a finite number, 0 or more"
+        raise InputError(f"{where}: {column} is {value}, and must be {wanted}: correct it, or remove the record")
+    return float(value)
+
+
+def _read_scores(
+    row: Mapping[str, Any], used: Mapping[str, str], n_responses: int, where: str, *, trains_on: str
+) -> list[float]:
+    """Read the scores of a ranked list's responses, higher for better ones.
+
+    Without a column for them, the responses are in order, best first. Raises InputError for a list that a loss of lists
+    cannot train on.
+    """
+    scores = [-float(i) for i in range(n_responses)]
+    if "scores" in used:
+        values = get_field(row, used["scores"], where, list)
+        scores = [get_field({used["scores"]: value}, used["scores"], where, (int, float)) for value in values]
+        if len(scores) != n_responses or not all(map(math.isfinite, scores)):
+            raise InputError(
+                f"{where}: {used['scores']} is {values!r:.80}, and must have a finite number for each of the "
+                f"{n_responses} in {used['responses']}: correct it, or remove the record"
+            )
+    if trains_on == "lists" and len(set(scores)) < n_responses:
+        raise InputError(
+            f"{where}: {used['scores']} has equal numbers, and this loss needs an order without ties: remove all but "
+            f"one of these responses, or train with a loss of pairs, such as loss=dpo, which does not pair them"
+        )
+    if trains_on == "lists" and n_responses > LONGEST_LIST:
+        raise InputError(
+            f"{where}: {used['responses']} has {n_responses} responses, and this loss takes lists of up to "
+            f"{LONGEST_LIST}: remove some, or train with a loss of pairs, such as loss=dpo"
+        )
+    return scores
 
 
 def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, where: str) -> tuple[str, list[str]]:

@@ -1,6 +1,6 @@
 """Records of custom data in one form, and their formats.
 
-A record has a prompt and one or two responses, all texts or all chat messages. `read_record` makes one of a row,
+A record has a prompt and its responses, all texts or all chat messages. `read_record` makes one of a row,
 whatever its format. `write_record` makes a row of it in a format of `FORMATS`, for `scripts.convert`. A format is
 recognized by writing the first record: it is the first format in which that gives the row itself.
 """
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from dpo.data.asking import HH, find_format, render_dialogue, split_turns
 from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, get_field, is_sharegpt
 from dpo.errors import InputError
-from dpo.settings.choices import SYSTEM
+from dpo.numbers import count
+from dpo.settings.choices import NUMBER_FIELDS, SYSTEM
 
 # the role of each speaker in ShareGPT's messages
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -23,14 +24,18 @@ DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs
 UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
 
 
+NUMBERS = ("scores", *NUMBER_FIELDS)  # fields that are no texts, which `get_custom` reads
+
+
 class Record(NamedTuple):
     """A prompt and its responses, all texts or all chat messages."""
 
     prompt: Any  # a text, or Messages
-    responses: Sequence[Any]  # chosen and rejected, or a target; none for a prompt to answer
+    responses: Sequence[Any]  # chosen and rejected, a target, or a ranked list; none for a prompt to answer
     system: str = ""  # a system turn that the row has in a column of its own
     input: str = ""  # what an instruction is about, as in Alpaca's data; only with texts
     label: bool | None = None  # whether the one response is desirable
+    is_list: bool = False  # of ranked responses, which may be two
 
     @property
     def is_chat(self) -> bool:
@@ -56,7 +61,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
     values = {
         field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
         for field, column in used.items()
-        if field not in (SYSTEM, "input", "label")
+        if field not in (SYSTEM, "input", "label", "responses", *NUMBERS)
     }
     system, below = (_read_optional(row, used, field, where) for field in (SYSTEM, "input"))
     if below:
@@ -65,12 +70,13 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
     if isinstance(context, list):
         _wrap_answers(values)
     prompt = values.pop("prompt", None)
-    responses = list(values.values())
+    responses = _read_list(row, used["responses"], where) if "responses" in used else list(values.values())
     is_chat = isinstance((*responses, prompt)[0], list)  # there may be no responses
     is_mixed = any(isinstance(response, list) != is_chat for response in responses)
     if is_mixed or (isinstance(prompt, list) and not is_chat):
-        shown = values if prompt is None else {"prompt": prompt, **values}
-        kinds = (f"{used[field]} holds {name_kind(isinstance(value, list))}" for field, value in shown.items())
+        names = list(values) or ["responses"] * len(responses)
+        shown = [("prompt", prompt)] * (prompt is not None) + list(zip(names, responses, strict=True))
+        kinds = dict.fromkeys(f"{used[field]} holds {name_kind(isinstance(value, list))}" for field, value in shown)
         raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
     if is_chat:
         prompt, responses = _split_messages(prompt, responses, where)
@@ -89,7 +95,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
                 f"prompt: give a column with the prompt, as 'dataset_sources.{name}.columns={{prompt: COLUMN}}'"
             )
     label = _read_label(row, used["label"], where) if "label" in used else None
-    return Record(prompt, responses, system, below, label)
+    return Record(prompt, responses, system, below, label, is_list="responses" in used)
 
 
 def name_kind(is_chat: bool) -> str:
@@ -101,6 +107,17 @@ def _read_optional(row: Mapping[str, Any], used: Mapping[str, str], field: str, 
     if field not in used or row.get(used[field]) in (None, ""):
         return ""
     return get_field(row, used[field], where)
+
+
+def _read_list(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
+    """Read a list of two or more responses."""
+    values = get_field(row, column, where, list)
+    if len(values) < 2:
+        raise InputError(
+            f"{where}: {column} has {count(len(values), 'response')}, and must have 2 or more: add some, or remove the "
+            f"record"
+        )
+    return [_as_messages(get_field({column: value}, column, where, (str, list, dict)), where) for value in values]
 
 
 def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
@@ -261,6 +278,7 @@ FORMATS = {  # in the order of choices.DATA_FORMATS
     "axolotl_icr": Format({**SYSTEM_TURN, "prompt": "input", **PAIR}, TURNS),
     "ms_swift": Format({**SWIFT, "rejected": "rejected_response"}, MESSAGES, CONTENT),
     "ms_swift_messages": Format({**SWIFT, "rejected": "rejected_messages"}, MESSAGES, WHOLE),
+    "ranked": Format({"prompt": "prompt", "responses": "responses", "scores": "scores"}, ANY),
 }
 
 
@@ -275,9 +293,10 @@ def recognize_format(row: Mapping[str, Any], used: Mapping[str, str], record: Re
     """
     if not record.responses:
         return None
-    shown = {column: row[column] for field, column in used.items() if field != "label" and row.get(column)}
+    columns = {field: column for field, column in used.items() if field not in NUMBERS}
+    shown = {column: row[column] for field, column in columns.items() if field != "label" and row.get(column)}
     for name, candidate in FORMATS.items():
-        if used.items() <= candidate.columns.items():
+        if columns.items() <= candidate.columns.items():
             try:
                 written, _ = write_record(record, candidate)
             except CannotHoldError:
@@ -300,6 +319,10 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
         changes += [f"the {field} is now in the prompt" for field in (SYSTEM, "input") if getattr(rest, field)]
     prompt, responses = rest.join_prompt(), rest.responses
     row = {columns[field]: text for field, text in separate.items() if text}
+    if record.is_list and "responses" not in columns:
+        raise CannotHoldError("ranked lists")
+    if "responses" in columns and len(responses) > 1:
+        return {**row, columns["prompt"]: prompt, columns["responses"]: list(responses)}, changes
     if len(responses) == 2 and "rejected" not in columns:
         raise CannotHoldError("pairs")
     names = ("chosen", "rejected") if len(responses) == 2 else ("completion",)

@@ -68,6 +68,7 @@ def test_a_row_is_recognized_and_read_alike_if_its_format_is_given(name, row):
         ("axolotl_intel", 0, Record("Who is right?", ["A is right.", "B is right."], system="Be kind.")),
         ("ms_swift", 0, Record(TURNS, [[assistant("A.")], [assistant("B.")]])),
         ("ms_swift_messages", 0, Record(TURNS, [[assistant("A.")], [assistant("B.")]])),
+        ("ranked", 0, Record("Who is right?", [" A.", " B.", " C."], is_list=True)),
     ],
 )
 def test_all_formats_are_read_as_one_form(name, index, record):
@@ -99,6 +100,8 @@ def test_a_record_that_a_format_holds_as_it_is_comes_back_from_it(target):
         "texts that are not of Human and Assistant",
         "chat messages",
         "labels",
+        "pairs",
+        "ranked lists",
         "single responses",
         "several turns before the response",
         "turns of others than user and assistant",

@@ -85,5 +85,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"messages": [*TURNS, assistant("A.")], "rejected_response": "B."},
         {"messages": [*ASK, *SKY], "label": True},
     ],
+    "ranked": [
+        {"prompt": "Who is right?", "responses": [" A.", " B.", " C."], "scores": [3, 1, 2]},
+        {"prompt": ASK, "responses": [SKY, [assistant("Green.")]], "weight": 0.5},
+    ],
     "ms_swift_messages": [{"messages": [*TURNS, assistant("A.")], "rejected_messages": [*TURNS, assistant("B.")]}],
 }
