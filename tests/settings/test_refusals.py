@@ -127,8 +127,14 @@ REFUSED = [
     ("dataset_sources.a={path:a,columns:{chosen:3}}", "dataset_sources.a.columns={'chosen': 3} must map"),
     (
         "dataset_sources.a={path:a,columns:{best:chosen}}",
-        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, responses, ",
+        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, messages, ",
     ),
+    ("dataset_sources.a={path:a,format:trl}", "dataset_sources.a.format=trl is not one of hh, trl_standard, trl_con"),
+    (
+        "dataset_sources.a={path:a,format:hh,columns:{chosen:b}}",
+        "dataset_sources.a has columns={'chosen': 'b'} and format=hh, which names columns too: give one",
+    ),
+    ("dataset_sources.hh={path:a,format:alpaca}", "dataset_sources.hh.format=alpaca: hh has columns of its own; choo"),
     ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'}: hh has columns of"),
     # --- keys that contradict each other
     ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by gradient_accumulation_steps"),
