@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError
+from dpo.models.scalar_head import find_scalar_head
 from dpo.system.host import release_freed_memory, silence_bitsandbytes
 
 BLOCK = 64  # weights that share a scale
@@ -139,10 +140,10 @@ def layers_to_quantize(model: Any) -> list[str]:
     These are all but the head and layers whose weights do not fill whole blocks. Raises InputError if there is no such
     layer, or bitsandbytes has no kernels for this machine.
     """
-    _check_bitsandbytes()
+    check_bitsandbytes()
     if getattr(model.config, "quantization_config", None) is not None:
         raise InputError(f"{model.name_or_path} is quantized already: give the model that it was made from")
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() or find_scalar_head(model)
     names = [
         name
         for name, layer in model.named_modules()
@@ -153,7 +154,7 @@ def layers_to_quantize(model: Any) -> list[str]:
     return names
 
 
-def _check_bitsandbytes() -> None:
+def check_bitsandbytes() -> None:
     """Raise InputError if bitsandbytes is missing or has no kernels here."""
     silence_bitsandbytes()
     try:

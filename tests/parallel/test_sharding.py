@@ -181,11 +181,18 @@ def test_a_copy_through_a_small_buffer_is_the_tensor(piece, dtype, monkeypatch):
 
 
 def test_a_state_on_a_gpu_is_copied_through_a_pinned_buffer(monkeypatch):
+    """Tied tensors once."""
     copied: list[torch.Tensor] = []
-    monkeypatch.setattr("dpo.parallel.state.copy_to_host", copied.append)
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor)
+        return torch.zeros(tensor.shape)
+
+    monkeypatch.setattr("dpo.parallel.state.copy_to_host", copy)
     on_gpu, on_host = torch.zeros(3, device="meta"), torch.zeros(3)  # meta stands for a GPU
-    gathered = full_state({"weights": [], "moments": {0: {"square": on_gpu, "step": on_host}}})
+    gathered = full_state({"weights": [], "moments": {0: {"square": on_gpu, "tied": on_gpu, "step": on_host}}})
     assert [tensor.is_meta for tensor in copied] == [True]
+    assert gathered["moments"][0]["square"] is gathered["moments"][0]["tied"]
     assert gathered["moments"][0]["step"] is not None
 
 
