@@ -243,10 +243,9 @@ def _measure_gradient_left(run: Run) -> tuple[float, str]:
 
 def reward_accuracy(run: Run) -> Iterator[Finding]:
     """Held-out accuracy of a reward model, with its interval."""
-    examples, values = run.eval.points(EVAL_ACCURACY)
-    if not run.trains_reward_model or not len(values) or examples[-1] <= 0:
+    if not run.trains_reward_model:
         return
-    accuracy, n = float(values[-1]), n_evaluated(run)
+    accuracy, n = run.eval.last(EVAL_ACCURACY), n_evaluated(run)
     low, high = wilson_interval(accuracy, n)
     yield note(
         "How often the reward model agrees with held-out preferences",

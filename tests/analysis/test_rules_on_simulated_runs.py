@@ -638,6 +638,7 @@ RATES = [
 
 FACTS = {  # these say what was counted, and infer nothing
     on_training.skipped_updates, on_training.best_checkpoint, on_training.warmup, on_training.clipping,
+    on_training.reward_accuracy,
     on_pairs.data_counts, on_pairs.length_in_margin, on_pairs.lengths_in_data,
     on_answers.accuracies_online, on_answers.time_to_draw,
 }  # fmt: skip
