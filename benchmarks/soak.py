@@ -104,7 +104,9 @@ def find_workers(parent: int) -> list[int]:
 
 
 def start(overrides: list[str], run_dir: Path) -> subprocess.Popen:
-    command = [sys.executable, "train.py", *overrides, f"local_run_dir={run_dir}", "resume=auto"]
+    # two runs differ in their W&B ids, which checkpoints have
+    overrides = ["wandb.enabled=false", *overrides, f"local_run_dir={run_dir}", "resume=auto"]
+    command = [sys.executable, "train.py", *overrides]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
 

@@ -88,7 +88,7 @@ def answer(
     model_eos: Any = model.generation_config.eos_token_id
     end_tokens = {tokenizer.eos_token_id, *(model_eos if isinstance(model_eos, list) else [model_eos])} - {None}
     criteria = [] if watch is None else [_StopIf(lambda row: watch(row[n_prompt:].tolist()))]
-    with _plain_generation(model):
+    with _plain_generation(model, sampling.cache_implementation):
         rows = model.generate(
             prompt_ids,
             attention_mask=batch["prompt_attention_mask"].to(device),
@@ -127,12 +127,12 @@ def choosing(sampling: Sampling, numbers: Sequence[int], *, n_prompt: int) -> tr
 
 
 @contextmanager
-def _plain_generation(model: Any) -> Iterator[None]:
+def _plain_generation(model: Any, cache_implementation: str | None) -> Iterator[None]:
     """Replace the model's own generation config by transformers' defaults inside."""
     own_config = model.generation_config
     model.generation_config = transformers.GenerationConfig()
     try:
-        with for_generation(), generating_with_sdpa(model):
+        with for_generation(cache_implementation=cache_implementation), generating_with_sdpa(model):
             yield
     finally:
         model.generation_config = own_config

@@ -37,7 +37,11 @@ def sample(
     """
     prompt_ids = batch["prompt_input_ids"]
     gpus = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices=gpus), for_generation(), generating_with_sdpa(model):
+    with (
+        torch.random.fork_rng(devices=gpus),
+        for_generation(cache_implementation=cache_implementation),
+        generating_with_sdpa(model),
+    ):
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
         ids = model.generate(
             prompt_ids,

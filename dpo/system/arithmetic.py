@@ -46,16 +46,17 @@ def without_tf32() -> Iterator[None]:
 
 
 @contextmanager
-def for_generation() -> Iterator[None]:
+def for_generation(*, cache_implementation: str | None = None) -> Iterator[None]:
     """Run compiled code eagerly inside, and only warn of nondeterministic operations.
 
-    Generation would compile a graph for every cache length, and so use up the recompile limit that training needs.
-    Top-p sampling needs a cumulative sum, which is not deterministic on CUDA.
+    With a cache that grows, generation would compile a graph for every length, and so use up the recompile limit that
+    training needs; with a static one transformers compiles decoding. Top-p sampling needs a cumulative sum, which is
+    not deterministic on CUDA.
     """
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # otherwise nothing was compiled
+        if cache_implementation is None and "torch._dynamo" in sys.modules:  # otherwise nothing was compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
         try:

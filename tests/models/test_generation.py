@@ -129,4 +129,4 @@ def test_compiled_decoding_follows_the_weights_and_compiles_twice(adapter, tiny_
         assert steps == list(range(12))
         steps.clear()
         assert compiled == answer_greedily(model, tokenizer, length, None)
-    assert counters["stats"]["unique_graphs"] - graphs <= 2
+    assert 1 <= counters["stats"]["unique_graphs"] - graphs <= 2
