@@ -54,7 +54,7 @@ def run_sweeps(
     noise: float,
     settings: dict[str, dict[str, Any]] | None = None,
 ) -> None:
-    """Train and measure all runs of all tasks, and write rows, pictures and tables."""
+    """Make all runs, and write rows, pictures and tables."""
     from experiments.frontier.picture import draw
     from experiments.frontier.reading import tables
 

@@ -1,4 +1,4 @@
-"""What is computed by enumeration: reward, KL, optima, and the gradient of exact RL.
+"""Reward, KL, optima and the objective of exact RL, by enumeration.
 
 Log-probabilities, rewards and scores of all responses to all prompts are arrays (prompts, leaves), in float64. Means
 weigh prompts equally. docs/frontier.md has the formulas, and the reason why no policy is above pi*.
@@ -29,10 +29,11 @@ class Point(NamedTuple):
 
 
 class Tree:
-    """All texts of up to `depth` symbols after a prompt, as rows of tokens that share what they can.
+    """All texts of up to `depth` symbols after a prompt.
 
-    There is a row for each text of BRANCH symbols. It has the prompt, these symbols, and then every longer text's last
-    symbol, which sees the text before it alone. With `ends`, every text but the longest is also followed by EOS.
+    They share the tokens that they have in common. There is a row for each text of BRANCH symbols. It has the prompt,
+    these symbols, and then every longer text's last symbol, which sees the text before it alone. With `ends`, every
+    text but the longest is also followed by EOS.
     """
 
     def __init__(self, task: Task, *, depth: int, ends: bool) -> None:
@@ -78,11 +79,14 @@ class Tree:
         )
 
     def last(self, values: Any, t: int) -> Any:
-        """Take the values (rows, length, ...) of all texts of t symbols, (prompts, n**t, ...)."""
+        """Values of all texts of t symbols, (prompts, n**t, ...).
+
+        `values` (rows, length, ...) are those of the tree's tokens.
+        """
         return self._take(values, t, self._last)
 
     def ends(self, values: Any, t: int) -> Any:
-        """Take the values (rows, length, ...) of EOS after all texts of t symbols, (prompts, n**t, ...)."""
+        """Values of EOS after all texts of t symbols, (prompts, n**t, ...)."""
         return self._take(values, t, self._ends)
 
     def _take(self, values: Any, t: int, places: list[list[int]]) -> Any:
@@ -110,7 +114,7 @@ def grow_logps(model: Any, task: Task, prompts: Any) -> Any:
 
 
 def grow_scores(trunk: Any, head: Any, task: Task, prompts: Any, *, per_token: bool) -> Any:
-    """Score of every response to every prompt by a reward model, (prompts, leaves).
+    """A reward model's score of every response, (prompts, leaves).
 
     `head` turns a hidden state into a number. A response's score is that of its last token, or the sum over its tokens
     if `per_token`. A shorter response is ended by EOS, which is a token like the others.
@@ -129,7 +133,7 @@ def grow_scores(trunk: Any, head: Any, task: Task, prompts: Any, *, per_token: b
 
 
 def leaf_values(grow: Any, prompts: np.ndarray) -> np.ndarray:
-    """Values of all leaves by `grow`, which gets a tensor of some prompts, (prompts, leaves)."""
+    """Values of all leaves, (prompts, leaves), by `grow` for a few prompts."""
     import torch
 
     with torch.no_grad():
@@ -160,7 +164,7 @@ def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) 
 def expected_objective(
     model: Any, reference_logps: np.ndarray, rewards: np.ndarray, beta: float, task: Task, prompts: np.ndarray
 ) -> Any:
-    """Mean over prompts of E[r] - beta KL, a tensor with its exact gradient."""
+    """Mean over prompts of E[r] - beta KL, with its exact gradient."""
     import torch
 
     logps = grow_logps(model, task, torch.from_numpy(prompts))

@@ -1,4 +1,4 @@
-"""Methods that `experiments.frontier` compares, their settings, and the comparisons planned before the runs."""
+"""Methods of `experiments.frontier`, their settings, and the planned comparisons."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Method(NamedTuple):
         return tuple(text.format(**values) for text in self.overrides)
 
     def count_passes(self, beta: float | None) -> int:
-        """Number of passes over the pairs, or as many updates if it is fresh."""
+        """Number of passes over the pairs, or of as many updates."""
         return self.passes * int(beta or 1) if self.knob == "passes" else self.passes
 
 
@@ -52,7 +52,8 @@ IPO = ("loss=ipo", "loss.beta={beta}", REFERENCE)
 SIMPO = ("loss=simpo", "loss.beta={beta}", "loss.gamma={gamma}")  # gamma / beta = 0.5, as in its paper
 APO = ("loss=apo_zero", "loss.beta={beta}", REFERENCE)
 KTO = ("loss=kto", "loss.beta={beta}", "unpair=true", REFERENCE)
-ONLINE = ("online=online", "online.scorer=function", "online.function={scorer}", "online.max_new_tokens={longest}")
+SCORER = ("online.scorer=function", "online.function={scorer}", "online.max_new_tokens={longest}")
+ONLINE = ("online=online", *SCORER, "online.ties=skip")  # a tie here is a response twice, which has no gradient
 
 IPO_BETAS = (0.5, 0.2, 0.1, 0.03, 0.01)
 REWARD_MODELS = ("rm_last", "rm_tokens")  # runs that train no policy
@@ -104,7 +105,7 @@ def find_label(name: str) -> str:
 
 
 class Planned(NamedTuple):
-    """A difference of rewards at equal KL, the first method's less the second's."""
+    """The first method's reward less the second's at equal KL."""
 
     first: str
     second: str
@@ -130,7 +131,7 @@ PLANNED = (
 
 
 class PlannedFall(NamedTuple):
-    """The change of a method's reward from one beta to a smaller one."""
+    """The change of a method's reward between two betas."""
 
     method: str
     beta: float

@@ -1,4 +1,4 @@
-"""Picture of `experiments.frontier`: expected true reward, and the gap to pi*, against KL."""
+"""Picture of `experiments.frontier`: reward and the gap to pi* against KL."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ WIDTH, HEIGHT = 4.9, 5.6  # inches of a panel
 
 
 def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
-    """Draw a PNG: lines through means over seeds, with dots for policies along the runs of the first seed.
+    """Draw a PNG with lines through means over seeds.
 
-    Both panels have the same scales. They show the task of fixed length, if it was run.
+    Dots are policies along the runs of the first seed. Both panels have the same scales. They show the task of fixed
+    length, if it was run.
     """
     theme, fixed_length = DARK if dark else LIGHT, any(row.get("fixed_length") for row in rows)
     last = select(rows, fixed_length=fixed_length)
@@ -68,7 +69,7 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
 
 
 def _set_reward_ranges(axes: Any, rows: Sequence[Row], methods: Sequence[str], highest_kl: float) -> None:
-    """Set ranges of one length, so that a reward is as high in both panels."""
+    """Give both panels the same scale of rewards."""
     shown = [row for row in rows if row["method"] in methods]
     rewards = [row["reward"] for row in rows if row["method"] in (*methods, "sft")]
     highest = max(row["reward"] for row in rows if row["kl"] <= 1.1 * highest_kl)
@@ -106,7 +107,7 @@ def _draw_best_of_n(axes: Any, rows: Sequence[Row], theme: Theme, highest_kl: fl
 
 
 def _draw_method(axes: Any, rows: Sequence[Row], along: Sequence[Row], method: str, theme: Theme) -> None:
-    """Draw a method's means over seeds, and dots for policies along its runs."""
+    """Draw a method's means, and dots for policies along its runs."""
     curve = collect_curve(rows, method)
     color_index, marker, line = STYLES[method]
     style = {"color": theme.colors[color_index], "linestyle": line, "linewidth": 1.5, "marker": marker, "markersize": 4}

@@ -1,6 +1,7 @@
-"""Methods that train.py does not have, in plain torch: Unlikelihood, REINFORCE, exact RL, and reward models.
+"""Methods in plain torch, which train.py does not have.
 
-They train on the sweep's pairs or prompts from its reference, with the optimizer and the schedule of the other methods.
+They are Unlikelihood, REINFORCE, exact RL, and reward models. They train on the sweep's pairs or prompts from its
+reference, with the optimizer and the schedule of the other methods.
 """
 
 from __future__ import annotations
@@ -104,7 +105,10 @@ def encode(task: Task, prompts: np.ndarray, responses: np.ndarray) -> tuple[torc
 
 
 def token_logps(model: Any, token_ids: torch.Tensor, is_scored: torch.Tensor) -> torch.Tensor:
-    """Compute log pi of each token of encoded responses, 0 where not scored, (rows, response_length)."""
+    """Compute log pi of the tokens of encoded responses, (rows, response_length).
+
+    It is 0 where a token is not scored.
+    """
     n = is_scored.shape[1]
     logits = model(token_ids, use_cache=False).logits[:, -n - 1 : -1]
     logps = logits.log_softmax(-1).gather(-1, token_ids[:, -n:, None]).squeeze(-1)
@@ -112,7 +116,10 @@ def token_logps(model: Any, token_ids: torch.Tensor, is_scored: torch.Tensor) ->
 
 
 def make_unlikelihood(reference: Any, task: Task, pairs: Pairs, setting: Setting) -> tuple[Any, Loss]:
-    """Make -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)), after arXiv 1908.04319."""
+    """Make -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)).
+
+    The second term is that of arXiv 1908.04319.
+    """
     policy, alpha = copy.deepcopy(reference).train(), setting.beta or 0.0
 
     def compute_loss(rows: np.ndarray) -> torch.Tensor:
@@ -126,7 +133,10 @@ def make_unlikelihood(reference: Any, task: Task, pairs: Pairs, setting: Setting
 
 
 def make_reinforce(reference: Any, task: Task, pairs: Pairs, setting: Setting) -> tuple[Any, Loss]:
-    """Make REINFORCE on true reward - beta KL; of two samples each is the other's baseline."""
+    """Make REINFORCE on true reward - beta KL.
+
+    There are two samples of a prompt, each the baseline of the other.
+    """
     policy, beta = copy.deepcopy(reference).train(), setting.beta or 0.0
     rng = np.random.default_rng([task.seed, 9, setting.seed])
 

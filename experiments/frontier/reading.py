@@ -38,7 +38,7 @@ def list_methods(rows: Sequence[Row]) -> list[str]:
 
 
 def select(rows: Sequence[Row], *, fixed_length: bool) -> list[Row]:
-    """Select the last policies of runs where responses have the same length, or not.
+    """Select the tasks of fixed or of free length, without policies along runs.
 
     Rows of the first sweep do not say, as there was one task, where lengths differ.
     """
@@ -46,7 +46,7 @@ def select(rows: Sequence[Row], *, fixed_length: bool) -> list[Row]:
 
 
 def collect_curve(rows: Sequence[Row], method: str) -> Curve:
-    """Collect the rows of a method that differ in beta, or in its other knob."""
+    """Collect a method's rows, which differ in beta or another knob."""
     own_rows = [row for row in rows if row["method"] == method]
     betas = list(dict.fromkeys(row["beta"] for row in own_rows))
     row_at = {(row.get("task", 0), row["seed"], row["beta"]): row for row in own_rows}
@@ -68,7 +68,7 @@ def most_reward(rows: Sequence[Row], kl: float, task: int = 0) -> float:
 
 
 def find_gaps(curve: Curve, kl: float) -> np.ndarray:
-    """Interpolate the gap to pi* at this KL between each unit's policies, (units,).
+    """Interpolate each unit's gap to pi* at this KL, (units,).
 
     Interpolated rewards would lie below a concave frontier, the more so the further apart its points are.
 
@@ -84,7 +84,7 @@ def find_gaps(curve: Curve, kl: float) -> np.ndarray:
 
 
 def at_equal_kl(curve: Curve, rows: Sequence[Row], kl: float) -> np.ndarray:
-    """Reward of each unit at this KL, (units,): that of pi* less the gap."""
+    """Reward of each unit at this KL, (units,): pi*'s less the gap."""
     limits = {task: most_reward(rows, kl, task) for task in {task for task, _ in curve.units}}
     return np.array([limits[task] for task, _ in curve.units]) - find_gaps(curve, kl)
 
@@ -235,7 +235,7 @@ def _make_reward_table(rows: Sequence[Row], name: str) -> str:
 
 
 def score_trials(rows: Sequence[Row]) -> dict[str, dict[tuple[float, int], float]]:
-    """Compute `within_budget` by method and by trial, a learning rate and a number of passes."""
+    """Compute `within_budget` by method and trial: learning rate and passes."""
     reference = next(row for row in rows if row["method"] == "sft")
     rows_of_trial: dict[tuple[str, float, int], list[Row]] = {}
     for row in rows:

@@ -55,7 +55,7 @@ class Job(NamedTuple):
 
     @property
     def result(self) -> Path:
-        """What `finish` writes at the end; a run that has it is not made again."""
+        """The file that `finish` writes last; then the job is done."""
         return self.directory / "rows.json"
 
 
@@ -121,7 +121,7 @@ def read_pairs(file: Path, task: Task) -> Pairs:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is complete or absent, even if the process is killed."""
+    """Write a file that is complete or absent after a kill."""
     path.with_suffix(".part").write_text(text, encoding="utf-8")
     path.with_suffix(".part").replace(path)
 
@@ -161,9 +161,9 @@ def load_policy(root: Path, archive: Path) -> Any:
 
 
 def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int) -> Iterator[Job]:
-    """Run jobs, `at_once` at a time; yield each when it is done, and first those that are.
+    """Run jobs, `at_once` at a time, and yield each when done.
 
-    `finish` is called in the process that trained, and writes `job.result`.
+    Those that were done before come first. `finish` is called in the process that trained, and writes `job.result`.
 
     Raises InputError if train.py refuses its input, RunError if a run fails for another reason.
     """
@@ -197,7 +197,7 @@ def _make_error(job: Job, status: int) -> Exception:
 
 
 def _work(job: Job, finish: Callable[[Job], None]) -> None:
-    """Run train.py in this process if the job is one of it, then `finish`, with all output in `log.txt`."""
+    """Run a job in this process, with its output in `log.txt`."""
     shutil.rmtree(job.directory, ignore_errors=True)  # of a run that was killed
     job.directory.mkdir(parents=True)
     with (job.directory / "log.txt").open("ab") as log:

@@ -1,4 +1,4 @@
-"""A sweep: every method's runs from one reference, and the rows that measure their policies.
+"""The runs of all methods from one reference, and their rows.
 
 A sweep can be killed at any time: what is complete in its directory is not made again.
 """
@@ -188,7 +188,7 @@ class Sweep:
         return [part * i for i in range(1, COURSE)] if run.course and part else []
 
     def finish(self, job: Job, run: Run) -> None:
-        """Train the model if train.py did not; measure it, and write its rows."""
+        """Measure a run and write its rows, after training if it is plain."""
         method, updates, watched = METHODS[run.method], self.count_updates(run), self.list_course(run)
         rows: list[Row] = []
 
@@ -226,7 +226,7 @@ class Sweep:
             yield self.make_row("dpo_reweighted", run, reweighted, beta=REWEIGHTED_BETA / scale, scale=scale)
 
     def _measure_reward_model(self, run: Run, scores: np.ndarray) -> Iterator[Row]:
-        """Measure the optimum of a reward model for each beta, and its best of N."""
+        """Measure a reward model's optimum for each beta, and best of N."""
         for beta in RM_BETAS:
             yield self.make_row(run.method, run, exact.optimum(beta, self.limit.reference, scores), beta=beta)
         for n in RM_DRAWS:
@@ -320,7 +320,7 @@ def make_run(name: str, method: Method, beta: float | None, seed: int, size: Siz
 
 
 def list_tuning_runs(size: Size, rates: Sequence[float], passes: Sequence[int]) -> list[Run]:
-    """List the runs of --tune: every rate and number of passes with every second beta."""
+    """List the runs of --tune, with every second beta."""
     return [
         make_run(name, method._replace(lr=lr, passes=n), beta, seed, size)
         for name, method in METHODS.items()
