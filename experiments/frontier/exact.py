@@ -13,8 +13,8 @@ import numpy as np
 
 from experiments.frontier.task import NONE, Task
 
-AT_ONCE = 10  # prompts whose trees are computed together
-BRANCH = 2  # symbols of a response that the rows of a tree differ in
+AT_ONCE = 3  # prompts whose trees are computed together, so few that a CPU's cache holds them
+IN_ROW = 2  # the texts in a row of a tree differ in so many symbols: longer rows are slower, and so are more rows
 OPTIMAL_BETAS = np.geomspace(50, 0.02, 61)  # of pi*, close together, as the curve is interpolated between them
 
 
@@ -31,13 +31,13 @@ class Point(NamedTuple):
 class Tree:
     """All texts of up to `depth` symbols after a prompt.
 
-    They share the tokens that they have in common. There is a row for each text of BRANCH symbols. It has the prompt,
+    They share the tokens that they have in common. There is a row for each text of `branch` symbols. It has the prompt,
     these symbols, and then every longer text's last symbol, which sees the text before it alone. With `ends`, every
     text but the longest is also followed by EOS.
     """
 
     def __init__(self, task: Task, *, depth: int, ends: bool) -> None:
-        self.n, self.n_prompt, self.branch = task.symbols, task.prompt_length, min(BRANCH, depth)
+        self.n, self.n_prompt, self.branch = task.symbols, task.prompt_length, max(1, depth - IN_ROW)
         self._tokens: list[int] = []  # of a row, after its prompt and first symbols
         chain = np.tril(np.ones((self.n_prompt + self.branch,) * 2, dtype=bool))
         self._seen = [*chain]  # for each token of a row, which tokens it sees before

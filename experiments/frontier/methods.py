@@ -64,7 +64,7 @@ METHODS = {
     "ipo": Method("IPO", IPO, IPO_BETAS, 2e-3, between=(0.055,)),
     "simpo": Method("SimPO", SIMPO, (30.0, 10.0, 3.0, 1.0, 0.3), 2e-3),
     "apo_zero": Method("APO-zero", APO, (3.0, 1.0, 0.3, 0.1, 0.03), 1e-3),
-    "kto": Method("KTO", KTO, BETAS, 1e-3, examples=2),
+    "kto": Method("KTO", KTO, BETAS, 1e-3, examples=2, core=(0.3, 0.1)),
     "online_dpo": Method(
         "online DPO", (*DPO, *ONLINE), BETAS, 2e-3,
         fresh=True, between=(0.17,), core=(1.0, 0.3, 0.1, 0.01), control=True,
@@ -75,8 +75,8 @@ METHODS = {
     "reinforce": Method("REINFORCE, true reward", (), BETAS, 2e-3, fresh=True),
     # an update has 4 prompts in place of 16, with all their responses
     "exact_rl": Method("exact RL, true reward", (), BETAS, 2e-3, fresh=True, pairs=16, core=(0.3, 0.1)),
-    "rm_last": Method("reward model, last token", (), (None,), 2e-3, core=(None,), control=True),
-    "rm_tokens": Method("reward model, per token", (), (None,), 2e-3, core=(None,), control=True),
+    "rm_last": Method("reward model, last token", (), (None,), 2e-3, core=(None,)),
+    "rm_tokens": Method("reward model, per token", (), (None,), 2e-3, core=(None,)),
     "dpo_noisy": Method("DPO", DPO, BETAS, 2e-3, noisy=True, between=(0.55,)),
     "cdpo_noisy": Method("conservative DPO", CDPO, BETAS, 2e-3, noisy=True, between=(0.55,)),
     "ipo_noisy": Method("IPO", IPO, IPO_BETAS, 2e-3, noisy=True, between=(0.055,)),
