@@ -214,6 +214,7 @@ def get_dataset(
     dataset_sources: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
     trains_on: str = "pairs",
+    with_margins: bool = False,
 ) -> PreferenceData:
     """Load a split of a dataset as `{prompt: {responses, pairs, sft_target}}`.
 
@@ -221,7 +222,8 @@ def get_dataset(
     str.
 
     `dataset_sources[name]` says where a dataset is; only built-in datasets need none. For custom data, `tokenizer`
-    renders chat messages, and `trains_on` says what kind of examples its columns must provide. A source without splits,
+    renders chat messages, `trains_on` says what kind of examples its columns must provide, and `with_margins` whether a
+    column `margin` is read. A source without splits,
     such as one file, is split by prompt: a tenth, at least one, drawn with seed 42, is the test split. Raises
     InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
@@ -242,7 +244,7 @@ def get_dataset(
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
-        data = _load_custom(name, split, source, cache_dir, tokenizer, trains_on)
+        data = _load_custom(name, split, source, cache_dir, tokenizer, trains_on, with_margins)
     if source.has_no_splits and name != "se":  # se makes its own test split
         data = _hold_out(data, name, split, source)
     if not data:
@@ -255,12 +257,19 @@ def get_dataset(
 
 
 def _load_custom(
-    name: str, split: str, source: Source, cache_dir: str | None, tokenizer: Any, trains_on: str
+    name: str,
+    split: str,
+    source: Source,
+    cache_dir: str | None,
+    tokenizer: Any,
+    trains_on: str,
+    with_margins: bool,
 ) -> PreferenceData:
     rows = load_rows(source, split, cache_dir)
     origin = source.path if source.has_no_splits else f"{source.path} ({split})"
     try:
-        return get_custom(rows, origin, tokenizer, source.columns, name=name, trains_on=trains_on)
+        form = {"name": name, "trains_on": trains_on, "with_margins": with_margins}
+        return get_custom(rows, origin, tokenizer, source.columns, **form)
     except ColumnsError as error:
         if split == "train" or source.has_no_splits:
             raise

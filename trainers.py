@@ -390,7 +390,8 @@ class Trainer:
             return None
         evaluated = self.evaluator.metrics()
         examples = [example for batch in self.eval_batches for example in batch.examples]
-        metrics = {**self.batches.evaluate(), **evaluated.means(examples)}
+        means = evaluated.means(examples, [example.weight for example in examples])
+        metrics = {**self.batches.evaluate(), **means}
         is_first = state.batch_counter == 0
         draws_samples = self.first_update.draws_samples if is_first else self.plan.evaluation.sample_during_eval
         samples = self.evaluator.samples(n_examples=state.example_counter) if draws_samples else []
@@ -519,7 +520,7 @@ class BasicTrainer(Trainer):
         Those by the reference are an empty list without a reference.
         """
         texts = [
-            self.evaluator.continuations(model, batch, n_examples=self.state.example_counter)
+            [said.text for said in self.evaluator.continuations(model, batch, n_examples=self.state.example_counter)]
             for model in self.evaluator.sampled_models()
         ]
         return (texts[0], texts[1]) if len(texts) == 2 else (texts[0], [])

@@ -50,7 +50,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
         problems = [problem for problem in run.problems if problem.startswith("config.yaml")]
         raise InputError(problems[0] if problems else "config.yaml is empty")
     tokenizer_keys = ("model.name_or_path", "model.tokenizer_name_or_path") if has_custom_data else ()
-    keys = ("local_dirs", "dataset_sources", *tokenizer_keys)
+    keys = ("local_dirs", "dataset_sources", "list_pairs", *tokenizer_keys)
     plan = plan_recorded({"local_run_dir": str(run.path), **run.config}, where="config.yaml", keys=keys)
     cache_dir, sources = plan.run.cache_dir, plan.data.dataset_sources
     options: dict[str, Any] = {"silent": True, "cache_dir": cache_dir, "dataset_sources": sources}
@@ -59,8 +59,9 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
         options["tokenizer"] = tokenizer
     texts = {}
     for (split, dataset), wanted_digests in digests.items():
-        # only pairs have margins, so a ledger lists no other kind of example
-        for prompt in iterate_prompts(get_dataset, [dataset], split, trains_on="pairs", **options):
+        # only pairs and ranked lists have margins, so no other kind of example is listed
+        kind = {"trains_on": run.trains_on or "pairs", "list_pairs": plan.data.list_pairs}
+        for prompt in iterate_prompts(get_dataset, [dataset], split, **kind, **options):
             for index in range(len(prompt.examples)):
                 responses = prompt.texts(index)
                 digest = text_digest(prompt.text, responses)

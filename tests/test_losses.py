@@ -10,9 +10,10 @@ import pytest
 import torch
 from support.runs import GOLDEN, ROOT
 
-from dpo.losses import LOSSES, Loss, Scores, _get_batch_logps, find_loss, preference_loss
+from dpo.losses import LOSSES, TRAINS_ON, Loss, Scores, _get_batch_logps, find_loss, preference_loss
 from dpo.losses.options import OPTIONS as OPTIONS_OF_ALL
 from dpo.settings.files import load_defaults
+from dpo.training.objective import make_scores, name_scores
 
 DEFAULTS = {name: load_defaults(name)["loss"] for name in LOSSES}
 
@@ -102,8 +103,9 @@ def test_every_loss_takes_exactly_the_keys_of_its_config_file():
         parameters = inspect.signature(loss.fn).parameters.values() if name != "mix" else ()
         assert name == "mix" or {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == loss.options.keys()
         takes = OPTIONS_OF_ALL if LOSSES[name].reference else {"sft_weight"} - {name + "_weight"}
-        takes = {} if LOSSES[name].trains_on == "labels" else takes
-        assert {*loss.shared_options} == {*takes}
+        takes = {} if LOSSES[name].trains_on in ("labels", "lists") else takes
+        takes = set(takes) - (set() if LOSSES[name].takes_offset else {"offset_by_margin"})
+        assert {*loss.shared_options} == takes | ({"offset_by_margin"} if LOSSES[name].takes_offset else set())
         assert [*config] == ["name", *loss.options, *loss.shared_options]
 
 
@@ -170,7 +172,7 @@ def test_every_loss_has_a_row_in_the_documents(page):
 
 
 def test_every_loss_is_worked_by_hand():
-    assert {*WORKED, "sft", "dpo", "mix"} == LOSSES.keys() - OF_LABELS
+    assert {*WORKED, "sft", "dpo", "mix", "plackett_luce"} == LOSSES.keys() - OF_LABELS
 
 
 @pytest.mark.parametrize("name", WORKED)
@@ -269,6 +271,31 @@ def test_what_changes_log_ratios_leaves_the_parts_of_a_mix_without_a_reference_a
     assert value(dpo=1, sft=0.1, simpo=2) - value(dpo=1) == pytest.approx(0.1 * 10 + 2 * simpo, rel=1e-12)
 
 
+# --- offsets ---------------------------------------------------------------------------------------------------------
+
+LOGITS = {  # of the pair, under the options of WORKED
+    "dpo": 1,
+    "robust": 1,
+    "dpo_norm": 0.5 * (1 / 2 - -1 / 4),
+    "simpo": 0.5 * (-10 / 2 - -13 / 4) - 0.3,
+    "beta_dpo": 0.5 * (1 + 0.6 * (2 - 0.1 * 2)) * 2,
+    "dpop": 1,
+}
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.takes_offset])
+def test_an_offset_shifts_the_logit_and_not_the_rewards(name):
+    options = WORKED.get(name, ({"label_smoothing": 0, "reference_free": False},))[0]
+    config = {"name": name, "beta": HALF, **options}
+    losses, *rewards = compute(config, SCORES._replace(offset=torch.tensor([0.7])))
+    logit = LOGITS[name] - 0.7
+    expected = minus_log_sigmoid(logit)
+    if name == "robust":
+        expected = (0.8 * expected - 0.2 * minus_log_sigmoid(-logit)) / 0.6
+    assert losses.item() == pytest.approx(expected, rel=1e-6)
+    assert rewards == list(compute(config, SCORES)[1:])
+
+
 # --- losses of labels ------------------------------------------------------------------------------------------------
 
 
@@ -283,19 +310,73 @@ def unpair(scores: Scores) -> Scores:
 
 
 @pytest.mark.parametrize(("mismatched", "z"), [([0.5, 1.1], 0.8), ([0.5, -1.1], 0)])
-def test_kto_and_apo_zero_worked_by_hand(mismatched, z):
+def test_losses_of_labels_worked_by_hand(mismatched, z):
     config = {"beta": HALF, "desirable_weight": 2, "undesirable_weight": 3}
     kto, apo = (find_loss({"name": name, **config}) for name in ("kto", "apo_zero_unpaired"))
     logps, none = torch.tensor(mismatched, dtype=torch.float64), torch.zeros(2)
     statistic = kto.find_batch_statistic(Scores(logps, torch.ones(2), none, none, none, none))
     scores = unpair(SCORES)._replace(batch_statistic=statistic)  # log-ratios of 1 and -1
 
-    losses, rewards, metrics = kto(scores)
+    losses, rewards, metrics, *_ = kto(scores)
     by_hand = [2 * (1 - sigmoid(0.5 * (1 - z))), 3 * (1 - sigmoid(0.5 * (z - -1)))]
     assert losses.tolist() == pytest.approx(by_hand, rel=1e-12)
     assert metrics["kto/kl"].tolist() == pytest.approx([z, z])
     assert [rewards[role].tolist() for role in ("chosen", "rejected")] == [[0.5, 0], [0, -0.5]]
+    bco = find_loss({"name": "bco_unpaired", "beta": HALF, "momentum": 0.9})(scores._replace(average=0.2))
+    assert bco.losses.tolist() == pytest.approx([minus_log_sigmoid(0.5 - 0.2), minus_log_sigmoid(0.2 + 0.5)], rel=1e-12)
     assert apo(scores).losses.tolist() == pytest.approx([2 * (1 - sigmoid(0.5)), 3 * sigmoid(-0.5)], rel=1e-12)
+
+
+# --- the loss of ranked lists -----------------------------------------------------------------------------------------
+
+PLACKETT_LUCE = {"name": "plackett_luce", "beta": HALF}
+
+
+def rank(*log_ratios: list[float]) -> tuple[Scores, torch.Tensor]:
+    """Lists with these log-ratios, best first; and those of the policy, (B, longest list), which have gradients."""
+    n = max(map(len, log_ratios))
+    policy = torch.zeros(len(log_ratios), n, dtype=torch.float64)
+    columns = dict.fromkeys(TRAINS_ON["lists"], torch.zeros(len(log_ratios), dtype=torch.float64))
+    reference, lengths = dict(columns), {role: values * 0 for role, values in columns.items()}
+    for i, values in enumerate(log_ratios):
+        policy[i, : len(values)] = torch.tensor(values, dtype=torch.float64) - 20
+    policy.requires_grad_()
+    for i, values in enumerate(log_ratios):
+        for k, role in enumerate([*TRAINS_ON["lists"][: len(values) - 1], "rejected"]):
+            at_i = torch.arange(len(log_ratios)) == i
+            columns[role] = torch.where(at_i, policy[i, k], columns[role])
+            reference[role], lengths[role] = reference[role] - 20.0 * at_i, lengths[role] + at_i
+    return make_scores(name_scores(columns, lengths, reference, None)), policy
+
+
+def test_plackett_luce_is_the_probability_of_the_order_for_lists_of_any_length():
+    lists = [[1.0, 0.2, -0.3, 0.5], [-1.0, 2.0], [3.0] + [0.1] * 14 + [0.0]]
+    scores, policy = rank(*lists)
+    losses, rewards, _, accuracies = find_loss(PLACKETT_LUCE)(scores)
+
+    for loss, log_ratios in zip(losses.tolist(), lists, strict=True):
+        strengths = [math.exp(HALF * u) for u in log_ratios]
+        probability = math.prod(strengths[k] / sum(strengths[k:]) for k in range(len(strengths)))
+        assert loss == pytest.approx(-math.log(probability), rel=1e-12)
+    assert accuracies.tolist() == pytest.approx([4 / 6, 0, (15 + 14) / 120])  # a tie is not right
+    assert rewards["rejected"].tolist() == pytest.approx([0.25, 1, 0])
+    losses.sum().backward()
+    assert policy.grad.isfinite().all()
+    assert policy.grad.sum(1).tolist() == pytest.approx([0] * 3, abs=1e-12)  # the loss sees differences alone
+    assert not policy.grad[1, 2:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_on_a_list_of_two_plackett_luce_is_dpo_to_the_last_digit(dtype):
+    torch.manual_seed(0)
+    logps, lengths, found = -100 * torch.rand(4, 200, dtype=dtype), torch.ones(200), []
+    between = {name: torch.zeros(200, 14, dtype=dtype) for name in ("between", "between_lengths", "reference_between")}
+    for config, more in ((DEFAULTS["dpo"] | {"beta": 0.3}, {}), ({"name": "plackett_luce", "beta": 0.3}, between)):
+        chosen, rejected = (side.clone().requires_grad_() for side in logps[:2])
+        output = find_loss(config)(Scores(chosen, lengths, rejected, lengths, *logps[2:], **more))
+        output.losses.sum().backward()
+        found.append([output.losses, chosen.grad, rejected.grad, *output.rewards.values()])
+    assert all(torch.equal(ours, dpos) for ours, dpos in zip(*found, strict=True))
 
 
 # --- options of all losses of pairs ----------------------------------------------------------------------------------
@@ -399,7 +480,9 @@ def test_losses_and_gradients_are_those_of_trl(case):
 
 def test_trl_has_said_something_about_every_loss_that_it_has():
     tried = {(case["config"]["name"], case["config"].get("label_smoothing", 0) > 0) for case in TRL["results"]}
-    assert LOSSES.keys() - {name for name, _ in tried} == {"sft", "dpop", "cal_dpo", "beta_dpo", "mix"}
+    assert LOSSES.keys() - {name for name, _ in tried} == {
+        *("sft", "dpop", "cal_dpo", "beta_dpo", "mix", "bco_unpaired", "plackett_luce")
+    }
     smoothed = {name for name, config in DEFAULTS.items() if "label_smoothing" in config}
     assert smoothed - {name for name, smoothed in tried if smoothed} == {"mix"}
 
@@ -462,6 +545,8 @@ AT_EQUAL_MODELS = {  # of docs/metrics.md, under the defaults of config/loss and
     "aot_unpaired": math.log(2),
     "kto": 0.5,
     "apo_zero_unpaired": 0.5,
+    "bco_unpaired": math.log(2),
+    "plackett_luce": math.log(2),  # of a list of two
 }
 
 

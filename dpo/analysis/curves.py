@@ -119,6 +119,7 @@ def list_charts(runs: Sequence[Run]) -> list[Chart]:
     charts = [
         Chart("loss", "Loss", ("loss/SPLIT",)),
         Chart("accuracy", "Reward accuracy", ("rewards_SPLIT/accuracies",), in_percent=True, baseline=0.5),
+        Chart("auc", "Area under the ROC curve of rewards", ("rewards_eval/auc",), baseline=0.5),
         Chart("margin", "Reward margin", ("rewards_SPLIT/margins",), baseline=0.0),
         Chart("rewards", "Rewards", ("rewards_SPLIT/chosen", "rewards_SPLIT/rejected"), baseline=0.0),
         Chart("logps", "Log-probabilities", ("logps_SPLIT/chosen", "logps_SPLIT/rejected")),

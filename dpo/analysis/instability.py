@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 # spikes
 SPIKE_RATIO = 10.0  # a spike is above this multiple of the median of the last 100 values,
-# and above this multiple of the largest value so far, other spikes aside. Once most pairs are learned, the loss of a
-# small batch is that of its worst pair, so that many values are far above the median. With an exponential tail, value n
-# exceeds 3 times the largest of those before it with a probability of 6 / (n (n + 1) (n + 2))
+# and above this multiple of the largest value before it, other spikes aside. Once most pairs are learned, the loss of a
+# small batch is that of its worst pair, so that many values are far above the median. With an exponential tail, a value
+# exceeds 3 times the largest of n before it with a probability of 6 / ((n + 1) (n + 2) (n + 3))
 LARGEST_RATIO = 3.0
+FIRST_BLOCK = 100  # values among which the largest is sought at first
 FEWEST_VALUES = 20  # before the first spike; their mean sets the scale for FAINT
 FAINT = 0.01  # a value below this fraction of the mean of the first 20 values is not a spike
 
@@ -45,6 +46,24 @@ class Means(NamedTuple):
     margin: float
 
 
+class RecentLargest:
+    """Largest value of those added, of which it forgets early ones.
+
+    Losses and gradients may be large at the start. At least the later half of the values counts, and all of the first
+    `FIRST_BLOCK`: each later block is as long as all before it, and the last two blocks count.
+    """
+
+    def __init__(self, value: float = -math.inf) -> None:
+        self.value, self._in_block = value, -math.inf
+        self._n, self._block_end = 0, FIRST_BLOCK
+
+    def add(self, value: float) -> None:
+        self.value, self._in_block = max(value, self.value), max(value, self._in_block)
+        self._n += 1
+        if self._n == self._block_end:
+            self.value, self._in_block, self._block_end = self._in_block, -math.inf, 2 * self._n
+
+
 class InstabilityDetector:
     """Detector of spikes and collapse in a run's logged values.
 
@@ -55,7 +74,7 @@ class InstabilityDetector:
     def __init__(self, batch_size: float, start: Means | None = None) -> None:
         self.start = start
         self.first: dict[str, float] = {}  # mean of each metric's first 20 values
-        self.largest: dict[str, float] = {}  # value of each metric that is no spike
+        self.largest: dict[str, RecentLargest] = {}  # of each metric's values that are no spikes
         self._earlier: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("grad_norm", "loss/train")}
         updates_with_fewest_pairs = math.ceil(FEWEST_PAIRS / batch_size) if batch_size > 0 else FEWEST_PAIRS
         self._long_window = max(FEWEST_UPDATES, updates_with_fewest_pairs)
@@ -74,7 +93,7 @@ class InstabilityDetector:
         if math.isfinite(value):
             earlier.append(value)
             if ratio is None:
-                self.largest[name] = max(value, self.largest.get(name, value))
+                self.largest.setdefault(name, RecentLargest()).add(value)
         return ratio
 
     def _measure_spike(self, name: str, value: float) -> float | None:
@@ -82,7 +101,7 @@ class InstabilityDetector:
         if name == "loss/train" and self.start is not None and value <= self.start.loss:
             return None
         earlier = self._earlier[name]
-        if not value > max(LARGEST_RATIO * self.largest[name], FAINT * self.first[name]):
+        if not value > max(LARGEST_RATIO * self.largest[name].value, FAINT * self.first[name]):
             return None
         typical = median(earlier)
         return value / typical if value > SPIKE_RATIO * typical > 0 else None

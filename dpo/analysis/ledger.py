@@ -174,7 +174,7 @@ class LedgerSummary:
 
     def explain_missing_pairs(self, run: Run) -> LedgerSummary:
         """Note it if the run's loss does not train on pairs."""
-        if run.trains_on in ("pairs", None):
+        if run.has_margins:
             return self
         note = f"loss={run.loss} trains on {run.trains_on}: without pairs there are no margins to rank."
         return replace(self, note=note)

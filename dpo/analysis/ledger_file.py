@@ -51,12 +51,14 @@ DRAWN = pa.schema(  # more columns in an online run; null in rows whose pair is 
     }
 )
 ONLINE_SCHEMA = pa.schema([*SCHEMA, *DRAWN])
+# more columns if the data has weights or margins: the example's weight, and what was subtracted from its logit
+WEIGHTED_SCHEMA = pa.schema([*SCHEMA, ("weight", pa.float64()), ("offset", pa.float64())])
 ROW_GROUP = 2**16  # rows in memory at a time while a file is written
 
 
 def make_schema(names: Collection[str]) -> pa.Schema:
     """Make the schema of a ledger that has these columns."""
-    return ONLINE_SCHEMA if "tie" in names else SCHEMA
+    return ONLINE_SCHEMA if "tie" in names else WEIGHTED_SCHEMA if "weight" in names else SCHEMA
 
 
 def encoded(schema: pa.Schema) -> pa.Schema:
@@ -164,7 +166,7 @@ def _read_schema(stream: Path) -> pa.Schema:
     check_readable(stream)
     with stream.open("rb") as file, _explaining_errors(stream):
         schema = pa.ipc.open_stream(file).schema
-        if schema not in (SCHEMA, ONLINE_SCHEMA):
+        if schema not in (SCHEMA, ONLINE_SCHEMA, WEIGHTED_SCHEMA):
             raise pa.ArrowInvalid("its columns are not those of a ledger")
     return schema
 

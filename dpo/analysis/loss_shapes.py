@@ -100,7 +100,7 @@ def find_loss_shape(config: Any) -> LossShape | None:
     if not isinstance(config, Mapping):
         return None
     name = str(config.get("name"))
-    has_other_terms = any(config.get(key) for key in ("sft_weight", "wpo", "reference_free"))
+    has_other_terms = any(config.get(key) for key in ("sft_weight", "wpo", "reference_free", "offset_by_margin"))
     function = OF_MARGIN.get(name) or OF_BOTH.get(name)
     if function is None or has_other_terms or config.get("f_divergence", "reverse_kl") != "reverse_kl":
         return None

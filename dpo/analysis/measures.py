@@ -114,9 +114,9 @@ def binomial_tail(heads: int, tosses: int) -> float:
     return sum(math.comb(tosses, k) for k in range(heads, tosses + 1)) / 2**tosses
 
 
-def n_evaluated(run: Run) -> float:
-    """Number of different examples in an evaluation."""
-    n_asked, n_available = number(run.setting("n_eval_examples")), run.count("test.examples")
+def n_evaluated(run: Run, what: str = "examples") -> float:
+    """Number of different examples, or prompts, in an evaluation."""
+    n_asked, n_available = number(run.setting("n_eval_examples")), run.count(f"test.{what}")
     n = n_asked if n_asked > 0 else 256.0  # the default, if the config is lost
     return min(n, n_available) if n_available > 0 else n
 

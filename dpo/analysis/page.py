@@ -19,8 +19,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dpo.analysis import summary
 from dpo.analysis.curves import COLORS, LIGHT, Picture, draw_all
-from dpo.analysis.findings import WARNING, Finding, find_all
+from dpo.analysis.findings import find_all
 from dpo.analysis.measures import Cost, MarginParts, margin_parts, measure_cost
+from dpo.analysis.rules import WARNING, Finding
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
 from dpo.numbers import figure, shortened, signed

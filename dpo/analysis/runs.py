@@ -134,7 +134,7 @@ class Run:
     def has_pairs(self) -> bool:
         """Return whether chosen and rejected responses were compared."""
         has_rewards = any(name.startswith("rewards_") for _, log in self.splits for name in log.names)
-        return has_rewards and self.trains_on in ("pairs", None)
+        return has_rewards and self.has_margins
 
     @property
     def loss(self) -> str:
@@ -162,6 +162,11 @@ class Run:
         return None if self.objective is None else self.objective.best
 
     @property
+    def has_margins(self) -> bool:
+        """Return whether examples have chosen and rejected responses, or may."""
+        return self.objective is None or self.objective.has_margins
+
+    @property
     def trains_on(self) -> str | None:
         """A key of TRAINS_ON; None if the loss is unknown."""
         return None if self.objective is None else self.objective.trains_on
@@ -180,6 +185,11 @@ class Run:
     def online(self) -> bool:
         """Return whether pairs were drawn from the policy."""
         return self.setting("online.name") == "online" or "online/score" in self.train.names
+
+    @property
+    def kind(self) -> str:
+        """The kind of its data: `online`, or a key of TRAINS_ON."""
+        return "online" if self.online else self.trains_on or ("pairs" if self.has_pairs else "targets")
 
     @property
     def updates(self) -> int:

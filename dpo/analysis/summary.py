@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpo.analysis.findings import WARNING, Finding
 from dpo.analysis.measures import Cost, MarginParts, is_inconclusive, n_evaluated
+from dpo.analysis.rules import WARNING, Finding
 from dpo.analysis.runs import Run, number, rank_answers
 from dpo.losses import LOSSES
 from dpo.numbers import count, duration, figure, hours, large, percent, shortened, signed
@@ -44,7 +44,7 @@ def describe_run(run: Run) -> str:
     """Loss, adapter, model and data in a line."""
     beta, datasets, model = run.setting("loss.beta"), run.setting("datasets"), run.setting("model.name_or_path")
     facts = [f"loss={run.loss}" + (f" with beta {beta}" if beta is not None else "")]
-    if run.trains_on not in ("pairs", None):
+    if not run.has_margins:
         facts.append(f"trains on {run.trains_on}, so accuracy and margins do not apply")
     adapter = str(run.setting("lora.name") or "none")
     if adapter != "none":
@@ -256,7 +256,8 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
             card = cards.setdefault((prompt, repetitions[prompt]), Prompted(_shorten_prompt(prompt), []))
             card.texts.append(_label_policy_sample(policy_name, sample, "policy"))
             if sample["reference"] is not None:
-                beside = Text("Reference", "reference", shortened(sample["reference"]))
+                label = f"Reference{_mark_cut_off(sample, 'reference')}"
+                beside = Text(label, "reference", shortened(sample["reference"]))
             elif earliest != newest and i < len(earliest) and earliest[i]["prompt"] == prompt:
                 beside = _label_policy_sample(policy_name, earliest[i], "reference")
             else:
@@ -272,7 +273,11 @@ def _label_policy_sample(policy_name: str, sample: Mapping[str, Any], role: str)
     n_examples = sample["examples"]
     is_untrained = role == "reference" and n_examples == 0
     when = "before training" if is_untrained else f"after {count(n_examples, 'example')}"
-    return Text(f"{policy_name} {when}", role, shortened(sample["policy"]))
+    return Text(f"{policy_name} {when}{_mark_cut_off(sample, 'policy')}", role, shortened(sample["policy"]))
+
+
+def _mark_cut_off(sample: Mapping[str, Any], model: str) -> str:
+    return ", cut off" if sample.get(f"{model}_ended") is False else ""
 
 
 # how the page shows a drawn answer, by its rank
@@ -305,6 +310,9 @@ DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "prompts": "prompts",
     "desirable": "desirable responses",
     "undesirable": "undesirable responses",
+    "mean_responses": "mean responses of a list",
+    "smallest_weight": "smallest weight",
+    "largest_weight": "largest weight",
     "mean_chosen_tokens": "mean tokens, chosen",
     "mean_rejected_tokens": "mean tokens, rejected",
     "chosen_longer": "pairs with chosen longer",
@@ -366,7 +374,7 @@ def _format_data_counts(run: Run) -> dict[str, str]:
                 continue
             if key == "chosen_longer":
                 text = percent(value)
-            elif key.startswith("mean"):
+            elif key.startswith("mean") or key.endswith("weight"):
                 text = figure(value)
             else:
                 text = f"{value:,.0f}"

@@ -18,7 +18,17 @@ from typing import Any, NamedTuple
 from dpo.data.schema import ASSISTANT, is_message
 from dpo.errors import InputError
 from dpo.losses import LOSSES
-from dpo.settings.choices import CHAT_FIELDS, FIELDS, FORMS, LABEL_FIELDS, PAIR_FIELDS, TARGET_FIELDS
+from dpo.settings.choices import (
+    CHAT_FIELDS,
+    FIELDS,
+    FORMS,
+    LABEL_FIELDS,
+    NUMBER_FIELDS,
+    PAIR_FIELDS,
+    SCORED_FIELDS,
+    TARGET_FIELDS,
+    join_with_or,
+)
 
 # names under which other data has our fields
 OTHER_NAMES = {
@@ -50,9 +60,10 @@ class RecognizedColumns(NamedTuple):
 
         A column is guessed if it is neither `configured` nor has the name of its field.
         """
+        with_weights = "weight" in self.used  # which change what is trained, so nobody should miss them
         guessed = [field for field, column in self.used.items() if column not in (field, configured.get(field))]
         responses_hold_prompt = "chosen" in self.used and "prompt" not in self.used
-        if not (guessed or responses_hold_prompt or self.unused):
+        if not (guessed or responses_hold_prompt or self.unused or with_weights):
             return ""
         parts = ["columns " + ", ".join(f"{field}={column}" for field, column in self.used.items())]
         if responses_hold_prompt:
@@ -98,7 +109,13 @@ def _is_prose(value: Any) -> bool:
 
 
 def recognize_columns(
-    present: Mapping[str, str], configured: Mapping[str, str], *, name: str, origin: str, trains_on: str
+    present: Mapping[str, str],
+    configured: Mapping[str, str],
+    *,
+    name: str,
+    origin: str,
+    trains_on: str,
+    with_margins: bool = False,
 ) -> RecognizedColumns:
     """Recognize the columns of what a loss trains on.
 
@@ -114,7 +131,7 @@ def recognize_columns(
     complete_forms = [
         form
         for form in all_forms
-        if configured.keys() <= set(form) and all(candidates[field] for field in _list_required(form))
+        if configured.keys() <= {*form, *NUMBER_FIELDS} and all(candidates[field] for field in _list_required(form))
     ]
     form = next((form for form in FORMS[trains_on] if form in complete_forms), None)
     if form is None:
@@ -131,7 +148,8 @@ def recognize_columns(
             columns = " or ".join(candidates[field])
             fix = _write_override(name, form, candidates)
             raise ColumnsError(f"{origin}: the column of {field} may be {columns}: choose one, as in {fix}")
-    used = {field: candidates[field][0] for field in form if candidates[field]}
+    numbers = NUMBER_FIELDS if with_margins else ("weight",)
+    used = {field: candidates[field][0] for field in (*form, *numbers) if candidates[field]}
     if "prompt" in form:
         used |= input_column
     unused = [column for column, kind in present.items() if kind != OTHER and column not in used.values()]
@@ -143,11 +161,11 @@ def recognize_columns(
 def _check_configured(present: Iterable[str], configured: Mapping[str, str], name: str, origin: str) -> None:
     """Check the config's columns: that they exist, and make up a form."""
     key = f"dataset_sources.{name}.columns"
-    if not any(configured.keys() <= set(form) for form in chain.from_iterable(FORMS.values())):
+    if not any(configured.keys() <= {*form, *NUMBER_FIELDS} for form in chain.from_iterable(FORMS.values())):
         raise InputError(
             f"{key} has the fields {', '.join(configured)}: give some of those of pairs ({', '.join(PAIR_FIELDS)}), or "
-            f"of those of targets ({', '.join(TARGET_FIELDS)}) or labels ({', '.join(LABEL_FIELDS)}), or "
-            f"{CHAT_FIELDS[0]} alone or with label"
+            f"of those of targets ({', '.join(TARGET_FIELDS)}), labels ({', '.join(LABEL_FIELDS)}) or ranked lists "
+            f"({', '.join(SCORED_FIELDS)}), or {CHAT_FIELDS[0]} alone or with label; any may have weight and margin"
         )
     for field, column in configured.items():
         fields = [other for other, other_column in configured.items() if other_column == column]
@@ -203,18 +221,24 @@ def _explain_missing(
 
     `kinds` are the kinds of examples (keys of FORMS) that can be made of them.
     """
-    required = [" and ".join(_list_required(form)) for form in FORMS[trains_on]]
-    forms = [form for form in FORMS[trains_on] if len(_list_required(form)) <= len(present)]
+    # pairs and targets are made of ranked lists too, which is worth a word where there are responses
+    names_lists = trains_on == "lists" or candidates["responses"]
+    expected = [form for form in FORMS[trains_on] if names_lists or "responses" not in form]
+    required = [" and ".join(_list_required(form)) for form in expected]
+    forms = [form for form in expected if len(_list_required(form)) <= len(present)]
     fixes = (
         [f"name them with {' or '.join(_write_override(name, form, candidates) for form in forms)}"] if forms else []
     )
     if "labels" in kinds:
         kinds = ["labels"]  # SFT would learn the undesirable completions too
     if losses := [f"loss={loss}" for loss in LOSSES if LOSSES[loss].trains_on in kinds]:
-        fixes.append(f"train on what is there with {' or '.join(losses)}")
+        fixes.append(f"train on what is there with {join_with_or(losses)}")
+    lacking = [[field for field in _list_required(form) if not candidates[field]] for form in expected]
+    fewest = min(lacking, key=len)
+    fixes.append(f"add a column {fewest[0]}" if len(fewest) == 1 and len(present) > 1 else "add them to the records")
     return (
         f"training on {trains_on} needs the columns {', or '.join(required)}; {origin} has {', '.join(present)}: "
-        f"{', or '.join([*fixes, 'add them to the records'])}"
+        f"{', or '.join(fixes)}"
     )
 
 

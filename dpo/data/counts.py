@@ -51,8 +51,9 @@ TOKEN_COUNTS = (
 class SplitReport:
     """Counts over the examples of a split; lengths in tokens.
 
-    Fields that only pairs have are None for other examples, and so are those that only labelled examples have. The
-    fields after `tokenized` are over all examples of a small split, and over a random sample of a large one.
+    Fields that only pairs have are None for other examples, and so are those that only labelled examples or only ranked
+    lists have. The fields after `tokenized` are over all examples of a small split, and over a random sample of a large
+    one.
     """
 
     prompts: int = 0
@@ -64,6 +65,13 @@ class SplitReport:
     first_turns_in_train: int | None = None  # of the test split: prompts whose first turn opens a training prompt
     desirable: int | None = None  # labelled examples by their label
     undesirable: int | None = None
+    fewest_responses: int | None = None  # of a ranked list
+    most_responses: int | None = None
+    mean_responses: float | None = None
+    smallest_weight: float | None = None  # of data with weights
+    largest_weight: float | None = None
+    smallest_margin: float | None = None  # of data with margins
+    largest_margin: float | None = None
     contradictory_labels: int | None = None  # responses that an earlier example of their prompt has with another label
     joined_words: int = 0  # examples whose prompt and response have no space between them
     joined_example: str = ""  # the end of the prompt and the beginning of the response of the first such example
@@ -75,7 +83,7 @@ class SplitReport:
     mean_prompt_tokens: float = 0.0
     mean_chosen_tokens: float = 0.0
     mean_rejected_tokens: float | None = None
-    chosen_longer: float | None = None  # fraction of pairs; far from 0.5, length alone predicts the preference
+    chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
     prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: see `asking.find_format`
     token_digest: str = ""  # SHA-256 of the vocabulary and of the examples' token ids before truncation
 
@@ -86,10 +94,19 @@ class SplitReport:
             size = f"{split}: {count(self.prompts, 'prompt')} without responses"
             return f"{size}{truncated}; {self.mean_prompt_tokens:.1f} tokens per prompt"
         text = f"{split}: {count(self.examples, 'example')} of {count(self.prompts, 'prompt')}"
-        chosen, rejected = "chosen", "rejected"
+        chosen, rejected, compared = "chosen", "rejected", "pairs"
         if self.desirable is not None:
             chosen, rejected = "desirable", "undesirable"
             text += f", {self.desirable:,} desirable and {self.undesirable:,} undesirable"
+        if self.mean_responses is not None:
+            compared = "lists"
+            text += (
+                f", of {self.fewest_responses} to {self.most_responses} responses, {self.mean_responses:.1f} on average"
+            )
+        if self.largest_weight is not None:
+            text += f", weights from {self.smallest_weight:g} to {self.largest_weight:g}"
+        if self.largest_margin is not None:
+            text += f", margins from {self.smallest_margin:g} to {self.largest_margin:g}"
         text += self._list_counts(TEXT_COUNTS)
         if self.tokenized < self.examples:
             text += f"; in a random sample of {self.tokenized:,}"
@@ -99,7 +116,7 @@ class SplitReport:
             text += f", {self.mean_rejected_tokens:.1f} per {rejected} response"
         if self.mean_rejected_tokens is not None and self.chosen_longer is not None:
             gap = self.mean_chosen_tokens - self.mean_rejected_tokens
-            text += f" (gap {gap:+.1f}; chosen longer in {self.chosen_longer:.0%} of pairs)"
+            text += f" (gap {gap:+.1f}; chosen longer in {self.chosen_longer:.0%} of {compared})"
         return text
 
     def _list_counts(self, fields: Iterable[tuple[str, str, str]]) -> str:
@@ -184,6 +201,8 @@ class SplitCounter:
         self.counts: Counter[str] = Counter()  # by field of SplitReport
         if trains_on == "labels":
             self.counts.update(desirable=0, undesirable=0)
+        self._numbers = {"weight": array("d"), "margin": array("d")}
+        self._n_responses: Counter[int] = Counter()  # of ranked lists
         self.digest = hashlib.sha256()  # of prompts, responses and examples, in order
         self._formats: dict[str, str] = {}  # of prompts, by dataset
         self._joined_example = ""
@@ -203,6 +222,10 @@ class SplitCounter:
             if self._formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
                 self._formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
             self.digest.update(repr((prompt.text, prompt.responses, prompt.examples)).encode())
+            for name, values in (("weight", prompt.weights), ("margin", prompt.margins)):
+                if values is not None:
+                    self.digest.update(repr((name, values)).encode())
+                    self._numbers[name].extend(values)
             self.counts["prompts"] += 1
             self._prompt_hashes.append(hash(prompt.text))
             self._first_turn_hashes.append(hash(_find_first_turn(prompt.text)))
@@ -256,6 +279,8 @@ class SplitCounter:
             counts["desirable" if role == "chosen" else "undesirable"] += 1
             counts["contradictory_labels"] += hash((prompt.text, other_role, response)) in self._seen
             self._seen.add(hash((prompt.text, role, response)))
+        if self.trains_on == "lists":
+            self._n_responses[len(texts)] += 1
         joined = [text for text in responses if _are_joined(prompt.text, text)]
         if joined and not prompt.rendered:  # a chat template may put no space there
             counts["joined_words"] += 1
@@ -284,10 +309,15 @@ class SplitCounter:
                 prompt_lengths.append(len(prompt_ids))
                 response_lengths.append(dict(zip(example.texts, map(len, responses), strict=True)))
         chosen, rejected = ([n[role] for n in response_lengths if role in n] for role in TRAINS_ON["pairs"])
-        pairs = [n for n in response_lengths if tuple(n) == TRAINS_ON["pairs"]]
+        pairs = [n for n in response_lengths if n.keys() >= set(TRAINS_ON["pairs"])]
         longest_responses = (max(n.values(), default=0) for n in response_lengths)
         return SplitReport(
             **self.counts,
+            fewest_responses=min(self._n_responses, default=None),
+            most_responses=max(self._n_responses, default=None),
+            mean_responses=fmean(self._n_responses.elements()) if self._n_responses else None,
+            **{f"smallest_{name}": min(values, default=None) for name, values in self._numbers.items()},
+            **{f"largest_{name}": max(values, default=None) for name, values in self._numbers.items()},
             joined_example=self._joined_example,
             tokenized=len(prompt_lengths),
             longest=max(map(operator.add, prompt_lengths, longest_responses), default=0),

@@ -1,7 +1,8 @@
-"""Custom data: pairs, SFT targets and labelled responses from a user's records."""
+"""Custom data: pairs, targets, labelled responses and ranked lists of a user."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +12,9 @@ import jinja2
 from dpo.data.columns import find_columns, recognize_columns
 from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, PreferenceData, get_field, is_sharegpt
 from dpo.errors import InputError
+from dpo.losses import LONGEST_LIST
+from dpo.numbers import count
+from dpo.settings.choices import NUMBER_FIELDS
 
 # the role of each speaker in ShareGPT's messages
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -27,12 +31,15 @@ def get_custom(
     *,
     name: str = "mine",
     trains_on: str = "pairs",
+    with_margins: bool = False,
 ) -> PreferenceData:
     """Convert custom records to preference data.
 
     Pairs come from `{prompt, chosen, rejected}`, or from `{chosen, rejected}` with a common beginning, the prompt.
     SFT targets also come from `{prompt, completion}`, and from `{messages}`, where the last message is the target;
-    labelled responses from either of these with `label`. Prompts to answer come from `{prompt}`.
+    labelled responses from either of these with `label`. Ranked lists come from `{prompt, responses, scores}`, or from
+    `{prompt, responses}` in order, best first; pairs and targets are made of them too. Prompts to answer come from
+    `{prompt}`. Any record may have a `weight` and, `with_margins`, a `margin`.
 
     All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
     `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
@@ -41,8 +48,14 @@ def get_custom(
     and `origin`.
     """
     data: PreferenceData | None = None
-    recognized = recognize_columns(find_columns(rows), columns, name=name, origin=origin, trains_on=trains_on)
+    n_tied_lists = 0
+    options: dict[str, Any] = {"name": name, "origin": origin, "trains_on": trains_on, "with_margins": with_margins}
+    recognized = recognize_columns(find_columns(rows), columns, **options)
     used = recognized.used
+    if trains_on == "prompts":  # answers that a policy draws are of no record
+        used.pop("weight", None)
+    if "responses" in used:  # the pairs of a list have different margins
+        used.pop("margin", None)
     for number, row in enumerate(rows, start=1):
         where = f"record {number} of {origin}"
         prompt, responses = _read_fields(row, used, where)
@@ -68,7 +81,15 @@ def get_custom(
                 f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
                 f"prompt, or remove it"
             )
-        if "label" in used:
+        if "weight" in used:
+            data.weights.setdefault(prompt, []).append(_read_number(row, used["weight"], where, above_zero=True))
+        if "margin" in used:
+            data.margins.setdefault(prompt, []).append(_read_number(row, used["margin"], where))
+        if "responses" in used:
+            scores = _read_scores(row, used, len(responses), where, trains_on=trains_on)
+            n_tied_lists += len(set(scores)) < len(scores)
+            data.add_list(prompt, responses, scores)
+        elif "label" in used:
             data.add_labelled(prompt, *responses, is_desirable=_read_label(row, used["label"], where))
         elif len(responses) == 2:
             data.add_pair(prompt, *responses)
@@ -79,6 +100,8 @@ def get_custom(
     data = data if data is not None else PreferenceData(truncation_mode="keep_start")
     if note := recognized.describe(columns):
         data.notes.append(f"{origin}: {note}")
+    if n_tied_lists:
+        data.notes.append(f"{origin}: {count(n_tied_lists, 'list')} with equal scores, which make no pair")
     return data
 
 
@@ -92,6 +115,45 @@ def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
             f"false (1 or 0, good or bad, up or down), or remove the record"
         )
     return label in DESIRABLE
+
+
+def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero: bool = False) -> float:
+    """Read a number that is finite, and positive or not negative."""
+    value = get_field(row, column, where, (int, float))
+    if not (0 < value < math.inf or (value == 0 and not above_zero)):
+        wanted = "a finite number above 0" if above_zero else "a finite number, 0 or more"
+        raise InputError(f"{where}: {column} is {value}, and must be {wanted}: correct it, or remove the record")
+    return float(value)
+
+
+def _read_scores(
+    row: Mapping[str, Any], used: Mapping[str, str], n_responses: int, where: str, *, trains_on: str
+) -> list[float]:
+    """Read the scores of a ranked list's responses, higher for better ones.
+
+    Without a column for them, the responses are in order, best first. Raises InputError for a list that a loss of lists
+    cannot train on.
+    """
+    scores = [-float(i) for i in range(n_responses)]
+    if "scores" in used:
+        values = get_field(row, used["scores"], where, list)
+        scores = [get_field({used["scores"]: value}, used["scores"], where, (int, float)) for value in values]
+        if len(scores) != n_responses or not all(map(math.isfinite, scores)):
+            raise InputError(
+                f"{where}: {used['scores']} is {values!r:.80}, and must have a finite number for each of the "
+                f"{n_responses} in {used['responses']}: correct it, or remove the record"
+            )
+    if trains_on == "lists" and len(set(scores)) < n_responses:
+        raise InputError(
+            f"{where}: {used['scores']} has equal numbers, and this loss needs an order without ties: remove all but "
+            f"one of these responses, or train with a loss of pairs, such as loss=dpo, which does not pair them"
+        )
+    if trains_on == "lists" and n_responses > LONGEST_LIST:
+        raise InputError(
+            f"{where}: {used['responses']} has {n_responses} responses, and this loss takes lists of up to "
+            f"{LONGEST_LIST}: remove some, or train with a loss of pairs, such as loss=dpo"
+        )
+    return scores
 
 
 def _find_shared_prompt(
@@ -120,16 +182,26 @@ def _read_fields(row: Mapping[str, Any], used: Mapping[str, str], where: str) ->
     fields = {
         field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
         for field, column in used.items()
-        if field not in ("input", "label")
+        if field not in ("input", "label", "responses", "scores", *NUMBER_FIELDS)
     }
     prompt = fields.get("prompt")
     responses = [value for field, value in fields.items() if field != "prompt"]
+    if "responses" in used:
+        column = used["responses"]
+        values = get_field(row, column, where, list)
+        if len(values) < 2:
+            raise InputError(
+                f"{where}: {column} has {count(len(values), 'response')}, and must have 2 or more: add some, or remove "
+                f"the record"
+            )
+        responses = [_as_messages(get_field({column: v}, column, where, (str, list, dict)), where) for v in values]
     if "input" in used and row.get(used["input"]) not in (None, ""):  # goes below the instruction, as in Alpaca
         prompt = "\n\n".join(get_field(row, used[field], where) for field in ("prompt", "input"))
     is_chat = isinstance((*responses, prompt)[0], list)
     is_mixed = any(isinstance(response, list) != is_chat for response in responses)
     if is_mixed or (isinstance(prompt, list) and not is_chat):
-        kinds = (f"{used[field]} holds {_name_kind(isinstance(value, list))}" for field, value in fields.items())
+        values = [*fields.items(), *(("responses", response) for response in responses if "responses" in used)]
+        kinds = dict.fromkeys(f"{used[field]} holds {_name_kind(isinstance(value, list))}" for field, value in values)
         raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
     return prompt, responses
 

@@ -26,7 +26,7 @@ ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the e
 
 
 class TextExample(NamedTuple):
-    """An example as text: a pair, SFT target or labelled response."""
+    """An example as text: a pair, SFT target, labelled response or list."""
 
     prompt: Prompt
     example_index: int  # among the prompt's examples
@@ -37,12 +37,14 @@ class Example(NamedTuple):
     """An example as token ids for the model: truncated, including EOS."""
 
     prompt: tuple[int, ...]
-    responses: tuple[tuple[int, ...], ...]  # as many in all examples of a run
+    responses: tuple[tuple[int, ...], ...]  # as many in all examples of a run, unless these are ranked lists
     id: ExampleId | None = None
     dataset: str = ""
     digest: str = ""  # from `text_digest`; identifies the example in every run
     truncated: bool = False  # whether the prompt or a response was truncated
     roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
+    weight: float = 1.0  # in the mean of losses
+    margin: float | None = None  # by which the chosen reward should exceed the rejected one; None: it has no effect
 
     @property
     def n_tokens(self) -> int:
@@ -177,6 +179,8 @@ def encode_examples(
                 digest=text_digest(prompt.text, texts),
                 truncated=(prompt_ids, responses) != untruncated,
                 roles=tuple(texts),
+                weight=1.0 if prompt.weights is None else prompt.weights[example_index],
+                margin=None if prompt.margins is None else prompt.margins[example_index],
             )
         )
     return encoded

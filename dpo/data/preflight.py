@@ -88,6 +88,8 @@ class DatasetOptions(NamedTuple):
     max_length: int
     max_prompt_length: int
     unpair: bool = False
+    list_pairs: str = "all"
+    with_margins: bool = False
 
 
 def build_table(
@@ -113,7 +115,9 @@ def build_table(
             split,
             trains_on=trains_on,
             unpair=options.unpair,
+            list_pairs=options.list_pairs,
             with_messages=options.online,
+            with_margins=options.with_margins,
             notes=notes,
             # the following are options of `get_dataset`
             silent=silent,
@@ -122,7 +126,7 @@ def build_table(
             tokenizer=tokenizer,
         )
         counter, path = SplitCounter(encode, trains_on=trains_on), directory / f"{split}.arrow"
-        write_prompts(path, counter.watch(prompts))
+        write_prompts(path, counter.watch(prompts), trains_on=trains_on)
         counters[split] = counter
         if split == "test":
             counter.count_in_train(counters["train"])
@@ -226,6 +230,8 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         max_length=plan.data.max_length,
         max_prompt_length=plan.data.max_prompt_length,
         unpair=plan.data.unpair,
+        list_pairs=plan.data.list_pairs,
+        with_margins=plan.loss.needs_margins,
     )
     with tempfile.TemporaryDirectory() as scratch:  # a mapped table stays readable after its files are removed
 
@@ -246,7 +252,14 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
                 if plan.loss.mismatched and report["prompts"] < 2:
                     raise InputError(
                         f"the {split} split of {', '.join(plan.data.datasets)} has 1 prompt, and loss={plan.loss.name} "
-                        f"combines each prompt with a response to another one: add data"
+                        f"combines each prompt with a response to another one: give 2 prompts or more in each split; "
+                        f"of one file, a tenth of the prompts is the test split, so it needs 20"
+                    )
+                if not plan.loss.takes_weights and report["largest_weight"] is not None:
+                    raise InputError(
+                        f"the {split} split of {', '.join(plan.data.datasets)} has a column weight, and "
+                        f"loss={plan.loss.name} compares the examples of a batch, so it takes no weights: remove the "
+                        f"column, or choose another loss, such as loss=dpo"
                     )
             return json.dumps([str(table), facts])
 
@@ -268,17 +281,19 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
 
 
 def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> list[str]:
-    """Return a warning about KTO's weights for a split's labels.
+    """Return a warning about labels of one kind alone, or KTO's weights.
 
     The weighted number of desirable examples should be 1 to 4/3 times that of undesirable ones (arXiv 2402.01306,
     section 4).
     """
-    weights = [options.get(f"{label}_weight", 0) for label in ("desirable", "undesirable")]
-    if not all(weights):  # another loss, or one that is to learn from one kind alone
+    weights = [options.get(f"{label}_weight", 1) for label in ("desirable", "undesirable")]
+    if report.desirable is None or not all(weights):  # another loss, or one that is to learn from one kind alone
         return []
     if not (report.desirable and report.undesirable):
         missing = "undesirable" if report.desirable else "desirable"
-        return [f"the train split has no {missing} response, and KTO learns from both kinds: add some"]
+        return [f"the train split has no {missing} response, and a loss of labels learns from both kinds: add some"]
+    if "desirable_weight" not in options:
+        return []
     desirable, undesirable = weights[0] * report.desirable, weights[1] * report.undesirable
     if 0.99 * undesirable <= desirable <= 1.01 * 4 / 3 * undesirable:  # the advised weights are rounded
         return []

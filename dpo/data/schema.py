@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, product
 from typing import Any, NotRequired, TypedDict
 
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError
+from dpo.losses import TRAINS_ON
 
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON may have and UTF-8 has not
@@ -33,6 +35,8 @@ class Entry(TypedDict):
     pairs: list[tuple[int, int]]  # (better, worse), indices into responses
     sft_target: str
     labels: NotRequired[list[bool]]  # of labelled data: whether each response is desirable
+    # of ranked lists, best first: indices into responses, those of equal responses together
+    lists: NotRequired[list[list[list[int]]]]
 
 
 class PreferenceData(dict[str, Entry]):
@@ -47,6 +51,9 @@ class PreferenceData(dict[str, Entry]):
         self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
         self.messages: dict[str, Messages] = {}  # from which the chat template rendered each prompt
         self.notes: list[str] = []
+        # of the records with each prompt, in order; both are empty if the data has no column for them
+        self.weights: dict[str, list[float]] = {}
+        self.margins: dict[str, list[float]] = {}
 
     def add_prompt(self, prompt: str) -> Entry:
         """Return a prompt's data, which is empty for a new prompt."""
@@ -75,29 +82,51 @@ class PreferenceData(dict[str, Entry]):
         entry["responses"].append(response)
         entry.setdefault("labels", []).append(is_desirable)
 
-    def take(self, trains_on: str) -> Iterator[tuple[str, list[str], list[dict[str, int]]]]:
+    def add_list(self, prompt: str, responses: Sequence[str], scores: Sequence[float]) -> None:
+        """Add a ranked list; the best response becomes the SFT target."""
+        entry = self.add_prompt(prompt)
+        n_before = len(entry["responses"])
+        entry["responses"] += responses
+        tiers: dict[float, list[int]] = {score: [] for score in sorted(scores, reverse=True)}
+        for index, score in enumerate(scores, start=n_before):
+            tiers[score].append(index)
+        ranked = list(tiers.values())
+        entry.setdefault("lists", []).append(ranked)
+        entry["sft_target"] = entry["responses"][ranked[0][0]]
+
+    def take(
+        self, trains_on: str, *, list_pairs: str = "all"
+    ) -> Iterator[tuple[str, list[str], list[dict[str, int]], list[int]]]:
         """Remove the prompts one by one, and yield each with its examples.
 
-        Yields (prompt, responses, examples). An example maps its roles to indices into the responses, and is of the
-        kind `trains_on`, a key of `TRAINS_ON`. SFT trains on a prompt's target if the prompt has pairs, and on all of
-        its responses if it has none. Under a loss of labels a pair is two examples. "prompts" yields pairs, or no
-        examples.
+        Yields (prompt, responses, examples, records). An example maps its roles to indices into the responses, and is
+        of the kind `trains_on`, a key of `TRAINS_ON`. `records` says from which record of the prompt each example is: a
+        pair, a list, a labelled response or a target. SFT trains on a prompt's target if the prompt has pairs, and on
+        all of its responses if it has none. Under a loss of labels a pair is two examples. Under a loss of lists a pair
+        is a list of two. `list_pairs` says which pairs are made of a list. "prompts" yields pairs, or no examples.
         """
         for prompt in list(self):  # removed, as a second copy of all texts might not fit into memory
             entry = self.pop(prompt)
-            responses = entry["responses"]
+            responses, pairs, lists = entry["responses"], name_pairs(entry["pairs"]), entry.get("lists", [])
+            records = list(range(len(pairs)))
             if trains_on in ("pairs", "prompts"):
-                yield prompt, responses, [{"chosen": better, "rejected": worse} for better, worse in entry["pairs"]]
+                for record, ranked in enumerate(lists):
+                    pairs += (pairs_of_list := name_pairs(pair_up(ranked, list_pairs)))
+                    records += [record] * len(pairs_of_list)
+                if pairs or not lists or trains_on == "prompts":  # a list of equal responses has no pair
+                    yield prompt, responses, pairs, records
+            elif trains_on == "lists":
+                yield prompt, responses, [*pairs, *map(name_ranks, lists)], [*records, *range(len(lists))]
             elif trains_on == "labels":
                 roles = ("chosen" if is_desirable else "rejected" for is_desirable in entry.get("labels", []))
                 labelled = [{role: index} for index, role in enumerate(roles)]
-                for better, worse in entry["pairs"]:
-                    labelled += {"chosen": better}, {"rejected": worse}
-                if labelled:
-                    yield prompt, responses, labelled
+                unpaired = [{role: index} for pair in pairs for role, index in pair.items()]
+                if labelled or unpaired:
+                    yield prompt, responses, [*labelled, *unpaired], [*range(len(labelled)), *sorted(2 * records)]
+            elif pairs or lists:
+                yield prompt, [entry["sft_target"]], [{"chosen": 0}], [len(pairs) + len(lists) - 1]
             else:
-                targets = [entry["sft_target"]] if entry["pairs"] else responses
-                yield prompt, targets, [{"chosen": index} for index in range(len(targets))]
+                yield prompt, responses, [{"chosen": i} for i in range(len(responses))], [*range(len(responses))]
 
     def select_split(self, split: str) -> PreferenceData:
         """Select the train or test split of data that has no splits.
@@ -111,8 +140,31 @@ class PreferenceData(dict[str, Entry]):
         part = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered)
         part.update((prompt, entry) for prompt, entry in self.items() if prompt in selected)
         part.notes = self.notes
-        part.messages = {prompt: messages for prompt, messages in self.messages.items() if prompt in selected}
+        for name in ("messages", "weights", "margins"):
+            by_prompt = getattr(self, name)
+            setattr(part, name, {prompt: by_prompt[prompt] for prompt in part if prompt in by_prompt})
         return part
+
+
+def name_pairs(pairs: Iterable[tuple[int, int]]) -> list[dict[str, int]]:
+    return [{"chosen": better, "rejected": worse} for better, worse in pairs]
+
+
+def pair_up(ranked: Sequence[Sequence[int]], list_pairs: str) -> Iterator[tuple[int, int]]:
+    """Yield the pairs (better, worse) of a ranked list.
+
+    All pairs, or only the best with the worst. Equal responses are no pair.
+    """
+    tiers = [ranked[0][:1], ranked[-1][:1]] if list_pairs == "best_worst" else ranked
+    for better_tier, worse_tier in combinations(tiers, 2):
+        if better_tier != worse_tier:  # the best is the worst where all are equal
+            yield from product(better_tier, worse_tier)
+
+
+def name_ranks(ranked: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Give each response of a list without ties its role."""
+    *before, last = (index for [index] in ranked)
+    return dict(zip(TRAINS_ON["lists"], before, strict=False)) | {"rejected": last}
 
 
 def is_message(value: Any) -> bool:
@@ -143,7 +195,9 @@ def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[
         raise InputError(f"{where}: {key} is {null}: give it a value, or remove the record")
     # Python counts a bool as an int
     if not isinstance(value, types) or (isinstance(value, bool) and types is not LABEL_TYPES):
-        raise InputError(f"{where}: {key} must be {TYPE_NAMES[types]}, and is {value!r:.80}")
+        raise InputError(
+            f"{where}: {key} must be {TYPE_NAMES[types]}, and is {value!r:.80}: correct it, or remove the record"
+        )
     if isinstance(value, str) and SURROGATE.search(value):
         raise InputError(f"{where}: field {key!r} has an unpaired UTF-16 surrogate (invalid text): {value[:80]!r}")
     return value

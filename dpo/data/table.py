@@ -26,24 +26,31 @@ import pyarrow.json
 from dpo.data.schema import Messages, PreferenceData
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError, RunError
-from dpo.losses import ROLES
+from dpo.losses import TRAINS_ON
 from dpo.system.plain_files import read_json, remove
 
 FACTS = "facts.json"
 SPLITS = ("train", "test")
 ABANDONED_SECS = 24 * 3600  # older directories with a temporary name were left by killed processes
 ROWS_PER_BATCH = 1000  # of the Arrow file: so many prompts are in memory while they are written
-SCHEMA = pa.schema(
-    {
-        "text": pa.large_string(),
-        "responses": pa.list_(pa.large_string()),
-        "examples": pa.list_(pa.struct({role: pa.int32() for role in ROLES})),
-        "truncation_mode": pa.string(),
-        "rendered": pa.bool_(),
-        "dataset": pa.string(),
-        "messages": pa.large_string(),  # as JSON
-    }
-)
+
+
+def make_schema(trains_on: str) -> pa.Schema:
+    """Make the schema of a table for a kind of examples."""
+    roles = TRAINS_ON.get(trains_on, TRAINS_ON["pairs"])  # prompts may have pairs
+    return pa.schema(
+        {
+            "text": pa.large_string(),
+            "responses": pa.list_(pa.large_string()),
+            "examples": pa.list_(pa.struct({role: pa.int32() for role in roles})),
+            "truncation_mode": pa.string(),
+            "rendered": pa.bool_(),
+            "dataset": pa.string(),
+            "messages": pa.large_string(),  # as JSON
+            "weights": pa.list_(pa.float64()),
+            "margins": pa.list_(pa.float64()),
+        }
+    )
 
 
 class Prompt(NamedTuple):
@@ -57,6 +64,8 @@ class Prompt(NamedTuple):
     index_in_split: int = 0
     dataset: str = ""
     messages: Messages | None = None  # from which the text was rendered
+    weights: list[float] | None = None  # of the examples; None: 1
+    margins: list[float] | None = None
 
     def texts(self, example_index: int) -> dict[str, str]:
         """The responses of an example by role.
@@ -74,18 +83,21 @@ def iterate_prompts(
     *,
     trains_on: str,
     unpair: bool = False,
+    list_pairs: str = "all",
     with_messages: bool = False,
+    with_margins: bool = False,
     notes: list[str] | None = None,
     **dataset_options: Any,
 ) -> Iterator[Prompt]:
     """Yield the prompts of several datasets, one dataset after another.
 
     Examples are of the kind `trains_on` (see `PreferenceData.take`). The loaders' notes are added to `notes`. Raises
-    InputError for pairs that a loss of labels must not `unpair`.
+    InputError for pairs that a loss of labels must not `unpair`, and for data without margins, `with_margins`.
     """
     indices = count()
     for name in names:
-        data = get_dataset(name, split, trains_on=trains_on, **dataset_options)
+        margins = {"with_margins": True} if with_margins else {}  # a loader of the user may not know this option
+        data = get_dataset(name, split, trains_on=trains_on, **margins, **dataset_options)
         if notes is not None:
             notes += data.notes
         if trains_on == "labels" and not unpair and any(entry["pairs"] for entry in data.values()):
@@ -93,7 +105,13 @@ def iterate_prompts(
                 f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true, "
                 f"which makes each chosen response desirable and each rejected one undesirable"
             )
-        for text, responses, examples in data.take(trains_on):
+        if with_margins and not data.margins:
+            raise InputError(
+                f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: give pairs "
+                f"with a column margin, or name it with dataset_sources.{name}.columns.margin=COLUMN"
+            )
+        for text, responses, examples, records in data.take(trains_on, list_pairs=list_pairs):
+            weights, margins = data.weights.get(text), data.margins.get(text) if with_margins else None
             messages = data.messages.pop(text, None)  # removed as `take` removes the prompt, to free memory
             yield Prompt(
                 text,
@@ -104,29 +122,31 @@ def iterate_prompts(
                 index_in_split=next(indices),
                 dataset=name,
                 messages=messages if with_messages else None,
+                weights=None if weights is None else [weights[record] for record in records],
+                margins=None if margins is None else [margins[record] for record in records],
             )
 
 
-def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+def write_prompts(path: Path, prompts: Iterable[Prompt], *, trains_on: str = "pairs") -> None:
     """Write prompts to an Arrow file, a few at a time."""
-    remaining = iter(prompts)
-    with pa.ipc.new_file(str(path), SCHEMA) as writer:
+    remaining, schema = iter(prompts), make_schema(trains_on)
+    with pa.ipc.new_file(str(path), schema) as writer:
         while batch := list(islice(remaining, ROWS_PER_BATCH)):
             lines = []
             for prompt in batch:
                 messages = None if prompt.messages is None else json.dumps(prompt.messages)
                 lines.append(json.dumps(prompt._asdict() | {"messages": messages}) + "\n")
             # `from_pylist` would import pandas, and so would `to_numpy` below: 0.5 s and 60 MB
-            writer.write_table(_parse_lines("".join(lines).encode()))
+            writer.write_table(_parse_lines("".join(lines).encode(), schema))
     pa.default_memory_pool().release_unused()  # pyarrow would keep about as much memory as the texts took
 
 
-def _parse_lines(lines: bytes) -> pa.Table:
-    """Parse JSON lines with the columns of SCHEMA; other keys are ignored."""
+def _parse_lines(lines: bytes, schema: pa.Schema) -> pa.Table:
+    """Parse JSON lines with a schema's columns; other keys are ignored."""
     return pyarrow.json.read_json(
         pa.BufferReader(lines),
         read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(lines)),  # a line must fit a block
-        parse_options=pyarrow.json.ParseOptions(explicit_schema=SCHEMA, unexpected_field_behavior="ignore"),
+        parse_options=pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
     )
 
 
@@ -153,7 +173,7 @@ class PromptTable(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]  # handles negative indices, and raises IndexError
-        row = {name: self._table[name][index].as_py() for name in SCHEMA.names}
+        row = {name: self._table[name][index].as_py() for name in self._table.column_names}
         # Arrow gives a null for each role that an example does not have
         row["examples"] = [{role: i for role, i in example.items() if i is not None} for example in row["examples"]]
         if row["messages"] is not None:

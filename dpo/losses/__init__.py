@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dpo.losses.formulas as formulas
-from dpo.losses.formulas import IGNORE_INDEX, Losses, Scores, _get_batch_logps, preference_loss
+from dpo.losses.formulas import BETWEEN, IGNORE_INDEX, LONGEST_LIST, Losses, Scores, _get_batch_logps, preference_loss
 from dpo.losses.options import OPTIONS, apply_to_losses, apply_to_scores
 
 __all__ = [
+    "BETWEEN",
     "IGNORE_INDEX",
+    "LONGEST_LIST",
     "LOSSES",
     "ROLES",
     "TRAINS_ON",
@@ -29,9 +31,16 @@ __all__ = [
 ]
 
 # kinds of training examples, and the roles of the responses in them. The target of SFT is `chosen`. A labelled example
-# has one response, which is `chosen` if its label says that it is desirable, and else `rejected`
-TRAINS_ON = {"pairs": ("chosen", "rejected"), "targets": ("chosen",), "labels": ("chosen", "rejected")}
+# has one response, which is `chosen` if its label says that it is desirable, and else `rejected`. A ranked list has a
+# best and a worst response, and any number of others
+TRAINS_ON = {
+    "pairs": ("chosen", "rejected"),
+    "targets": ("chosen",),
+    "labels": ("chosen", "rejected"),
+    "lists": ("chosen", *BETWEEN, "rejected"),
+}
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
+AUC = ("rewards_eval/auc", +1)  # ranks the checkpoints of losses of labels; their weights do not change it
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class Loss:
     mismatched: bool = False
     # (mean chosen reward, mean rejected reward, beta) -> value, whose average over updates is `Scores.average`
     running_statistic: Callable[[float, float, float], float] | None = None
+    takes_offset: bool = False  # whether it is logistic, so that `offset_by_margin` can shift its sigmoid
+    takes_weights: bool = True  # whether it is a mean over examples, so that the data may weight them
     needs_label_smoothing: bool = False  # whether it is infinite at label_smoothing=0
     # whether rewards are means over tokens rather than sums; a text names the option that decides it
     per_token: bool | str = False
@@ -75,7 +86,7 @@ class Loss:
     def reference_columns(self) -> list[str]:
         """Names of the reference's log-probabilities that the loss needs.
 
-        Each is a field of `Scores` without its prefix `reference_`.
+        Each is a role, perhaps with a suffix.
         """
         tails = [f"{role}_tail" for role in self.roles] if self.needs_tails else []
         return [*self.roles, *tails]
@@ -86,12 +97,22 @@ class Loss:
 
         The loss of each example must depend on that example alone, and a mix is trained on pairs.
         """
-        return self.batch_statistic is None and self.trains_on != "labels"
+        return self.batch_statistic is None and self.trains_on in ("pairs", "targets")
+
+    @property
+    def has_margins(self) -> bool:
+        """Return whether each example has a chosen and a rejected response."""
+        return self.trains_on in ("pairs", "lists")
 
     @property
     def needs_tails(self) -> bool:
         """Return whether policy and reference must also compute the tails of `Scores`."""
         return self.shared_options.get("ld_alpha", 1) != 1
+
+    @property
+    def needs_margins(self) -> bool:
+        """Return whether each pair of the data must have a margin."""
+        return bool(self.shared_options.get("offset_by_margin"))
 
     @property
     def needs_squares(self) -> bool:
@@ -177,35 +198,48 @@ def find_loss(loss_config: Mapping[str, Any]) -> Loss:
 
 LOSSES = {
     "sft": Loss(formulas.sft, trains_on="targets", reference=False, best=("loss/eval", -1)),
-    "dpo": Loss(formulas.dpo),
+    "dpo": Loss(formulas.dpo, takes_offset=True),
     "ipo": Loss(formulas.ipo, per_token="average"),
     "hinge": Loss(formulas.hinge),
-    "robust": Loss(formulas.robust),
-    "dpo_norm": Loss(formulas.dpo_norm, per_token=True),
+    "robust": Loss(formulas.robust, takes_offset=True),
+    "dpo_norm": Loss(formulas.dpo_norm, per_token=True, takes_offset=True),
     "exo": Loss(formulas.exo, needs_label_smoothing=True),
     "discopop": Loss(formulas.discopop),
-    "beta_dpo": Loss(formulas.beta_dpo, batch_statistic=formulas.find_batch_beta, running_statistic=formulas.mean_gap),
-    "simpo": Loss(formulas.simpo, reference=False, per_token=True),
+    "beta_dpo": Loss(
+        formulas.beta_dpo,
+        batch_statistic=formulas.find_batch_beta,
+        running_statistic=formulas.mean_gap,
+        takes_offset=True,
+    ),
+    "simpo": Loss(formulas.simpo, reference=False, per_token=True, takes_offset=True),
     "orpo": Loss(formulas.orpo, reference=False, per_token=True, margin_only=False),
     "apo_zero": Loss(formulas.apo_zero, margin_only=False),
     "apo_down": Loss(formulas.apo_down, margin_only=False),
     "nca": Loss(formulas.nca, margin_only=False),
     "bco": Loss(formulas.bco, margin_only=False, running_statistic=formulas.mean_reward),
     "sppo": Loss(formulas.sppo, margin_only=False),
-    "dpop": Loss(formulas.dpop, margin_only=False),
+    "dpop": Loss(formulas.dpop, margin_only=False, takes_offset=True),
     "cal_dpo": Loss(formulas.cal_dpo, margin_only=False),
-    "aot": Loss(formulas.aot, margin_only=False, batch_statistic=formulas.aot_partners),
-    "aot_unpaired": Loss(formulas.aot_unpaired, margin_only=False, batch_statistic=formulas.aot_unpaired_partners),
+    "aot": Loss(formulas.aot, margin_only=False, batch_statistic=formulas.aot_partners, takes_weights=False),
+    "aot_unpaired": Loss(
+        formulas.aot_unpaired, margin_only=False, batch_statistic=formulas.aot_unpaired_partners, takes_weights=False
+    ),
     "kto": Loss(
         formulas.kto,
         trains_on="labels",
-        best=("loss/eval", -1),
+        best=AUC,
         margin_only=False,
         batch_statistic=formulas.estimate_kl,
         mismatched=True,
     ),
-    "apo_zero_unpaired": Loss(
-        formulas.apo_zero_unpaired, trains_on="labels", best=("loss/eval", -1), margin_only=False
+    "apo_zero_unpaired": Loss(formulas.apo_zero_unpaired, trains_on="labels", best=AUC, margin_only=False),
+    "bco_unpaired": Loss(
+        formulas.bco_unpaired,
+        trains_on="labels",
+        best=AUC,
+        margin_only=False,
+        running_statistic=formulas.mean_reward,
     ),
+    "plackett_luce": Loss(formulas.plackett_luce, trains_on="lists", margin_only=False),
     "mix": Mix(),
 }

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORE_INDEX = -100  # label of a token that is not scored: prompt and padding
+LONGEST_LIST = 16  # responses of a ranked list
+# roles of a ranked list's responses between the best, which is `chosen`, and the worst, which is `rejected`
+BETWEEN = tuple(f"rank{rank}" for rank in range(2, LONGEST_LIST))
 
 
 def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = False) -> Tensor:
@@ -74,7 +77,8 @@ class Scores(NamedTuple):
     """Input of a loss: log-probabilities summed over each response's tokens.
 
     Every tensor is (B,) unless noted. If an example has no response of some role, its sum and length of that role are
-    0. The target of SFT is `chosen`; of a labelled example a desirable response is `chosen`, another `rejected`.
+    0. The target of SFT is `chosen`; of a labelled example a desirable response is `chosen`, another `rejected`. Of a
+    ranked list the best response is `chosen` and the worst `rejected`; the others are in (B, len(BETWEEN)).
     """
 
     chosen: Tensor
@@ -89,6 +93,10 @@ class Scores(NamedTuple):
     reference_rejected_tail: Tensor = NOT_NEEDED
     chosen_squares: Tensor = NOT_NEEDED  # the sum over tokens of log sum_v pi(v)^2, detached
     rejected_squares: Tensor = NOT_NEEDED
+    between: Tensor = NOT_NEEDED
+    between_lengths: Tensor = NOT_NEEDED
+    reference_between: Tensor = NOT_NEEDED
+    offset: Tensor | float = 0.0  # by which rewards should differ at least, if `Loss.takes_offset`
     batch_statistic: Tensor | None = None  # (B, k); None: these examples are the whole global batch
     average: float = 0.0  # running average of `Loss.running_statistic` over updates
 
@@ -104,12 +112,13 @@ class Scores(NamedTuple):
 class Losses(NamedTuple):
     """Output of a loss; each tensor is (B,).
 
-    Rewards and metrics are detached. A loss of pairs or of labels must give the rewards of both roles.
+    Rewards and metrics are detached. A loss of anything but targets must give the rewards of chosen and rejected.
     """
 
     losses: Tensor
     rewards: Mapping[str, Tensor] = MappingProxyType({})  # by role
     metrics: Mapping[str, Tensor] = MappingProxyType({})  # further metrics, logged as NAME/train and NAME/eval
+    accuracies: Tensor | None = None  # None: whether the chosen reward is above the rejected one
 
 
 # --- the losses. As in papers, w is the chosen ("winning") response and l the rejected ("losing") one; u_w and u_l are
@@ -123,7 +132,8 @@ def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losse
 
 def _preference_loss(scores: Scores, beta: float, **options: Any) -> Losses:
     """`preference_loss` on scores; its rewards are those of `with_rewards`."""
-    logps = scores.chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
+    chosen = scores.chosen - scores.offset / beta  # an offset of the rewards, and so of the logits
+    logps = chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
     losses, _, _ = preference_loss(*logps, beta, **options)
     return with_rewards(losses, *scores.log_ratios(), beta)
 
@@ -151,7 +161,7 @@ def dpo(scores: Scores, *, beta: float, label_smoothing: float, reference_free: 
 def dpo_norm(scores: Scores, *, beta: float) -> Losses:
     """Length-normalised DPO, as Tulu 3 was trained (arXiv 2411.15124, section 5)."""
     u_w, u_l = _mean_log_ratios(scores)
-    return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l)), u_w, u_l, beta)
+    return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l) - scores.offset), u_w, u_l, beta)
 
 
 def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
@@ -180,8 +190,9 @@ def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     Unbiased if the fraction `label_smoothing` of the pairs is flipped.
     """
     u_w, u_l = scores.log_ratios()
-    loss_of_label = _minus_log_sigmoid(beta * (u_w - u_l))
-    loss_of_flipped_label = _minus_log_sigmoid(-beta * (u_w - u_l))
+    margin = beta * (u_w - u_l) - scores.offset
+    loss_of_label = _minus_log_sigmoid(margin)
+    loss_of_flipped_label = _minus_log_sigmoid(-margin)
     losses = (1 - label_smoothing) * loss_of_label - label_smoothing * loss_of_flipped_label
     losses = losses / (1 - 2 * label_smoothing)
     return with_rewards(losses, u_w, u_l, beta)
@@ -215,7 +226,8 @@ def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
 def simpo(scores: Scores, *, beta: float, gamma: float) -> Losses:
     """SimPO (arXiv 2405.14734, eq. 6): length-normalised, without a reference."""
     chosen, rejected = scores.mean_logps()
-    return with_rewards(_minus_log_sigmoid(beta * (chosen - rejected) - gamma), chosen, rejected, beta)
+    losses = _minus_log_sigmoid(beta * (chosen - rejected) - gamma - scores.offset)
+    return with_rewards(losses, chosen, rejected, beta)
 
 
 def orpo(scores: Scores, *, beta: float) -> Losses:
@@ -289,7 +301,8 @@ def dpop(scores: Scores, *, beta: float, penalty: float) -> Losses:
     A chosen response that is less likely than under the reference is penalized. `penalty` is the paper's lambda.
     """
     u_w, u_l = scores.log_ratios()
-    return with_rewards(_minus_log_sigmoid(beta * (u_w - u_l - penalty * (-u_w).relu())), u_w, u_l, beta)
+    margin = beta * (u_w - u_l - penalty * (-u_w).relu()) - scores.offset
+    return with_rewards(_minus_log_sigmoid(margin), u_w, u_l, beta)
 
 
 def cal_dpo(scores: Scores, *, beta: float) -> Losses:
@@ -303,7 +316,7 @@ def cal_dpo(scores: Scores, *, beta: float) -> Losses:
 
 
 def mean_reward(chosen: float, rejected: float, beta: float) -> float:
-    """Mean of chosen and rejected rewards, which BCO averages over updates."""
+    """Middle of the two mean rewards, which BCO averages over updates."""
     return (chosen + rejected) / 2
 
 
@@ -337,7 +350,7 @@ def beta_dpo(scores: Scores, *, beta: float, alpha: float, momentum: float) -> L
     if batch_beta is None:
         batch_beta = find_batch_beta(scores, beta=beta, alpha=alpha, momentum=momentum)
     u_w, u_l = scores.log_ratios()
-    return with_rewards(_minus_log_sigmoid(batch_beta[:, 0] * (u_w - u_l)), u_w, u_l, beta)
+    return with_rewards(_minus_log_sigmoid(batch_beta[:, 0] * (u_w - u_l) - scores.offset), u_w, u_l, beta)
 
 
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
@@ -410,6 +423,17 @@ def estimate_kl(scores: Scores, **_: Any) -> Tensor:
     return log_ratios.detach().mean().clamp(min=0).expand(len(log_ratios), 1)
 
 
+def bco_unpaired(scores: Scores, *, beta: float, momentum: float) -> Losses:
+    """BCO (arXiv 2404.04656) for single responses, without the density ratio.
+
+    The terms of `bco` on different examples, with the same reward shift.
+    """
+    u_w, u_l = scores.log_ratios()
+    chosen = _minus_log_sigmoid(beta * u_w - scores.average)
+    rejected = _minus_log_sigmoid(scores.average - beta * u_l)
+    return with_rewards(chosen.where(scores.chosen_lengths > 0, rejected), u_w, u_l, beta)
+
+
 def _weighted_utility(scores: Scores, z: Tensor, beta: float, weights: tuple[float, float]) -> Losses:
     """KTO's losses, where `weights` are those of desirable and of undesirable responses."""
     u_w, u_l = scores.log_ratios()
@@ -436,3 +460,34 @@ def apo_zero_unpaired(scores: Scores, *, beta: float, desirable_weight: float, u
     """
     z = scores.chosen.detach() * 0
     return _weighted_utility(scores, z, beta, (desirable_weight, undesirable_weight))
+
+
+# --- the loss of ranked lists -----------------------------------------------------------------------------------------
+
+
+def plackett_luce(scores: Scores, *, beta: float) -> Losses:
+    """DPO on ranked lists by the Plackett-Luce model (arXiv 2305.18290, appendix A.3).
+
+    The sum over all responses but the worst of -log of the probability that each is the best of itself and all worse
+    ones. In shapes, K is the number of responses of the longest list.
+    """
+    import torch
+
+    def by_rank(best: Tensor, between: Tensor, worst: Tensor) -> Tensor:
+        """Values of a list's responses, best first, (B, K)."""
+        return torch.stack([best, *(() if between is NOT_NEEDED else between.unbind(1)), worst], dim=1)
+
+    policy = by_rank(scores.chosen, scores.between, scores.rejected)
+    reference = by_rank(scores.reference_chosen, scores.reference_between, scores.reference_rejected)
+    has_response = by_rank(scores.chosen_lengths, scores.between_lengths, scores.rejected_lengths) > 0
+    is_pair = (has_response[:, :, None] & has_response[:, None, :]).triu(1)  # (B, K, K): the second one is worse
+    # differences as dpo computes them, so that a list of two has the same loss to the last digit
+    h = (policy[:, :, None] - policy[:, None, :]) - (reference[:, :, None] - reference[:, None, :])
+    has_worse = is_pair.any(2)  # (B, K)
+    # rows without a pair get zeros, as the gradient of a logsumexp of nothing is NaN
+    exponents = (-beta * h).masked_fill(~is_pair, -math.inf).masked_fill(~has_worse[:, :, None], 0)
+    losses = _minus_log_sigmoid(-exponents.logsumexp(2)).where(has_worse, 0).sum(1)
+    rewards = beta * (policy - reference).detach()
+    is_right = (rewards[:, :, None] > rewards[:, None, :]) & is_pair
+    output = with_rewards(losses, *scores.log_ratios(), beta)
+    return output._replace(accuracies=(is_right.sum((1, 2)) / is_pair.sum((1, 2))).to(losses))

@@ -14,7 +14,8 @@ from dpo.losses.formulas import Scores
 if TYPE_CHECKING:
     from torch import Tensor
 
-OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha")  # all but the first need a reference
+# the margins are in the scores, and the formulas subtract them. The others but the first need a reference
+OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha", "offset_by_margin")
 
 
 def weigh_tails(scores: Scores, alpha: float) -> Scores:

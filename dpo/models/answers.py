@@ -16,7 +16,7 @@ import transformers
 
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
-from dpo.models.generation import generating_with_sdpa
+from dpo.models.generation import find_end_tokens, generating_with_sdpa
 from dpo.models.layouts import Padded
 from dpo.system.arithmetic import for_generation
 
@@ -85,8 +85,7 @@ def answer(
     n_prompt = prompt_ids.shape[1]  # the same for all prompts, which are padded on the left
     # Of the model's generation config only the end tokens apply. Penalties, for instance, would change the distribution
     # that answers are drawn from.
-    model_eos: Any = model.generation_config.eos_token_id
-    end_tokens = {tokenizer.eos_token_id, *(model_eos if isinstance(model_eos, list) else [model_eos])} - {None}
+    end_tokens = find_end_tokens(model, tokenizer)
     criteria = [] if watch is None else [_StopIf(lambda row: watch(row[n_prompt:].tolist()))]
     with _plain_generation(model, sampling.cache_implementation):
         rows = model.generate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,19 @@ from dpo.parallel.sharding import gathered_weights
 from dpo.system.arithmetic import for_generation
 
 
+class Continuation(NamedTuple):
+    """A model's continuation of a prompt."""
+
+    text: str
+    ended: bool  # by an end token, not cut off at the limit
+
+
+def find_end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokenizer's EOS, and what the model's generation config has."""
+    model_eos: Any = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(model_eos if isinstance(model_eos, list) else [model_eos])} - {None}
+
+
 @torch.no_grad()
 def sample(
     model: Any,
@@ -29,7 +42,7 @@ def sample(
     seed: int | Sequence[int],
     in_step: bool = False,
     cache_implementation: str | None = None,
-) -> list[str]:
+) -> list[Continuation]:
     """Sample one continuation per prompt, without a change of the random state.
 
     `in_step`: several processes hold shards of the model and sample in lockstep, so each continues until the last one
@@ -52,9 +65,11 @@ def sample(
             cache_implementation=cache_implementation,
             pad_token_id=tokenizer.pad_token_id,
         )
-    return tokenizer.batch_decode(
-        ids[:, prompt_ids.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    new_ids = ids[:, prompt_ids.shape[1] :]
+    texts = tokenizer.batch_decode(new_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    end_tokens = find_end_tokens(model, tokenizer)  # padding, which may be one of them, follows only an end token
+    ended = [not end_tokens.isdisjoint(row) for row in new_ids.tolist()]
+    return [Continuation(*row) for row in zip(texts, ended, strict=True)]
 
 
 @contextmanager
@@ -106,20 +121,23 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: 
 
 
 def sample_batches(
-    model: Any, sample_batch: Callable[[Any, PaddedBatch], list[str]], batches: Iterable[PaddedBatch], mesh: Mesh
-) -> list[str]:
+    model: Any,
+    sample_batch: Callable[[Any, PaddedBatch], list[Continuation]],
+    batches: Iterable[PaddedBatch],
+    mesh: Mesh,
+) -> list[Continuation]:
     """Continuations of all prompts of global batches, in order.
 
     `sample_batch` returns the continuations of one process's part of a batch. Sharded weights are gathered once. As all
     processes take part in every forward pass, a process without prompts continues the first prompt and discards the
     result.
     """
-    texts, device = [], next(model.parameters()).device
+    continuations, device = [], next(model.parameters()).device
     with gathered_weights(model):
         for batch in batches:
             indices_of_all = np.array_split(np.arange(len(batch["prompt_input_ids"])), mesh.data_size)
             indices = indices_of_all[mesh.data_rank]
             fed = indices if len(indices) else [0]
             part: Any = {key: batch[key][fed].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
-            texts += mesh.gather_list(sample_batch(model, part)[: len(indices)])
-    return texts
+            continuations += mesh.gather_list(sample_batch(model, part)[: len(indices)])
+    return continuations

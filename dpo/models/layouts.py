@@ -3,7 +3,8 @@
 `padded` is the layout of the reference implementation. `shared_prefix` gives the same log-probabilities from fewer
 tokens (see `dpo/models/packing.py`).
 
-In shapes, B is the number of examples, and "sides" the number of responses per example: 2 for pairs, 1 for SFT.
+In shapes, B is the number of examples, and "sides" the number of responses per example: 2 for pairs, 1 for SFT. If
+examples have different numbers of responses, as ranked lists may, it is the largest of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dpo.data.examples import Example
 from dpo.errors import InputError, one_sentence
 from dpo.losses import IGNORE_INDEX, ROLES
 from dpo.models.logprobs import TokenLogps, packed_logps, sequence_logps, token_logps
-from dpo.models.packing import Packed, pack, split_evenly
+from dpo.models.packing import NONE, Packed, by_side, pack, split_evenly
 from dpo.parallel.sharding import run_as_forward
 from dpo.settings.choices import VARLEN
 from dpo.system.arithmetic import without_tf32
@@ -31,17 +32,24 @@ from dpo.system.arithmetic import without_tf32
 class PaddedRows:
     """Each response in its own row, after its prompt.
 
-    The rows of all chosen responses (under SFT, of all targets) come before those of all rejected responses.
+    The rows of all first responses (of a pair the chosen one) come before those of all second responses.
     """
 
-    input_ids: torch.Tensor  # (sides * B, T) int64
-    attention_mask: torch.Tensor  # (sides * B, T) int64: 1 for tokens, 0 for padding
-    labels: torch.Tensor  # (sides * B, T) int64: token ids of responses, IGNORE_INDEX for prompts and padding
+    input_ids: torch.Tensor  # (rows, T) int64
+    attention_mask: torch.Tensor  # (rows, T) int64: 1 for tokens, 0 for padding
+    labels: torch.Tensor  # (rows, T) int64: token ids of responses, IGNORE_INDEX for prompts and padding
     sides: int  # responses per example
+    # (sides, B) int64: the row of each response, any row where there is none; None: there are sides * B rows
+    row_index: torch.Tensor | None = None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PaddedRows:
         """Apply `change`, which moves or pins a tensor, to every tensor."""
-        return PaddedRows(change(self.input_ids), change(self.attention_mask), change(self.labels), self.sides)
+        tensors = change(self.input_ids), change(self.attention_mask), change(self.labels)
+        return PaddedRows(*tensors, self.sides, None if self.row_index is None else change(self.row_index))
+
+    def by_side(self, values: torch.Tensor) -> torch.Tensor:
+        """Arrange values of the rows by response, (sides, B, ...)."""
+        return values.unflatten(0, (self.sides, -1)) if self.row_index is None else values[self.row_index]
 
 
 class Microbatch(NamedTuple):
@@ -53,8 +61,9 @@ class Microbatch(NamedTuple):
 
     indices: torch.Tensor  # (B,) int64: indices of the examples in the global batch
     lengths: torch.Tensor  # (sides, B) int64: scored tokens per response
-    roles: torch.Tensor  # (sides, B) int64: each response's role, as an index into ROLES
+    roles: torch.Tensor  # (sides, B) int64: each response's role, as an index into ROLES; NONE without a response
     inputs: PaddedRows | Packed
+    offsets: torch.Tensor | None = None  # (B,): `Scores.offset`; None without margins
 
     @classmethod
     def of(
@@ -65,14 +74,16 @@ class Microbatch(NamedTuple):
     ) -> Microbatch:
         """Make a microbatch of the examples at `indices` of a global batch."""
         fed_examples = [examples[i] for i in indices] or examples[:1]
-        lengths = torch.tensor([example.n_scored for example in fed_examples]).T
-        roles = torch.tensor([[ROLES.index(role) for role in example.roles] for example in fed_examples]).T
+        lengths = torch.from_numpy(by_side([example.n_scored for example in fed_examples], fill=0))
+        roles = torch.from_numpy(by_side([[*map(ROLES.index, example.roles)] for example in fed_examples], fill=NONE))
         n_examples = len(indices)  # 0 if the fed example is only a stand-in
+        margins = [example.margin for example in fed_examples[:n_examples]]
         return cls(
             torch.tensor(indices, dtype=torch.int64),
             lengths[:, :n_examples],
             roles[:, :n_examples],
             lay_out(fed_examples),
+            None if examples[0].margin is None else torch.tensor(margins, dtype=torch.float32),
         )
 
     def to(self, device: torch.device | str) -> Microbatch:
@@ -87,7 +98,10 @@ class Microbatch(NamedTuple):
         return self.map(torch.Tensor.pin_memory)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Microbatch:
-        return Microbatch(change(self.indices), change(self.lengths), change(self.roles), self.inputs.map(change))
+        offsets = None if self.offsets is None else change(self.offsets)
+        return Microbatch(
+            change(self.indices), change(self.lengths), change(self.roles), self.inputs.map(change), offsets
+        )
 
     def by_role(self, values: torch.Tensor, roles: Sequence[str]) -> dict[str, torch.Tensor]:
         """Split one value per response, (sides, B), by role into (B,) each.
@@ -122,7 +136,7 @@ class Padded:
         """Log-probabilities of each example's responses by token, (sides, B, T)."""
         attention_mask = inputs.attention_mask if self.masked else None
         by_row = sequence_logps(model, inputs.input_ids, attention_mask, inputs.labels, with_squares=with_squares)
-        return by_row.map(lambda values: values.to(inputs.input_ids.device).unflatten(0, (inputs.sides, -1)))
+        return by_row.map(lambda values: inputs.by_side(values.to(inputs.input_ids.device)))
 
 
 def pad(examples: Sequence[Example], length: int) -> PaddedRows:
@@ -130,8 +144,12 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
 
     The padding is token 0, which the attention mask hides.
     """
-    sides = len(examples[0].responses)
-    rows = [(example.prompt, example.responses[side]) for side in range(sides) for example in examples]
+    sides = max(len(example.responses) for example in examples)
+    rows, row_index = [], np.zeros((sides, len(examples)), dtype=np.int64)
+    for side, i in np.ndindex(row_index.shape):
+        if side < len(examples[i].responses):
+            row_index[side, i] = len(rows)
+            rows.append((examples[i].prompt, examples[i].responses[side]))
     input_ids = np.zeros((len(rows), length), dtype=np.int64)
     attention_mask = np.zeros_like(input_ids)
     labels = np.full_like(input_ids, IGNORE_INDEX)
@@ -140,7 +158,11 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
         input_ids[row, :end] = (*prompt, *response)
         attention_mask[row, :end] = 1
         labels[row, start:end] = response
-    return PaddedRows(*map(torch.from_numpy, (input_ids, attention_mask, labels)), sides=sides)
+    return PaddedRows(
+        *map(torch.from_numpy, (input_ids, attention_mask, labels)),
+        sides=sides,
+        row_index=None if len(rows) == row_index.size else torch.from_numpy(row_index),
+    )
 
 
 class SharedPrefix:
@@ -193,12 +215,12 @@ class Longest(NamedTuple):
     row: int  # in a shared-prefix row
 
     @classmethod
-    def of(cls, example: int, n_examples: int, max_length: int) -> Longest:
+    def of(cls, example: int, n_examples: int, max_length: int, *, n_responses: int = 2) -> Longest:
         """Bounds for microbatches of up to `n_examples` examples.
 
-        `example` is the number of tokens in the longest prompt with one response.
+        `example` is the number of tokens in the longest prompt with one response. An example has up to `n_responses`.
         """
-        all_examples = 2 * n_examples * example  # two responses each, none shared
+        all_examples = max(2, n_responses) * n_examples * example  # none shared
         return cls(example, min(all_examples, 2 * max_tree_tokens(max_length)))
 
 
@@ -375,11 +397,11 @@ def _sum_logps_in_chunks(model: Any, rows: PaddedRows) -> torch.Tensor:
 
     The logits of rows as long as the longest of the run might not fit into memory.
     """
-    return run_as_forward(model, _sum_rows_in_chunks, rows).unflatten(0, (rows.sides, -1))
+    return rows.by_side(run_as_forward(model, _sum_rows_in_chunks, rows))
 
 
 def _sum_rows_in_chunks(model: Any, rows: PaddedRows) -> torch.Tensor:
-    """Summed log-probabilities of each row's labels, (sides * B,)."""
+    """Summed log-probabilities of each row's labels, (rows,)."""
     labels = rows.labels
     hidden = model.base_model(rows.input_ids, attention_mask=rows.attention_mask, use_cache=False).last_hidden_state
     row, column = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)  # of the tokens that predict a label

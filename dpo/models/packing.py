@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from dpo.data.examples import Example
 
 ATTENTION_LENGTH = 2048  # row length at which attention costs as much as matrix products; measured on a small model
-NONE = -1  # the tree index of padding, and the branch index of a prompt
+NONE = -1  # the tree index of padding, the branch index of a prompt, and the role of a response that is not there
 
 
 class Segments(NamedTuple):
@@ -48,7 +48,7 @@ class Packed:
 
     A row holds several trees. All tensors are int64. N is the number of scored tokens, U the number of distinct
     responses (the same response to two prompts counts twice), T the largest number of tokens in one response, B the
-    number of examples, and "sides" the number of responses per example.
+    number of examples, and "sides" the largest number of responses of an example.
     """
 
     input_ids: torch.Tensor  # (R, L)
@@ -173,10 +173,20 @@ def pack(
         lengths = _row_lengths(trees, alignment) if length is None else [_round_up(length, alignment)]
     rows_by_length = {length: _fill_rows(trees, length) for length in lengths}
     cheapest = min(lengths, key=lambda length: _cost(len(rows_by_length[length]), length))
-    packed = _write(rows_by_length[cheapest], cheapest, np.asarray(indices_by_example).T, (n_responses, longest))
+    # where an example has fewer responses than others, any index will do
+    response_index = by_side(indices_by_example, fill=0)
+    packed = _write(rows_by_length[cheapest], cheapest, response_index, (n_responses, longest))
     if max_tree_tokens is None:
         packed.segments = _find_segments(trees, cheapest)
     return packed
+
+
+def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
+    """Transpose lists, one for each of B examples, to (sides, B) int64.
+
+    Shorter lists are filled up with `fill`.
+    """
+    return np.array(list(zip_longest(*rows, fillvalue=fill)), dtype=np.int64).reshape(-1, len(rows))
 
 
 def _round_up(length: int, alignment: int) -> int:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means, updates_at_start
+from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means, RecentLargest, updates_at_start
 from dpo.errors import RunError
+from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
@@ -79,8 +80,13 @@ class NonFiniteGuard(Callback):
             elif self.context.plan.loss.trains_on == "labels":
                 [(role, text)] = prompt.texts(index_in_prompt).items()
                 texts = {"completion": text, "label": role == "chosen"}
+            elif self.context.plan.loss.trains_on == "lists":
+                by_role = prompt.texts(index_in_prompt)
+                texts = {"responses": [by_role[role] for role in TRAINS_ON["lists"] if role in by_role]}
             else:
                 texts = prompt.texts(index_in_prompt)
+            numbers = {"weight": prompt.weights, "margin": prompt.margins}
+            texts |= {name: values[index_in_prompt] for name, values in numbers.items() if values is not None}
             line = {"prompt": prompt.text, **texts, "prompt_number": prompt_number}
             line |= {name: column[i] for name, column in columns.items()}
             lines.append(json.dumps(line) + "\n")
@@ -102,7 +108,7 @@ class InstabilityWarner(Callback):
         super().__init__(context)
         loss = context.plan.loss
         # `loss.wpo` (needs_squares) weights losses by the policy, so they cannot be compared with those at the start
-        self._checks_collapse = loss.trains_on == "pairs" and not loss.needs_squares
+        self._checks_collapse = loss.has_margins and not loss.needs_squares
         self._updates_at_start = updates_at_start(loss.reference)
         self._detector = InstabilityDetector(context.plan.data.batch_size)
         self._warned = False
@@ -159,12 +165,13 @@ class InstabilityWarner(Callback):
         return {
             "warned": self._warned,
             "first": self._detector.first,
-            "largest": self._detector.largest,
+            "largest": {name: largest.value for name, largest in self._detector.largest.items()},
             "start": start and list(start),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
             self._warned = state["warned"]
-            self._detector.first, self._detector.largest = dict(state["first"]), dict(state["largest"])
+            self._detector.first = dict(state["first"])
+            self._detector.largest = {name: RecentLargest(value) for name, value in state["largest"].items()}
             self._detector.start = Means(*state["start"]) if state["start"] else None

@@ -36,6 +36,8 @@ class Sample(NamedTuple):
     prompt: str
     policy: str
     reference: str | None  # None without a reference, or if it was freed
+    policy_ended: bool | None = None  # by an end token, not cut off; None if unknown
+    reference_ended: bool | None = None
 
 
 class Evaluation(NamedTuple):

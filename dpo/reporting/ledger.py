@@ -37,6 +37,8 @@ class Ledger(Appender):
         super().__init__(context)
         self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
         self.online = context.plan.online is not None
+        train = context.data.report.train
+        self.weighted = train.largest_weight is not None or train.largest_margin is not None
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -48,11 +50,11 @@ class Ledger(Appender):
         return find_end(path, size) if size else 0
 
     def on_start(self) -> None:
-        from dpo.analysis.ledger_file import ONLINE_SCHEMA, SCHEMA, begin
+        from dpo.analysis.ledger_file import ONLINE_SCHEMA, SCHEMA, WEIGHTED_SCHEMA, begin
 
         super().on_start()
         self.stream, self.parquet = self.run_dir / STREAM, self.run_dir / PARQUET
-        begin(self.stream, ONLINE_SCHEMA if self.online else SCHEMA)
+        begin(self.stream, ONLINE_SCHEMA if self.online else WEIGHTED_SCHEMA if self.weighted else SCHEMA)
         self._write()
 
     def on_update(self, update: Update) -> None:
@@ -123,6 +125,8 @@ class Ledger(Appender):
             "loss": table[f"loss/{split}"],
             "margin": table.get(f"rewards_{split}/margins"),
         }
+        if self.weighted:
+            columns |= {"weight": [e.weight for e in examples], "offset": [e.margin for e in examples]}
         if self.online:
             drawn_rows = [_make_drawn_row(drawn[i]) if i in drawn else {} for i in range(n_rows)]
             columns |= {name: [row.get(name) for row in drawn_rows] for name in DRAWN.names}

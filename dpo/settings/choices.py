@@ -71,6 +71,7 @@ REFERENCES = ("base", "adapter", "model")  # sources of the reference's log-prob
 ONLINE = ("none", "online")
 SCORERS = ("reward_model", "function", "keyword", "shorter")
 TIES = ("skip", "keep")
+LIST_PAIRS = ("all", "best_worst")
 LABELS = ("hard", "bradley_terry")
 REWARD_FORMATS = ("chat", "pair", "text_eos", "text")
 HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
@@ -82,10 +83,13 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
 PROMPT_FIELDS = ("prompt",)
 LABEL_FIELDS, LABELLED_CHAT_FIELDS = ("prompt", "completion", "label"), ("messages", "label")
+SCORED_FIELDS, RANKED_FIELDS = ("prompt", "responses", "scores"), ("prompt", "responses")
 FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss, and for prompts that a policy answers
-    "pairs": (PAIR_FIELDS,),
-    "prompts": (PAIR_FIELDS, PROMPT_FIELDS),
-    "targets": (PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS),
+    "pairs": (PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS),
+    "prompts": (PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS, PROMPT_FIELDS),
+    "targets": (PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS, TARGET_FIELDS, CHAT_FIELDS),
     "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, PAIR_FIELDS),  # pairs with `unpair`
+    "lists": (SCORED_FIELDS, RANKED_FIELDS, PAIR_FIELDS),
 }
-FIELDS = tuple(dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form))
+NUMBER_FIELDS = ("weight", "margin")  # which the records of any form may have
+FIELDS = tuple(dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form)) + NUMBER_FIELDS

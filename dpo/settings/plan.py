@@ -153,6 +153,7 @@ class DataPlan:
     datasets: list[str]
     dataset_sources: Mapping[str, Any]
     unpair: bool
+    list_pairs: str
     batch_size: int
     eval_batch_size: int
     gradient_accumulation_steps: int

@@ -19,7 +19,12 @@ from dpo.system.run_directory import SWEEP
 LONGEST_GROUP = 128  # characters of a group's name that W&B allows
 LONGEST_NAME = 100  # characters; file systems allow 255, but W&B and other programs append some
 # metrics that rank a job's evaluations, and how; the first that the job logged is used
-RANKING = ((HELD_OUT_SCORE, max), ("rewards_eval/accuracies", max), ("loss/eval", min))
+RANKING = (
+    (HELD_OUT_SCORE, max),
+    ("rewards_eval/accuracies", max),
+    ("rewards_eval/auc", max),
+    ("loss/eval", min),
+)
 # metrics shown beside the accuracy, which is often 1 for several jobs if there are few test pairs
 SHOWN_BESIDE = ("rewards_eval/margins", "loss/eval")
 

@@ -73,6 +73,7 @@ LOSS_OF_PAIRS_WITH_REFERENCE = (
     f"{_list_losses(lambda loss: loss.trains_on != 'pairs' or not loss.reference)}"
 )
 LOSS_OF_LABELS = f"a loss of labels: loss={_list_losses(lambda loss: loss.trains_on == 'labels', ' or loss=')}"
+LOSS_WITH_OFFSET = f"a logistic loss of pairs: loss={_list_losses(lambda loss: loss.takes_offset, ' or ')}"
 LOSS_OF_MARGIN = (
     "a loss that depends on the log-ratios by their difference alone: "
     f"loss={_list_losses(lambda loss: loss.reference and loss.margin_only, ' or ')}"
@@ -124,6 +125,10 @@ CHECKS = (
           "online.labels=bradley_terry with online.ties=skip leaves out pairs that hold the probabilities of equally "
           "good answers together: use online.ties=keep", "warning"),
     needs("unpair", LOSS_OF_LABELS, lambda v, p: p.loss.trains_on == "labels", "error"),
+    needs("loss.offset_by_margin", LOSS_WITH_OFFSET, lambda v, p: p.loss.takes_offset, "error"),
+    Check(lambda v, p: v["online.name"] == "online" and v["loss.offset_by_margin"],
+          "loss.offset_by_margin=true needs margins, and the pairs of online=online have none: leave one of them out"),
+    needs("list_pairs", LOSS_OF_PAIRS, lambda v, p: p.loss.trains_on == "pairs"),
     Check(lambda v, p: p.loss.trains_on == "labels"
           and not (v["loss.desirable_weight"] or v["loss.undesirable_weight"]),
           "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: give one of them"),
@@ -442,8 +447,9 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
 def _explain_weight(key: str) -> str:
     """Explain why a key under `loss.weights` names no loss of a mix."""
     name = key.removeprefix(WEIGHTS)
-    if name in LOSSES and LOSSES[name].trains_on == "labels":
-        reason = f"{name} trains on labels and a mix on pairs, so it is trained alone, as loss={name}"
+    kind = LOSSES[name].trains_on if name in LOSSES else ""
+    if kind in ("labels", "lists"):
+        reason = f"{name} trains on {kind} and a mix on pairs, so it is trained alone, as loss={name}"
     elif name in LOSSES and LOSSES[name].batch_statistic is not None:
         reason = f"{name} compares the examples of a batch with each other, so it is trained alone, as loss={name}"
     else:

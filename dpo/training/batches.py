@@ -208,4 +208,6 @@ class Batches:
     def _make_batch(self, texts: Sequence[TextExample], cache_rows: Sequence[int], n_microbatches: int) -> Batch:
         """Tokenize examples and split them into microbatches."""
         examples = self.encode(texts)
-        return Batch(examples, [1.0] * len(examples), self.split(examples, n_microbatches), cache_rows)
+        return Batch(
+            examples, [example.weight for example in examples], self.split(examples, n_microbatches), cache_rows
+        )

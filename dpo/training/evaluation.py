@@ -9,7 +9,7 @@ from typing import Any
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
-from dpo.models.generation import before_each_forward, fed_prompts, sample, sample_batches
+from dpo.models.generation import Continuation, before_each_forward, fed_prompts, sample, sample_batches
 from dpo.parallel.sharding import release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
@@ -85,16 +85,19 @@ class Evaluator:
         n_prompts = sum(len(examples) for examples in batches)
         continue_prompts = partial(self.continuations, n_examples=n_examples)
         self.objective.policy.eval()
-        texts = []  # of the policy, then of the reference if there is one
+        by_model: list[list[Any]] = []  # of the policy, then of the reference if there is one
         for model in self.sampled_models():
             prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
-            texts.append(sample_batches(model, continue_prompts, prompts, self.mesh))
-        if len(texts) == 1:
-            texts.append([None] * n_prompts)
+            by_model.append(sample_batches(model, continue_prompts, prompts, self.mesh))
+        if len(by_model) == 1:
+            by_model.append([None] * n_prompts)
         prompt_texts = [
             text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.encode)
         ]
-        return [Sample(*row) for row in zip(prompt_texts, *texts, strict=True)]
+        return [
+            Sample(prompt, ours.text, theirs and theirs.text, ours.ended, theirs and theirs.ended)
+            for prompt, ours, theirs in zip(prompt_texts, *by_model, strict=True)
+        ]
 
     def sampled_models(self) -> Iterator[Any]:
         """Yield the policy, then the reference if there is one.
@@ -107,7 +110,7 @@ class Evaluator:
             with reference.in_use():
                 yield reference.model
 
-    def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[str]:
+    def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[Continuation]:
         """Sample continuations of this process's collated prompts."""
         plan = self.plan
         n_prompt_tokens = prompts["prompt_input_ids"].shape[1]

@@ -124,5 +124,6 @@ def _count_trained_tokens(plan: Plan, data: TrainingData) -> int:
         if plan.loss.trains_on == "labels":  # an example has one of the two responses
             chosen *= (train.desirable or 0) / train.examples
             rejected *= (train.undesirable or 0) / train.examples
-        per_example = train.mean_prompt_tokens + chosen + rejected
+        between = ((train.mean_responses or 2) - 2) * (chosen + rejected) / 2  # responses of ranked lists
+        per_example = train.mean_prompt_tokens + chosen + rejected + between
     return round(data.report.updates * plan.data.batch_size * per_example)

@@ -37,16 +37,15 @@ class Reduced(NamedTuple):
             return {}
         n_examples = len(next(iter(self.examples.values())))
         all_weights = torch.tensor(weights if any(weights) else [1.0] * n_examples)  # (B,)
+        names = [name for name in self.examples if not name.startswith(REFERENCE)]
         weights_by_role = {}
         if examples:
-            for role in ROLES:
+            for role in {name.rpartition("/")[2] for name in names}.intersection(ROLES):
                 has_role = torch.tensor([role in example.roles for example in examples])
                 weights_by_role[role] = all_weights * has_role
         means = {}
-        for name, values in self.examples.items():
-            if name.startswith(REFERENCE):
-                continue
-            last_part = name.rpartition("/")[2]
+        for name in names:
+            values, last_part = self.examples[name], name.rpartition("/")[2]
             metric_weights = weights_by_role.get(last_part, all_weights)
             if metric_weights.any():
                 means[name] = ((values.double() * metric_weights).sum() / metric_weights.sum()).item()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dpo.errors import InputError
-from dpo.losses import Loss, Losses, Scores
+from dpo.losses import BETWEEN, Loss, Losses, Scores
 from dpo.models.adapter_dropout import AdapterDropout
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Longest, Microbatch, choose_layout
@@ -56,14 +56,41 @@ def sum_tokens(tokens: TokenLogps, microbatch: Microbatch, roles: Sequence[str],
     return columns
 
 
-def make_scores(policy: NamedTensors, lengths: NamedTensors, reference: NamedTensors) -> Scores:
-    """Make a loss's input from sums of policy and reference.
+def name_scores(
+    policy: NamedTensors, lengths: NamedTensors, reference: NamedTensors, offsets: torch.Tensor | None
+) -> NamedTensors:
+    """Name the sums of policy and reference, (B,) each, for `make_scores`.
 
-    `lengths` are the numbers of scored tokens by role.
+    `lengths` are the numbers of scored tokens by role, `offsets` those of the microbatch.
     """
-    length_fields = {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
-    reference_fields = {f"reference_{name}": values for name, values in reference.items()}
-    return Scores(**policy, **length_fields, **reference_fields)
+    length_columns = {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
+    reference_columns = {f"reference_{name}": values for name, values in reference.items()}
+    return policy | length_columns | reference_columns | ({} if offsets is None else {"offset": offsets})
+
+
+def make_scores(columns: NamedTensors) -> Scores:
+    """Make a loss's input of columns that `name_scores` named."""
+    fields = dict(columns)
+    for form in ("{}", "{}_lengths", "reference_{}"):
+        between = [fields.pop(form.format(role)) for role in BETWEEN if form.format(role) in fields]
+        if between:
+            fields[form.format("between")] = torch.stack(between, dim=1)
+    return Scores(**fields)
+
+
+def rank_labelled(chosen: torch.Tensor, rejected: torch.Tensor, is_chosen: torch.Tensor) -> torch.Tensor:
+    """Share of the other kind that each response is ranked right against.
+
+    All are (B,); an example has a reward of one kind, `chosen` if `is_chosen`. A tie counts half. The mean over either
+    kind, and so over all examples, is the area under the ROC curve.
+    """
+    desirable, undesirable = chosen[is_chosen].sort().values, rejected[~is_chosen].sort().values
+
+    def find_share_below(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        n_below, n_up_to = (torch.searchsorted(others, values, right=right) for right in (False, True))
+        return (n_below + n_up_to).to(values) / (2 * len(others))
+
+    return find_share_below(chosen, undesirable).where(is_chosen, 1 - find_share_below(rejected, desirable))
 
 
 class BatchContext(NamedTuple):
@@ -162,7 +189,8 @@ class Objective:
                 "trainer's config"
             )
         cached_reference = context.reference if context else None
-        scores, reference = self._compute_scores(microbatch, cached_reference, with_reference=loss.reference)
+        columns, reference = self._compute_scores(microbatch, cached_reference, with_reference=loss.reference)
+        scores = make_scores(columns)
         statistic = None
         if context is not None and context.statistic is not None:
             statistic = context.statistic[microbatch.indices]
@@ -172,10 +200,11 @@ class Objective:
     def _metrics(self, scores: Scores, reference: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
         """Metrics per example, detached, with `reference` added to them."""
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
-        if output.rewards and self.loss.trains_on == "pairs":
+        if output.rewards and self.loss.has_margins:
             chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
             if not self.models_are_equal:
-                metrics[f"rewards_{split}/accuracies"] = (chosen > rejected).to(chosen)
+                accuracies = (chosen > rejected).to(chosen) if output.accuracies is None else output.accuracies
+                metrics[f"rewards_{split}/accuracies"] = accuracies
             elif not self.follow_every:
                 # rewards of equal models differ only by rounding, which must not count as ranking
                 metrics[f"rewards_{split}/accuracies"] = torch.zeros_like(chosen)
@@ -188,11 +217,11 @@ class Objective:
 
     def _compute_scores(
         self, microbatch: Microbatch, cached_reference: torch.Tensor | None, *, with_reference: bool
-    ) -> tuple[Scores, NamedTensors]:
+    ) -> tuple[NamedTensors, NamedTensors]:
         """Score a microbatch with policy and reference.
 
-        `cached_reference` has the reference's log-probabilities of the global batch, if known. Returns a loss's input,
-        and the reference's log-probabilities of the microbatch under REFERENCE.
+        `cached_reference` has the reference's log-probabilities of the global batch, if known. Returns the columns of
+        `make_scores`, and the reference's log-probabilities of the microbatch under REFERENCE.
         """
         reference: NamedTensors = {}
         if with_reference and cached_reference is not None:
@@ -203,8 +232,9 @@ class Objective:
                 reference = self.reference_forward(microbatch)
         policy = self.forward(self.policy, microbatch, with_squares=self.loss.needs_squares)
         reference = {name: values.to(policy["chosen"]) for name, values in reference.items()}  # device and dtype
-        scores = make_scores(policy, microbatch.by_role(microbatch.lengths, self.loss.roles), reference)
-        return scores, {f"{REFERENCE}{name}": values for name, values in reference.items()}
+        lengths = microbatch.by_role(microbatch.lengths, self.loss.roles)
+        columns = name_scores(policy, lengths, reference, microbatch.offsets)
+        return columns, {f"{REFERENCE}{name}": values for name, values in reference.items()}
 
     @torch.no_grad()
     def prepare(self, batch: Batch, *, update: int) -> BatchContext:
@@ -261,12 +291,19 @@ class Objective:
             mismatched_scores, _ = self._compute_all_scores(mismatched)
             scores = scores._replace(batch_statistic=self.loss.find_batch_statistic(mismatched_scores))
         output, options = self.loss(scores), self.loss.options
-        if self.loss.running_statistic and options["momentum"] < 1:
+        has_role = {role: getattr(scores, f"{role}_lengths") > 0 for role in output.rewards}  # (B,) each
+        if self.loss.running_statistic and options["momentum"] < 1 and all(map(torch.any, has_role.values())):
             # rewards do not depend on the average, so those of the first call serve to compute it
-            chosen, rejected = (output.rewards[role].mean().item() for role in ("chosen", "rejected"))
+            chosen, rejected = (output.rewards[role][has_role[role]].mean().item() for role in ("chosen", "rejected"))
             average = self.loss.running_statistic(chosen, rejected, options["beta"])
             output = self.loss(scores._replace(average=average))
-        return Reduced(self._metrics(scores, reference, output, split="eval"), {})
+        metrics = self._metrics(scores, reference, output, split="eval")
+        if self.loss.trains_on == "labels" and all(map(torch.any, has_role.values())):
+            chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
+            # rewards of equal models differ only by rounding, which must not count as ranking
+            factor = 0 if self.models_are_equal else 1
+            metrics["rewards_eval/auc"] = rank_labelled(factor * chosen, factor * rejected, has_role["chosen"])
+        return Reduced(metrics, {})
 
     @torch.no_grad()
     def find_log_ratios(self, batches: Iterable[Batch]) -> list[float]:
@@ -291,15 +328,14 @@ class Objective:
                 microbatch = microbatch.to(self.device)
                 with self.dropout.on(microbatch.inputs, update=update):
                     scores, reference = self._compute_scores(microbatch, cached, with_reference=with_reference)
-                fields = {name: values for name, values in scores._asdict().items() if torch.is_tensor(values)}
-                columns = {name: values.double() for name, values in (fields | reference).items()}
+                columns = {name: values.double() for name, values in (scores | reference).items()}
                 microbatch_scores.append((microbatch.indices + n_examples, columns))  # indices in all batches
             n_examples += len(batch.examples)
             cache_rows += batch.cache_rows
         rows_to_cache = cache_rows if with_reference and not is_all_cached else []
         columns = self.reduce(microbatch_scores, n_examples, rows_to_cache).examples
         reference = {name: values for name, values in columns.items() if name.startswith(REFERENCE)}
-        return Scores(**{name: values for name, values in columns.items() if name not in reference}), reference
+        return make_scores({name: values for name, values in columns.items() if name not in reference}), reference
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Update running values after a step of the optimizer.
@@ -309,7 +345,9 @@ class Objective:
         self.models_are_equal = False
         if self.loss.running_statistic:
             beta, momentum = self.loss.options["beta"], self.loss.options["momentum"]
-            chosen, rejected = metrics["rewards_train/chosen"], metrics["rewards_train/rejected"]
+            chosen, rejected = metrics.get("rewards_train/chosen"), metrics.get("rewards_train/rejected")
+            if chosen is None or rejected is None:  # all labels of the batch are alike: it says nothing of the middle
+                return
             value = self.loss.running_statistic(chosen, rejected, beta)
             self.average.value = momentum * self.average.value + (1 - momentum) * value
 
@@ -453,7 +491,7 @@ def _choose_layout(
             model,
             max_length=plan.data.max_length,
             compute_dtype=autocast or DTYPES[compute_dtype],
-            longest=Longest.of(longest_example, batch_size, plan.data.max_length),
+            longest=Longest.of(longest_example, batch_size, plan.data.max_length, n_responses=len(plan.loss.roles)),
             vetoed=mesh.any,
         )
     release_gathered(model)  # FSDP's root stays gathered after a forward pass without a backward pass

@@ -13,7 +13,7 @@ from dpo.errors import InputError
 from dpo.losses import Loss
 from dpo.models.pretrained import DTYPES
 from dpo.settings.plan import Plan
-from dpo.training.objective import NamedTensors, Objective, make_scores
+from dpo.training.objective import NamedTensors, Objective, make_scores, name_scores
 
 Forward = Callable[[], NamedTensors]
 TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilities of equal models
@@ -37,6 +37,7 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
         partial(objective.forward, objective.policy, microbatch, with_squares=loss.needs_squares),
         partial(objective.reference_forward, microbatch) if loss.reference else None,
         lengths=microbatch.by_role(microbatch.lengths, loss.roles),
+        offsets=microbatch.offsets,
         loss=loss,
         other_policy_dtype=None if has_same_dtype else plan.compute_dtype,
         # under tensor parallelism, forwards of the same inputs may differ by the rounding of this dtype
@@ -56,6 +57,7 @@ def check_models(
     reference_forward: Forward | None,
     *,
     lengths: NamedTensors,
+    offsets: torch.Tensor | None = None,
     loss: Loss,
     other_policy_dtype: str | None = None,
     repeat_dtype: torch.dtype | None = None,
@@ -68,7 +70,7 @@ def check_models(
 
     - `forward` and `reference_forward` return log-probabilities as `Objective.forward` does. `reference_forward` is
       None if the loss needs no reference.
-    - `lengths`: numbers of scored tokens by role.
+    - `lengths`: numbers of scored tokens by role; `offsets`: those of the microbatch.
     - `other_policy_dtype`: the policy's dtype, if the reference computes in another; then rewards need not be 0.
     - `repeat_dtype`: the dtype whose rounding is allowed between two forwards; None: that of the log-probabilities.
     """
@@ -77,15 +79,16 @@ def check_models(
         return ["self-test passed: finite log-probabilities, dropout off"]
 
     reference_logps_if_equal = {column: policy_logps[column] for column in reference_logps}
-    expected_loss = loss(make_scores(policy_logps, lengths, reference_logps_if_equal)).losses.mean().item()
+    scores_if_equal = make_scores(name_scores(policy_logps, lengths, reference_logps_if_equal, offsets))
+    expected_loss = loss(scores_if_equal).losses.mean().item()
     beta = loss.options.get("beta", 1.0)
     if not math.isfinite(expected_loss):
         raise InputError(
             f"self-test: the {loss.name} loss of equal models is {expected_loss} with loss.beta={beta}, which "
             f"overflows float32: choose a beta closer to 0.1"
         )
-    losses, rewards, _ = loss(make_scores(policy_logps, lengths, reference_logps))
-    largest_reward = max(values.abs().max().item() for values in rewards.values())
+    output = loss(make_scores(name_scores(policy_logps, lengths, reference_logps, offsets)))
+    largest_reward = max(values.abs().max().item() for values in output.rewards.values())
     if other_policy_dtype:
         return [
             f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
@@ -94,7 +97,7 @@ def check_models(
         ]
     # rewards are beta times differences of log-probabilities, whose rounding errors grow with their magnitude
     tolerance = TOLERANCE * beta * max(1.0, _find_largest(policy_logps))
-    first_loss = losses.mean().item()
+    first_loss = output.losses.mean().item()
     if largest_reward > tolerance:
         raise InputError(
             f"self-test: first rewards reach {largest_reward:.3g} instead of 0, so policy and reference do not hold "

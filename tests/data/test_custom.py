@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
+from typing import Any
 
 import pytest
 import yaml
@@ -163,7 +165,7 @@ def test_prompts_to_answer_need_no_responses(tokenizer, chat):
     assert messages == {"<user>Hi;<assistant>": nothing}
     assert messages.messages == {"<user>Hi;<assistant>": [user("Hi")]}
     pairs = get_custom([HELLO], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="prompts")
-    assert [examples for _, _, examples in pairs.take("prompts")] == [[{"chosen": 0, "rejected": 1}]]
+    assert [examples for _, _, examples, _ in pairs.take("prompts")] == [[{"chosen": 0, "rejected": 1}]]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_the_completion_of_a_labelled_chat_may_be_messages(chat):
         ({"label": "maybe"}, "record 1 of mine: label is 'maybe', which does not say whether the response is good: wr"),
         ({"label": 2}, "record 1 of mine: label is 2, which does not say whether the response is good: write true or "),
         ({"label": None}, "record 1 of mine: label is null: give it a value, or remove the record"),
-        ({"label": [True]}, "record 1 of mine: label must be true or false, and is [True]"),
+        ({"label": [True]}, "record 1 of mine: label must be true or false, and is [True]: correct it, "),
         ({}, "record 1 of mine: label is missing, and must be true or false; the record has prompt, completion: add l"),
     ],
 )
@@ -320,6 +322,143 @@ def test_kto_trains_on_thumbs_up_and_down(command, tmp_path):
     result = train(*command("other", *settings))
     assert result.returncode == 2
     assert "the test split of thumbs has 1 prompt, and loss=kto combines each prompt with a response" in result.stderr
+    assert "a tenth of the prompts is the test split, so it needs 20" in result.stderr
+
+
+# ranked lists
+
+RANKED = {"prompt": "Q:", "responses": [" ok", " bad", " good", " so"], "scores": [3, -1, 8.5, 3]}
+
+
+def take(rows: list[dict], tokenizer, trains_on: str, **options: str) -> list[dict[str, str]]:
+    """The examples made of records, as texts by role."""
+    data = get_custom(rows, "mine", tokenizer, trains_on=trains_on)
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on=trains_on, **options)
+    return [texts for prompt in prompts for _, _, texts in list_examples(prompt)]
+
+
+def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the_worst(tokenizer):
+    pairs = [tuple(texts.values()) for texts in take([RANKED], tokenizer, "pairs")]
+    assert pairs == [(" good", " ok"), (" good", " so"), (" good", " bad"), (" ok", " bad"), (" so", " bad")]
+    assert take([RANKED], tokenizer, "pairs", list_pairs="best_worst") == [{"chosen": " good", "rejected": " bad"}]
+    assert take([RANKED], tokenizer, "targets") == [{"chosen": " good"}]
+    assert get_custom([RANKED], "mine", tokenizer).notes == ["mine: 1 list with equal scores, which make no pair"]
+    all_equal = {**RANKED, "scores": [0] * 4}
+    assert take([all_equal], tokenizer, "pairs") == take([all_equal], tokenizer, "pairs", list_pairs="best_worst") == []
+    assert len(take([all_equal, {**RANKED, "prompt": "R:"}], tokenizer, "pairs")) == 5
+
+
+def test_a_ranked_list_is_in_the_order_of_its_scores_or_best_first(tokenizer, chat):
+    in_order = {"prompt": "Q:", "responses": [" a", " b", " c"]}
+    expected = {"chosen": " a", "rank2": " b", "rejected": " c"}
+    assert take([in_order], tokenizer, "lists") == [expected]
+    by_scores = {"prompt": "Q:", "responses": [" c", " a", " b"], "scores": [0, 2, 1]}
+    assert take([by_scores], tokenizer, "lists") == [expected]
+    pair = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
+    assert take([pair], tokenizer, "lists") == [{"chosen": " a", "rejected": " b"}]
+    answers = [assistant("Hello"), [assistant("Go")], [assistant("Hm")]]
+    chats = {"prompt": [user("Hi")], "responses": answers}
+    assert take([chats], chat(ENDS_TURNS_WITH_SEMICOLON), "lists") == [
+        {"chosen": "Hello;", "rank2": "Go;", "rejected": "Hm;"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {},
+            "record 1 of mine: scores has equal numbers, and this loss needs an order without ties: remove all but one",
+        ),
+        ({"scores": [1, 2]}, "record 1 of mine: scores is [1, 2], and must have a finite number for each of the 4 in "),
+        ({"scores": [1, 2, 3, math.inf]}, "record 1 of mine: scores is [1, 2, 3, inf], and must have a finite number"),
+        (
+            {"scores": [1, 2, 3, "4"]},
+            "record 1 of mine: scores must be a number, and is '4': correct it, or remove the",
+        ),
+        ({"scores": "4"}, "record 1 of mine: scores must be a list, and is '4'"),
+        (
+            {"responses": [" a"]},
+            "record 1 of mine: responses has 1 response, and must have 2 or more: add some, or rem",
+        ),
+        ({"responses": " a"}, "record 1 of mine: responses must be a list, and is ' a'"),
+        ({"responses": [" a", 3]}, "record 1 of mine: responses must be text or a list of messages, and is 3"),
+        (
+            {"responses": [" a", [assistant("b")]], "scores": [1, 2]},
+            "record 1 of mine: prompt holds text, responses holds text, responses holds chat messages; they must",
+        ),
+        (
+            {"responses": list("abcdefghijklmnopq"), "scores": list(range(17))},
+            "record 1 of mine: responses has 17 responses, and this loss takes lists of up to 16: remove some",
+        ),
+    ],
+)
+def test_a_ranked_list_that_cannot_be_trained_on_is_refused(tokenizer, change, message):
+    with pytest.raises(InputError) as error:
+        get_custom([{**RANKED, **change}], "mine", tokenizer, trains_on="lists")
+    assert str(error.value).startswith(message)
+
+
+# weights and margins
+
+
+def read_numbers(rows: list[dict], tokenizer, trains_on: str, **options: Any) -> list[tuple[Any, Any]]:
+    """The weights and margins of the prompts."""
+    names = {name: options.pop(name) for name in ("columns", "with_margins") if name in options}
+    data = get_custom(rows, "mine", tokenizer, trains_on=trains_on, **names)
+    options |= {"with_margins": True} if "with_margins" in names else {}
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on=trains_on, **options)
+    return [(prompt.weights, prompt.margins) for prompt in prompts]
+
+
+def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
+    pairs = [
+        {"prompt": "Q:", "chosen": " a", "rejected": " b", "weight": 2, "margin": 0.5},
+        {"prompt": "R:", "chosen": " a", "rejected": " b", "weight": 1, "margin": 0},
+        {"prompt": "Q:", "chosen": " a", "rejected": " c", "weight": 0.5, "margin": 3},
+    ]
+    assert read_numbers(pairs, tokenizer, "pairs") == [([2, 0.5], None), ([1], None)]
+    assert read_numbers(pairs, tokenizer, "pairs", with_margins=True) == [([2, 0.5], [0.5, 3]), ([1], [0])]
+    assert read_numbers(pairs, tokenizer, "labels", unpair=True) == [([2, 2, 0.5, 0.5], None), ([1, 1], None)]
+    assert read_numbers(pairs, tokenizer, "targets") == [([0.5], None), ([1], None)]  # the target is the last one
+    assert read_numbers(pairs, tokenizer, "prompts") == [(None, None)] * 2
+    lists = [{**RANKED, "weight": 2}, {"prompt": "Q:", "responses": [" a", " b"], "scores": [0, 1], "weight": 3}]
+    assert read_numbers(lists, tokenizer, "pairs") == [([2] * 5 + [3], None)]
+    assert read_numbers(lists[1:], tokenizer, "lists") == [([3], None)]
+    renamed = [{"w" if name == "weight" else name: value for name, value in pair.items()} for pair in pairs]
+    assert read_numbers(renamed, tokenizer, "pairs") == [(None, None)] * 2
+    assert read_numbers(renamed, tokenizer, "pairs", columns={"weight": "w"})[0] == ([2, 0.5], None)
+    data = get_custom(pairs, "mine", tokenizer)
+    assert data.notes == ["mine: columns prompt=prompt, chosen=chosen, rejected=rejected, weight=weight"]
+    parts = [data.select_split(split).weights for split in ("train", "test")]
+    assert sorted(parts, key=str) == [{"Q:": [2, 0.5]}, {"R:": [1]}]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"weight": 0},
+            "record 1 of mine: weight is 0, and must be a finite number above 0: correct it, or remove the ",
+        ),
+        ({"weight": math.inf}, "record 1 of mine: weight is inf, and must be a finite number above 0: correct it"),
+        ({"weight": "2"}, "record 1 of mine: weight must be a number, and is '2': correct it, or remove the record"),
+        ({"margin": -1}, "record 1 of mine: margin is -1, and must be a finite number, 0 or more: correct it, or remo"),
+        ({"margin": None}, "record 1 of mine: margin is null: give it a value, or remove the record"),
+    ],
+)
+def test_a_weight_or_margin_that_means_nothing_is_refused(tokenizer, change, message):
+    row = {"prompt": "Q:", "chosen": " a", "rejected": " b", "weight": 1, "margin": 1, **change}
+    with pytest.raises(InputError) as error:
+        get_custom([row], "mine", tokenizer, with_margins=True)
+    assert str(error.value).startswith(message)
+
+
+def test_margins_that_a_loss_needs_and_the_data_lacks_are_asked_for(tokenizer):
+    row = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
+    for rows, trains_on in (([row], "pairs"), ([{**RANKED, "margin": 1}], "pairs")):
+        with pytest.raises(InputError, match=r"needs the margin of each pair, and dataset mine has none: give pairs"):
+            read_numbers(rows, tokenizer, trains_on, with_margins=True)
 
 
 def test_sft_trains_on_a_table_of_questions_and_answers(command, tmp_path):

@@ -156,7 +156,7 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             {},
             "training on pairs needs the columns chosen and rejected; rows.csv has prompt, chosen, score: name them "
             "with 'dataset_sources.mine.columns={prompt: prompt, chosen: chosen, rejected: COLUMN}', "
-            "or add them to the records",
+            "or add a column rejected",
         ),
         (
             "question answer",
@@ -174,7 +174,7 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "rows.csv has a, b(c): name them with "
             "'dataset_sources.mine.columns={prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}' or "
             "'dataset_sources.mine.columns={prompt: COLUMN, completion: \"b(c)\"}' or "
-            "'dataset_sources.mine.columns={messages: COLUMN}', or add them to the records",
+            "'dataset_sources.mine.columns={messages: COLUMN}', or add a column prompt",
         ),
         (
             "input instruction",
@@ -198,7 +198,7 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             {},
             "training on pairs needs the columns chosen and rejected; rows.csv has prompt, completion, label: name "
             "them with 'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or train on "
-            "what is there with loss=kto or loss=apo_zero_unpaired, or add them to the records",
+            "what is there with loss=kto, loss=apo_zero_unpaired or loss=bco_unpaired, or add them to the records",
         ),
         (
             "prompt completion",
@@ -208,7 +208,7 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "and rejected; rows.csv has prompt, completion: name them with "
             "'dataset_sources.mine.columns={messages: COLUMN, label: COLUMN}' or "
             "'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or train on what is "
-            "there with loss=sft, or add them to the records",
+            "there with loss=sft, or add a column label",
         ),
         (
             "prompt chosen",
@@ -242,8 +242,8 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "targets",
             {"prompt": "prompt", "messages": "messages"},
             "dataset_sources.mine.columns has the fields prompt, messages: give some of those of pairs (prompt, "
-            "chosen, rejected), or of those of targets (prompt, completion) or labels (prompt, completion, label), or "
-            "messages alone or with label",
+            "chosen, rejected), or of those of targets (prompt, completion), labels (prompt, completion, label) or "
+            "ranked lists (prompt, responses, scores), or messages alone or with label; any may have weight and margin",
         ),
     ],
 )

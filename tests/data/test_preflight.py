@@ -60,7 +60,8 @@ def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(tokenize
         ((20, 80), (1.0, 1.0), "is 0.25 times loss.undesirable_weight times that of undesirable ones, and the paper of "
                                "KTO advises 1 to 4/3: try loss.desirable_weight from 4 to 5.33"),
         ((80, 20), (1.0, 1.0), "advises 1 to 4/3: try loss.undesirable_weight from 3 to 4"),
-        ((80, 0), (1.0, 1.0), "the train split has no undesirable response, and KTO learns from both kinds: add some"),
+        ((80, 0), (1.0, 1.0), "the train split has no undesirable response, and a loss of labels learns from both "
+                              "kinds: add some"),
         ((80, 0), (1.0, 0.0), None),  # as was asked for
     ],
 )  # fmt: skip
@@ -70,7 +71,7 @@ def test_weights_that_leave_labels_out_of_balance_are_warned_about(counts, weigh
     warnings = find_weight_warnings(report, options)
     assert len(warnings) == (advice is not None)
     assert all(warning.endswith(advice) for warning in warnings)
-    assert find_weight_warnings(report, {"beta": 0.1}) == []  # another loss
+    assert find_weight_warnings(SplitReport(), {"beta": 0.1}) == []  # another loss
 
 
 def prepare(folder, *, trains_on: str = "pairs", batch_size: int = 2, batch_parts: int = 1) -> TrainingData:

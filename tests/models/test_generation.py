@@ -31,7 +31,7 @@ def batch(tokenizer):
 class IdsInsteadOfText:
     """Stands in for the tokenizer, to see how many tokens were sampled."""
 
-    pad_token_id = 0
+    pad_token_id, eos_token_id = 0, None
 
     def batch_decode(self, ids, **options):
         return ids
@@ -39,7 +39,8 @@ class IdsInsteadOfText:
 
 def test_sampling_depends_on_its_seed_alone_and_leaves_the_random_state(tiny_llama, tokenizer, batch):
     def texts(seed: int) -> list[str]:
-        return generation.sample(tiny_llama, batch, tokenizer, max_new_tokens=32, seed=seed)
+        said = generation.sample(tiny_llama, batch, tokenizer, max_new_tokens=32, seed=seed)
+        return [continuation.text for continuation in said]
 
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -58,9 +59,22 @@ def test_a_sample_has_at_most_so_many_tokens(models_own_limit, tiny_llama, batch
     model = copy.deepcopy(tiny_llama)
     model.generation_config.max_new_tokens = models_own_limit  # some published models come with one
 
-    ids = generation.sample(model, batch, IdsInsteadOfText(), max_new_tokens=6, seed=0)
+    said = generation.sample(model, batch, IdsInsteadOfText(), max_new_tokens=6, seed=0)
 
-    assert ids.shape == (2, 6)
+    assert [len(continuation.text) for continuation in said] == [6, 6]
+
+
+def test_a_sample_says_whether_it_ended(tiny_llama, batch):
+    model = copy.deepcopy(tiny_llama)
+
+    def sample(eos: int | None) -> list[generation.Continuation]:
+        model.generation_config.eos_token_id = eos
+        return generation.sample(model, batch, IdsInsteadOfText(), max_new_tokens=6, seed=0)
+
+    first, second = sample(eos=None)
+    assert [first.ended, second.ended] == [False, False]
+    [end] = set(first.text[2:3].tolist()) - set(second.text.tolist())
+    assert [said.ended for said in sample(eos=end)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -145,9 +145,9 @@ def test_forwards_agree_bit_for_bit_on_more_devices():
     examples = list_examples(2)
     (note,) = check_models(
         policy,
-        lambda: dict(zip(ROLES, plain_logps(policy, examples), strict=True)),
-        lambda: dict(zip(ROLES, plain_logps(reference, examples), strict=True)),
-        lengths=dict(zip(ROLES, torch.tensor([example.n_scored for example in examples]).T, strict=True)),
+        lambda: dict(zip(ROLES, plain_logps(policy, examples), strict=False)),
+        lambda: dict(zip(ROLES, plain_logps(reference, examples), strict=False)),
+        lengths=dict(zip(ROLES, torch.tensor([example.n_scored for example in examples]).T, strict=False)),
         loss=find_loss({"name": "dpo", **DPO}),
     )
     assert "rewards within 0 of 0" in note

@@ -68,7 +68,7 @@ def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_pa
     logger.on_evaluation(Evaluation(2, 8, {}, [Sample("p", "x", None)]))
 
     of_model, *drawn = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert of_model == {"examples": 8, "prompt": "p", "policy": "x", "reference": None}
+    assert of_model == {"examples": 8, **Sample("p", "x", None)._asdict()}
     assert len(drawn) == 2  # n_eval_model_samples
     assert drawn[1] == {
         "examples": 8,

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from support.runs import read_metrics, run_here, small_run
 
 from dpo.analysis.ledger_file import PARQUET, STREAM, read_ledger
+from dpo.data.counts import SplitReport
 from dpo.data.examples import Example
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.ledger import Ledger
@@ -151,7 +152,7 @@ EXAMPLES = [Example((1,), ((2, 3), (4,)), (i, 0), "hh", f"{i}", truncated=False)
 
 
 def ledger_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> Ledger:
-    data = SimpleNamespace(report=SimpleNamespace(examples_per_epoch=8))
+    data = SimpleNamespace(report=SimpleNamespace(examples_per_epoch=8, train=SplitReport()))
     ledger = Ledger(
         RunContext(resolve(OmegaConf.create({"batch_size": 4, "online": {"name": "none"}})), run_dir, 0, data, print)
     )

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
-from support.runs import assert_alike, read_metrics, train_here, write_prompts
+from support.runs import assert_alike, read_metrics, train_here, write_lists, write_prompts, write_weighted
 
 from benchmarks.soak import find_differences, read_log
 from dpo.analysis.ledger_file import PARQUET, read_ledger
@@ -45,6 +45,7 @@ BY_LOSS = {name: f"loss={name}" for name in LOSSES} | {  # at a larger rate ipo 
     "mix": MIX,
 }
 BY_LOSS |= {name: f"loss={name} unpair=true" for name, loss in LOSSES.items() if loss.trains_on == "labels"}
+BY_LOSS["plackett_luce"] = "loss=plackett_luce datasets=LISTS"
 BY_OPTION = {
     "sft term": "loss.sft_weight=0.2",
     "wpo": "loss.wpo=true",
@@ -65,6 +66,11 @@ FEATURES = {
     **BY_OPTION,
     "sampling": "sample_during_eval=true do_first_sampling=true",
     "mixed datasets": "datasets=[hh,more]",
+    "pairs of lists": "datasets=LISTS",
+    "best and worst of lists": "datasets=LISTS list_pairs=best_worst",
+    "weights": "datasets=WEIGHTED",
+    "weights and margins": "datasets=WEIGHTED loss.offset_by_margin=true",
+    "weights and labels": f"datasets=WEIGHTED {BY_LOSS['kto']}",
     "lora": f"{LORA} lora.reference=base sample_during_eval=true",
     "lora from an adapter": f"{LORA} lora.reference=adapter model.archive=ADAPTER",
     "lora and a second model": f"{LORA} lora.reference=model model.archive=ADAPTER",
@@ -170,8 +176,9 @@ QUICK = {
     "resumed sharded": "dpo",
 }
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are
-KINDS = ("dpo", "sft", "ipo", "aot", "beta_dpo", "bco", "simpo", "kto", "mix", "all options")
-IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS} - {*KINDS}
+KINDS = ("dpo", "sft", "ipo", "aot", "beta_dpo", "bco", "simpo", "kto", "plackett_luce", "mix", "all options")
+OF_DATA = ("pairs of lists", "best and worst of lists", "weights", "weights and margins", "weights and labels")
+IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS, *OF_DATA} - {*KINDS}
 WITH_FROZEN_WEIGHTS = ("dpo", "aot", *(name for name in FEATURES if "lora" in name), "online a following reference")
 FEW_WAYS = ("padded, in parts", "sharded, padded, in parts")
 # these ways combine others, so one feature of each kind is trained in them: of examples, of a batch, with a state
@@ -251,10 +258,12 @@ def whole(finished) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def settings_of(whole, tokenizer, tmp_path_factory) -> Callable[[str], str]:
-    """A feature's settings, with paths for ADAPTER, REWARD_MODEL, PROMPTS."""
+    """A feature's settings, with paths for ADAPTER, REWARD_MODEL, PROMPTS, LISTS, WEIGHTED."""
     makers = {
         "=ADAPTER": lambda: whole(f"{ROUNDED} {FEATURES['lora with sft']}"),
         "=PROMPTS": lambda: write_prompts(tmp_path_factory.mktemp("data") / "prompts"),
+        "=LISTS": lambda: write_lists(tmp_path_factory.mktemp("data") / "lists"),
+        "=WEIGHTED": lambda: write_weighted(tmp_path_factory.mktemp("data") / "weighted"),
         "=REWARD_MODEL": lambda: save_reward_model(tmp_path_factory.mktemp("reward") / "model", "llama", tokenizer),
     }
 

@@ -60,7 +60,7 @@ REFUSED = [
     ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but sft"),
     (
         "loss=sft loss.wpo=true",
-        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unpaired, kto",
     ),
     ("loss=orpo loss.gamma=1", "loss.gamma does not exist here: it belongs to loss=mix and loss=simpo"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
@@ -127,7 +127,7 @@ REFUSED = [
     ("dataset_sources.a={path:a,columns:{chosen:3}}", "dataset_sources.a.columns={'chosen': 3} must map"),
     (
         "dataset_sources.a={path:a,columns:{best:chosen}}",
-        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, completion, ",
+        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, responses, ",
     ),
     ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'}: hh has columns of"),
     # --- keys that contradict each other
@@ -194,10 +194,10 @@ REFUSED = [
     (f"{PACKAGE} sample_during_eval=false {LORA}", "lora=lora does not work with tensor_parallel.backend=tensor_para"),
     (f"{PACKAGE} sample_during_eval=false {DRAWN}", "online=online does not work with tensor_parallel.backend=tensor_"),
     # --- losses
-    ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unpaired"),
+    ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unp"),
     (
         "loss=kto loss.wpo=true",
-        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, kto, ",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unpaired, kto",
     ),
     (
         "loss=kto +loss.wpo=true",
@@ -208,11 +208,24 @@ REFUSED = [
         "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: give one of them",
     ),
     ("loss=kto loss.desirable_weight=-1", "loss.desirable_weight=-1 must be a number from 0 to 1e30"),
-    (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto or loss=apo_zero_unpaired"),
+    (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto or loss=apo_zero_unpaired or loss=bco"),
     (
         "loss=mix loss.weights.dpo=1 +loss.weights.kto=1",
         "loss.weights.kto: kto trains on labels and a mix on pairs, ",
     ),
+    (
+        "loss=mix loss.weights.dpo=1 +loss.weights.plackett_luce=1",
+        "loss.weights.plackett_luce: plackett_luce trains on lists and a mix on pairs, so it is trained alone, as",
+    ),
+    (
+        "loss=hinge +loss.offset_by_margin=true",
+        "loss.offset_by_margin=true needs a logistic loss of pairs: loss=dpo or robust or dpo_norm or beta_dpo or ",
+    ),
+    (
+        f"{DRAWN} loss.offset_by_margin=true",
+        "loss.offset_by_margin=true needs margins, and the pairs of online=online ",
+    ),
+    (f"{DPO} list_pairs=best", "list_pairs=best is not one of all, best_worst"),
     (f"{DPO} loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
     (f"{DPO} loss.f_divergence=kl", "loss.f_divergence=kl is not one of alpha, forward_kl, js"),
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
@@ -293,6 +306,7 @@ NO_EFFECT = [
     ("model.reference_dtype=float32 loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo, and a "),
     (f"model.reference_dtype=bfloat16 {DPO} {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo, and"),
     (f"loss.f_alpha=0.1 {DPO} loss.f_divergence=js", "it needs loss.f_divergence=alpha"),
+    ("list_pairs=best_worst loss=plackett_luce", "it needs a loss of pairs: any but sft, kto, apo_zero_unpaired, "),
     (f"online.reward_model=rm {DRAWN}", "it needs online.scorer=reward_model"),
     (f"online.reward_format=pair {DRAWN}", "it needs online.scorer=reward_model"),
     (f"online.function=a.py:f {DRAWN}", "it needs online.scorer=function"),
@@ -327,6 +341,8 @@ ACCEPTED = [
     f"{DPO} loss.sft_weight=0.2 loss.wpo=true loss.ld_alpha=0 loss.f_divergence=alpha loss.f_alpha=0.9",
     "loss=mix loss.weights.dpo=0.8 loss.weights.sft=1",
     "loss=kto unpair=true loss.desirable_weight=0",
+    "loss=plackett_luce",
+    f"{DPO} list_pairs=best_worst loss.offset_by_margin=true",
     "batch_size=64 gradient_accumulation_steps=16 eval_every=64",
     "max_length=2 max_prompt_length=1",
     "n_epochs=null n_examples=1",

@@ -95,6 +95,13 @@ def test_an_online_job_is_ranked_by_its_held_out_score(tmp_path):
     assert (summary["metric"], summary["best"], summary["examples"]) == ("online_eval/score", 3.0, 16)
 
 
+def test_a_job_on_labels_is_ranked_by_what_its_weights_do_not_scale(tmp_path):
+    values = ((8, 0.6, 0.1), (16, 0.8, 0.9))
+    log(tmp_path / "job", *(evaluation(n, **{"rewards_eval/auc": auc, "loss/eval": loss}) for n, auc, loss in values))
+    summary = Job(0, [], tmp_path / "job").summarize()
+    assert (summary["metric"], summary["best"], summary["examples"]) == ("rewards_eval/auc", 0.8, 16)
+
+
 def test_a_table_that_cannot_be_written_and_a_line_that_was_cut_off_cost_nothing(tmp_path, capsys):
     log(tmp_path / "job", evaluation(8, **{"loss/eval": 2.0}))
     with (tmp_path / "job" / "metrics.jsonl").open("a") as file:

@@ -110,6 +110,32 @@ def write_prompts(folder: Path) -> Path:
     return folder
 
 
+def write_lists(folder: Path) -> Path:
+    """Write ranked lists of 2 to 5 responses, 22 to train on and 8 to test."""
+    for split, n in (("train", 22), ("test", 8)):
+        rows = []
+        for i in range(n):
+            responses = [f" It is {'very ' * (i * k % 5)}near number {k}." for k in range(2 + i % 4)]
+            scores = [(3 * k + i) % 7 for k in range(len(responses))]
+            prompt = f"\n\nHuman: Where is {split} number {i}?\n\nAssistant:"
+            rows.append({"prompt": prompt, "responses": responses, "scores": scores})
+        write_rows(folder / f"{split}.jsonl", rows)
+    return folder
+
+
+def write_weighted(folder: Path) -> Path:
+    """Write pairs with weights and margins, 22 to train on and 8 to test."""
+    for split, n in (("train", 22), ("test", 8)):
+        rows = []
+        for i in range(n):
+            prompt = f"\n\nHuman: Where is {split} number {i}?\n\nAssistant:"
+            chosen, rejected = f" It is {'very ' * (i % 4)}near.", f" Who {'really ' * (i % 3)}knows {i}?"
+            numbers = {"weight": 0.5 + i % 3, "margin": (i % 5) / 2}
+            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected, **numbers})
+        write_rows(folder / f"{split}.jsonl", rows)
+    return folder
+
+
 def compose(*overrides: str) -> DictConfig:
     """The config of `python train.py OVERRIDES`."""
     import hydra

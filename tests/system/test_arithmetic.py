@@ -121,7 +121,7 @@ def test_compiled_blocks_are_trained_compiled_also_after_sampling(make_trainer, 
 class Stub:
     """A model that "generates" by an operation without a deterministic algorithm."""
 
-    config = transformers.LlamaConfig(**COMMON)
+    config, generation_config = transformers.LlamaConfig(**COMMON), transformers.GenerationConfig()
 
     def generate(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         flat = torch.zeros(ids.numel(), dtype=ids.dtype)
@@ -135,7 +135,7 @@ def test_a_deterministic_run_samples_by_what_has_no_deterministic_algorithm_with
         Stub().generate(prompts["prompt_input_ids"])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        assert sample(Stub(), prompts, tokenizer, max_new_tokens=2, seed=0) == [""]
+        assert sample(Stub(), prompts, tokenizer, max_new_tokens=2, seed=0) == [("", False)]
     assert any("deterministic" in str(warning.message) for warning in warned)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()

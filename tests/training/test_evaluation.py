@@ -18,6 +18,7 @@ from support.warm import launch
 from dpo.data.examples import Example
 from dpo.losses import find_loss
 from dpo.models.pretrained import load_model
+from dpo.training.objective import rank_labelled
 from trainers import TRAINERS, BasicTrainer
 
 LAYOUTS = ("padded", "shared_prefix")
@@ -146,11 +147,17 @@ def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, fold
 
 @pytest.mark.parametrize(
     "name",
-    ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bco", "aot", "aot_unpaired", "beta_dpo"))],
+    [
+        "kto",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("bco", "bco_unpaired", "aot", "aot_unpaired", "beta_dpo")),
+    ],
 )
 def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
     """Not on how its examples are cut into batches, nor on the updates before it."""
-    settings = ("loss.beta=0.005", "unpair=true") if name == "kto" else ("loss.beta=0.5",)
+    settings = {
+        "kto": ("loss.beta=0.005", "unpair=true"),
+        "bco_unpaired": ("loss.beta=0.5", "unpair=true"),
+    }.get(name, ("loss.beta=0.5",))
     command = (f"loss={name}", "n_eval_examples=32", *settings)
     trained = trainers.make(trainers.compose(tmp_path, "trained", *command))
     trainers.updates(trained)
@@ -205,3 +212,12 @@ def test_the_kl_of_kto_is_estimated_on_the_mismatched_examples_of_the_global_bat
     metrics = trainer.train_step(batch).metrics
     assert metrics["kto/kl/train"] == pytest.approx(z.item(), rel=1e-4)
     assert metrics["loss/train"] == pytest.approx(torch.stack(by_hand).mean().item(), rel=1e-4)
+
+
+def test_labelled_responses_are_ranked_against_all_of_the_other_kind():
+    is_chosen = torch.tensor([True, True, False, True, False])
+    chosen, rejected = torch.tensor([3.0, 1.0, 0, -2.0, 0]), torch.tensor([0, 0, 1.0, 0, -1.0])
+    shares = rank_labelled(chosen, rejected, is_chosen)
+    assert shares.tolist() == pytest.approx([1, 0.75, 0.5, 0, 2 / 3])  # 1.0 ties with 1.0, which counts half
+    assert shares[is_chosen].mean().item() == pytest.approx(3.5 / 6)
+    assert shares[~is_chosen].mean().item() == pytest.approx(3.5 / 6)

@@ -43,7 +43,7 @@ def check(policy, reference, batch, name="dpo", options=DPO, other_dtype=None) -
     (note,) = check_models(
         policy,
         lambda: dict(zip(ROLES, plain_logps(policy, examples), strict=False)),
-        None if reference is None else lambda: dict(zip(ROLES, plain_logps(reference, examples), strict=True)),
+        None if reference is None else lambda: dict(zip(ROLES, plain_logps(reference, examples), strict=False)),
         lengths=dict(zip(ROLES, lengths, strict=False)),
         loss=find_loss(config),
         other_policy_dtype=other_dtype,

@@ -1,0 +1,243 @@
+"""Rules on margins, lengths and labels of pairs, and on the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from dpo.analysis.measures import (
+    SIDES,
+    Z_98,
+    MarginParts,
+    evaluated_pairs,
+    find_change,
+    is_below,
+    margin_parts,
+    n_evaluated,
+)
+from dpo.analysis.rules import NOTE, WARNING, WAYS_TO_HOLD_CHOSEN_UP, Finding, note
+from dpo.analysis.runs import Run, last_tenth, number
+from dpo.losses import LOSSES
+from dpo.numbers import count, figure, percent, signed
+
+LEAKED, MUCH_LEAKED = 0.01, 0.1  # of the test prompts
+
+# --- chosen and rejected, lengths -------------------------------------------------------------------------------------
+
+
+def margin_sides(run: Run) -> Iterator[Finding]:
+    """Say where the margin comes from, and why chosen responses fall."""
+    parts = margin_parts(run)
+    if parts is None:
+        return
+    margin = f"margin {signed(parts.margin)} since the start" if parts.since_start else f"margin {figure(parts.margin)}"
+    value = f"{margin} = chosen {signed(parts.chosen)} minus rejected {signed(parts.rejected)}"
+    # sums over tokens show directly whether chosen responses fell; rewards per token stand for themselves, because
+    # their sums would mix in lengths
+    logps_change = None if run.is_per_token else find_change(run)
+    change = logps_change or parts
+    if change.chosen >= 0 or parts.margin <= 0:
+        yield note("Where the margin comes from", value, _describe_sides(parts))
+        return
+    if logps_change is not None:
+        before, after = figure(logps_change.chosen_before, 4), figure(logps_change.chosen_after, 4)
+        value = f"logps_{logps_change.split}/chosen {before}, then {after} ({signed(logps_change.chosen)}); {value}"
+    # chosen falls by more than the two sides moved apart
+    falls_beyond_margin = change.chosen + change.margin < -_bound_fall(run, in_nats=logps_change is not None)
+    only_difference_counts = _loss_sees_only_differences(run)
+    if not only_difference_counts:
+        mechanism, advice = "", "By itself that is no fault: read the samples, and compare them with earlier ones."
+    else:
+        mechanism = (
+            "The loss sees only the difference of the two sides: lowering rejected responses also lowers what chosen "
+            "ones share with them, and nothing holds chosen ones up. "
+        )
+        advice = "By itself this is usual, and no fault as long as the samples stay good."
+        if falls_beyond_margin:
+            beta = "" if parts.since_start else "a larger loss.beta, "
+            advice = (
+                "Here chosen responses fall by more than the margin grows, which often shows in the samples: read "
+                f"them, and consider {beta}a smaller lr, fewer epochs, or {WAYS_TO_HOLD_CHOSEN_UP}"
+            )
+    yield Finding(
+        WARNING if falls_beyond_margin and only_difference_counts else NOTE,
+        "Chosen responses become less likely while margins grow",
+        value,
+        f"{_describe_sides(parts)} {mechanism}The probability goes to texts that are in neither. {advice}",
+    )
+
+
+def _bound_fall(run: Run, *, in_nats: bool) -> float:
+    """Bound the mean of chosen rewards plus margins that chance explains.
+
+    The mean is over the held-out pairs. Their standard deviation is that of the last updates; infinite with too few.
+    """
+    chosen, rejected = (run.train[f"rewards_train/{side}"] for side in SIDES)
+    sums = last_tenth((2 * chosen - rejected)[np.isfinite(chosen) & np.isfinite(rejected)])
+    scale = number(run.setting("loss.beta")) if in_nats else 1.0
+    if len(sums) < 10 or not scale > 0:
+        return math.inf
+    deviation = float(sums.std(ddof=1)) * math.sqrt(number(run.setting("batch_size", 1)))
+    return Z_98 * deviation / math.sqrt(n_evaluated(run)) / scale
+
+
+def _describe_sides(parts: MarginParts) -> str:
+    """Say in a sentence which share of the margin each side gives."""
+    chosen, rejected, margin = parts.chosen, parts.rejected, parts.margin
+    since = "Since the start" if parts.since_start else "Against the reference"
+    if margin <= 0:
+        return f"{since}, rejected responses did at least as well as chosen ones: the margin has not grown."
+    if margin < 0.2 * min(abs(chosen), abs(rejected)):
+        return f"{since}, both moved by nearly as much: the margin is the little by which they differ."
+    by_chosen, by_rejected = (
+        f"{'gives' if share >= 0 else 'takes away'} {percent(abs(share))}"
+        for share in (chosen / margin, -rejected / margin)
+    )
+    return (
+        f"{since}, chosen responses became {'more' if chosen >= 0 else 'less'} likely, which {by_chosen} of the "
+        f"margin, and rejected ones {'more' if rejected > 0 else 'less'} likely, which {by_rejected}."
+    )
+
+
+def _loss_sees_only_differences(run: Run) -> bool:
+    """Return whether the loss is a function of chosen minus rejected alone."""
+    if run.objective is None:
+        return False
+    weights = run.setting("loss.weights", {})  # only loss=mix has them
+    losses = [LOSSES[name] for name, weight in weights.items() if weight] or [run.objective]
+    has_sft_term = number(run.setting("loss.sft_weight")) > 0
+    return all(loss.trains_on == "pairs" and loss.margin_only for loss in losses) and not has_sft_term
+
+
+def length_in_margin(run: Run) -> Iterator[Finding]:
+    parts = margin_parts(run)
+    if parts is None or not math.isfinite(parts.length) or parts.margin <= 0:
+        return
+    share = parts.length / parts.margin
+    amount = signed(parts.length) if abs(share) >= 0.001 else "nearly nothing"
+    value = (
+        f"{amount} of the margin {figure(parts.margin)} ({percent(share)}); mean tokens "
+        f"{figure(parts.chosen_tokens)} chosen, {figure(parts.rejected_tokens)} rejected"
+    )
+    source = "the pairs of the ledger" if parts.by_pair else "means alone; with ledger=true a run records each pair"
+    text = (
+        f"This is what the margin would {'lose' if share >= 0 else 'gain'} if both sides were equally long, at the "
+        f"same mean change per token. It was worked out from {source}."
+    )
+    if share < 0.5:
+        yield note("What length gives", value, text)
+    else:  # no warning, as the share of a small margin may be large by chance
+        text += " The policy may have learned to prefer a length: compare the lengths of samples."
+        yield note("Much of the margin is length", value, text)
+
+
+def lengths_in_data(run: Run) -> Iterator[Finding]:
+    """Pairs whose length alone predicts the preference."""
+    longer = run.count("train.chosen_longer")
+    share = max(longer, 1 - longer)
+    if share >= 0.8:
+        yield note(
+            "Length predicts the preference in the data",
+            f"chosen is {'longer' if longer > 0.5 else 'shorter or as long'} in {percent(share)} of the training pairs",
+            "A policy can rank such pairs right by learning a length. Compare the lengths of its samples with those of "
+            f"{'the reference' if run.has_reference else 'its first ones'}.",
+        )
+
+
+def accuracy_by_length(run: Run) -> Iterator[Finding]:
+    """Held-out accuracy where chosen is longer, and where it is shorter."""
+    pairs = evaluated_pairs(run, run.eval.updates[-1])
+    if pairs is None:
+        return
+    is_right, difference = pairs["margin"] > 0, pairs["chosen_tokens"] - pairs["rejected_tokens"]
+    longer, shorter = is_right[difference > 0], is_right[difference < 0]
+    if min(len(longer), len(shorter)) < 20:
+        return
+    right, n = [float(values.mean()) for values in (longer, shorter)], [len(longer), len(shorter)]
+    pooled = float(np.concatenate([longer, shorter]).mean())
+    bound = Z_98 * math.sqrt(pooled * (1 - pooled) * (1 / n[0] + 1 / n[1]))
+    if abs(right[0] - right[1]) <= bound:
+        return
+    likes_longer = right[0] > right[1]
+    is_below_chance = is_below(right[likes_longer], 0.5, n[likes_longer])  # of the side that it likes less
+    others = ", also where they are the rejected ones" if is_below_chance else ", or the other pairs are harder"
+    means = "" if run.is_per_token else ", or loss=simpo or loss=dpo_norm, which have means over tokens,"
+    yield Finding(
+        WARNING if is_below_chance else NOTE,
+        "Held-out pairs are ranked by length" if is_below_chance else "Held-out accuracy depends on length",
+        f"accuracy {figure(right[0])} where chosen is longer ({count(n[0], 'pair')}), {figure(right[1])} where it is "
+        f"shorter ({n[1]:,}); mean of both {figure(sum(right) / 2)}; a difference of up to {figure(bound)} may be "
+        "chance",
+        f"The policy prefers {'longer' if likes_longer else 'shorter'} responses{others}. Go by the mean of both "
+        "accuracies, which a preference for length alone leaves at 0.5, and compare the lengths of samples. Pairs of "
+        f"equal lengths{means} reward length less.",
+    )
+
+
+# --- labels and data --------------------------------------------------------------------------------------------------
+
+
+def label_noise(run: Run) -> Iterator[Finding]:
+    """Training pairs ranked clearly wrong, more than right labels would explain."""
+    from dpo.analysis.ledger import count_clearly_wrong  # most runs have no ledger
+
+    counted = count_clearly_wrong(run.ledger)
+    if counted is None or counted.right < 0.75:  # a policy that ranks few pairs right knows too little of labels
+        return
+    excess, error = counted.share - counted.expected, math.sqrt(counted.share * (1 - counted.share) / counted.pairs)
+    if excess > max(0.04, Z_98 * error):  # margins with longer tails than the normal ones reach 0.038
+        yield note(
+            "Some labels may be wrong",
+            f"{percent(counted.share)} of {count(counted.pairs, 'training pair')} in the second half of the run are "
+            f"ranked wrong by at least a typical margin; with right labels about {percent(counted.expected)} would be",
+            "The policy is as sure that these labels are wrong as it is of others that they are right. `python -m "
+            "scripts.ledger RUN` lists the worst ones: read them. If labels are swapped, correct them, or train with "
+            "loss.label_smoothing or loss=robust.",
+        )
+
+
+def leakage(run: Run) -> Iterator[Finding]:
+    """Test prompts, or their first turns, that are in the training split."""
+    names = ("prompts", "prompts_in_train", "first_turns_in_train")
+    n_prompts, n_whole, n_first_turns = (run.count(f"test.{name}") for name in names)
+    if not (n_prompts > 0 and max(n_whole, n_first_turns) / n_prompts >= LEAKED):  # false for NaN
+        return
+    yield Finding(
+        WARNING if n_whole / n_prompts >= MUCH_LEAKED else NOTE,
+        "Test prompts are in the training split",
+        f"of {count(n_prompts, 'test prompt')}, {n_whole:,.0f} ({percent(n_whole / n_prompts)}) are training prompts "
+        f"too, and {n_first_turns:,.0f} ({percent(n_first_turns / n_prompts)}) open with the first turn of one",
+        "The run has trained on the subjects of these prompts, so held-out numbers are too good for them. Split the "
+        "data by first turn, so that no dialogue is in both splits.",
+    )
+
+
+DATA_COUNTS = {  # of the preflight: what each is a share of, the least share that is reported, what to do about it
+    "joined_words": ("examples", 0.0, "Responses follow their prompts without a space: add one where they meet."),
+    "contradictory_pairs": (
+        "examples", 0.01,
+        "Pairs contradict an earlier pair of the same prompt: leave out one of both, or use loss.label_smoothing.",
+    ),
+    "identical_pairs": (
+        "tokenized", 0.01,
+        "Chosen and rejected are identical after truncation, so most losses have no gradient there: raise max_length.",
+    ),
+    "empty_responses": (
+        "examples", 0.01,
+        "Responses are empty: leave these examples out, unless the policy should learn to say nothing.",
+    ),
+    "truncated_responses": (
+        "tokenized", 0.1,
+        "Responses lost their ends, so the policy does not learn where they end: raise max_length.",
+    ),
+}  # fmt: skip
+
+
+def data_counts(run: Run) -> Iterator[Finding]:
+    for key, (all_of_them, least_share, text) in DATA_COUNTS.items():
+        n_found, total = run.count(f"train.{key}"), run.count(f"train.{all_of_them}")
+        if n_found > 0 and total > 0 and n_found / total >= least_share:
+            value = f"{key} {n_found:,.0f} of {total:,.0f} ({percent(n_found / total)}) in the training split"
+            yield note("Worth a look in the data", value, text)

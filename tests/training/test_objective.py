@@ -1,0 +1,80 @@
+"""Ranked lists, weights and margins of the data in the losses of updates and evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import trainers
+from support.runs import write_lists, write_weighted
+
+from dpo.analysis.ledger_file import WEIGHTED_SCHEMA, read_ledger
+from dpo.errors import InputError
+from dpo.reporting.ledger import Ledger
+from trainers import BasicTrainer
+
+DPO = ("loss=dpo", "loss.beta=0.5")
+LISTS = ("loss=plackett_luce", "loss.beta=0.5")
+IN_PARTS = ("layout=padded", "gradient_accumulation_steps=2", "eval_batch_size=3")
+
+
+@pytest.fixture
+def make(tmp_path):
+    """A function that makes a trainer on the data in a directory."""
+
+    def make_trainer(run: str, data: Path, *overrides: str) -> BasicTrainer:
+        source = ("datasets=[mine]", f"dataset_sources.mine={data}", "batch_size=4", "n_eval_examples=8")
+        return trainers.make(trainers.compose(tmp_path, run, *source, *overrides))
+
+    return make_trainer
+
+
+def test_lists_of_different_lengths_have_the_same_metrics_in_any_layout_and_with_a_cached_reference(make, tmp_path):
+    data = write_lists(tmp_path / "lists")
+    trainer = make("shared", data, *LISTS)
+    assert len({len(example.responses) for example in trainers.next_batch(trainer).examples}) > 2
+    expected = trainers.updates(make("again", data, *LISTS))
+    for run, overrides in (("padded", IN_PARTS), ("cached", ("cache_reference_logps=all",))):
+        for line, found in zip(expected, trainers.updates(make(run, data, *LISTS, *overrides)), strict=True):
+            assert found == pytest.approx(line, rel=1e-4, abs=1e-5)
+    assert expected[-1]["rewards_eval/margins"] == pytest.approx(
+        expected[-1]["rewards_eval/chosen"] - expected[-1]["rewards_eval/rejected"]
+    )
+
+
+def test_on_pairs_plackett_luce_trains_as_dpo_to_the_last_digit(make, tmp_path):
+    data = write_weighted(tmp_path / "pairs")
+    assert trainers.updates(make("lists", data, *LISTS)) == trainers.updates(make("dpo", data, *DPO))
+
+
+@pytest.mark.parametrize("overrides", [DPO, (*DPO, "loss.offset_by_margin=true")], ids=" ".join)
+def test_loss_and_metrics_are_weighted_means(overrides, make, tmp_path):
+    trainer = make("run", write_weighted(tmp_path / "pairs"), *overrides, "ledger=true")
+    expected = trainers.updates(trainer)
+    batch = trainers.next_batch(trainer)
+    update = trainer.train_step(batch)
+    weights = torch.tensor([example.weight for example in batch.examples], dtype=torch.float64)
+    assert len({*batch.weights}) == 3
+    for name in ("loss/train", "rewards_train/chosen", "rewards_train/accuracies"):
+        mean = (weights * update.table[name]).sum() / weights.sum()
+        assert update.metrics[name] == pytest.approx(mean.item(), rel=1e-6)
+    offsets = torch.tensor([example.margin or 0.0 for example in batch.examples])
+    margins = update.table["rewards_train/margins"]
+    assert update.table["loss/train"].tolist() == pytest.approx((offsets - margins).exp().log1p().tolist(), rel=1e-5)
+
+    [ledger] = [callback for callback in trainer.callbacks.callbacks if isinstance(callback, Ledger)]
+    ledger.on_update(update)
+    rows = read_ledger(trainer.run_dir)
+    assert rows.schema.names == WEIGHTED_SCHEMA.names
+    assert rows["weight"].to_pylist() == batch.weights
+    assert rows["offset"].to_pylist() == [example.margin for example in batch.examples]
+
+    in_parts = trainers.updates(make("in parts", tmp_path / "pairs", *overrides, *IN_PARTS))
+    for line, found in zip(expected, in_parts, strict=True):
+        assert found == pytest.approx(line, rel=1e-4, abs=1e-5)
+
+
+def test_a_loss_that_compares_the_examples_of_a_batch_takes_no_weights(make, tmp_path):
+    with pytest.raises(InputError, match="loss=aot compares the examples of a batch, so it takes no weights: remove"):
+        make("run", write_weighted(tmp_path / "pairs"), "loss=aot")
