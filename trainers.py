@@ -291,7 +291,8 @@ class Trainer:
         microbatch = microbatch.to(self.objective.device)
         with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
             losses, metrics = self.objective.losses(microbatch, context, split="train")
-            weighted_sum = (losses * context.weights[microbatch.indices]).sum()
+            weights = context.weights[microbatch.indices]
+            weighted_sum = (losses.where(weights > 0, 0) * weights).sum()  # the loss of a tie may be infinite
             # data_size cancels FSDP's mean over processes: the gradient is that of the global batch's weighted mean
             (weighted_sum * self.mesh.data_size / context.total_weight).backward()
         return microbatch.indices, metrics

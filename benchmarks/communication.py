@@ -99,7 +99,8 @@ def make_plan(folder: Path, name: str, settings: str, gpus: int) -> Plan:
 
 def list_numbers(plan: Plan, model: Model, passes: Passes) -> str:
     """Memory, bytes sent and their share of an update, as text."""
-    memory, sent = add_up(plan, passes)["training"].total(), count_communication(plan).total()
+    memory = max(need.total() for need in add_up(plan, passes).values())
+    sent = count_communication(plan).total()
     seconds = PAIRS / plan.gpus * (model.per_pair_lora if plan.lora else model.per_pair)
     share = sent / BANDWIDTH / (sent / BANDWIDTH + seconds)
     return f"{memory / 1e9:.0f} GB, {sent / 1e9:.1f} GB, {share:.0%}"

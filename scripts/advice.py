@@ -34,6 +34,8 @@ MODELS = {  # the smallest first
 }
 # bytes per parameter
 STATE = 4 + 4 + 4 + 2  # float32 weights, gradients and RMSprop state, 16-bit reference
+COPIES = 2  # of weights in bfloat16, which autocast keeps from forward to backward; FSDP frees its own
+UPDATE = 4  # temporaries of RMSprop on a GPU, when activations and copies are freed
 ADAPTER = 0.2  # per parameter of the base: an adapter of rank 16, in float32, with gradients and RMSprop state
 QUANTIZED = 0.52  # a parameter that lora=qlora quantizes, with its scales
 NOT_QUANTIZED = 0.13  # share of parameters that lora=qlora does not quantize: embeddings and head of an 8B model
@@ -77,32 +79,38 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
 
     # a power of 2, and at most a batch of about 64 on all GPUs together
     examples = 2 ** int(math.log2(min(fit.free_bytes / fit.pair_bytes, max(1, 64 // len(gpus)))))
+    # without other GPUs FSDP would copy every weight twice per microbatch for nothing (docs/distributed.md)
+    trainer, precision, copies, reference = "FSDPTrainer", "model.fsdp_policy_mp=bfloat16", "", ""
+    if len(gpus) == 1:
+        trainer, precision = "BasicTrainer", "model.autocast=bfloat16"
+        copies, reference = f", autocast's copies {COPIES}", " model.reference_dtype=bfloat16"
+    if dtype == "float32":
+        precision = copies = reference = ""
     reasons = [
-        f"weights 4, gradients 4 and RMSprop state 4 bytes per parameter in float32, reference 2 in 16 bits: "
+        f"weights 4, gradients 4 and RMSprop state 4 bytes per parameter in float32, reference 2 in 16 bits{copies}: "
         f"{gb(fit.state_bytes)} of each GPU's {gb(usable_bytes)} (90 %), {gb(fit.free_bytes)} remain for activations",
         f"{gb(fit.pair_bytes)} for a pair of 2 x 512 tokens{', checkpointed' if fit.checkpointing else ''}: "
         f"{examples} per GPU per microbatch (calculated, not measured; SFT needs less)",
     ]
     if fit.model != model:
-        needed = f"{gb(STATE * MODELS[model].n_parameters / len(gpus))} per GPU plus activations"
+        needed = f"{gb(STATE * MODELS[model].n_parameters / len(gpus))} per GPU plus activations or temporaries"
         reasons.insert(0, f"model={model} needs {needed}; {fit.model} is the largest that fits")
     if len(gpus) > 1:
         reasons.append("use TensorParallelTrainer only if one example does not fit a GPU: it shards activations too")
     reasons.append(recommend_adapters(usable_bytes, n_gpus=len(gpus), dtype=dtype))
-    # on one GPU FSDPTrainer shards nothing but has mixed precision, unlike BasicTrainer
-    trainer = "FSDPTrainer" if len(gpus) > 1 or dtype == "bfloat16" else "BasicTrainer"
     # rank 0 loads one model at a time, the policy in float32; 4 GB are for everything else
     loading_bytes = 4 * MODELS[fit.model].n_parameters + 4e9
-    if trainer == "FSDPTrainer" and memory < loading_bytes:
+    if memory < loading_bytes:
         needed = f"{gb(loading_bytes)} of host memory to load the weights"
         reasons.append(f"rank 0 needs {needed}; this host has {gb(memory)}")
-    reasons.append("then DPO: the same with loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST")
+    dpo = f"loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST{reference}"
+    reasons.append(f"then DPO: the same with {dpo}")
     # about 64 examples per update, as in the README, and batch sizes that divide it
     microbatch = len(gpus) * examples
     accumulation = max(1, 64 // microbatch)
     command = (
         f"python train.py loss=sft model={fit.model} datasets=[hh] exp_name=hh_sft trainer={trainer}"
-        f"{' model.fsdp_policy_mp=bfloat16' if dtype == 'bfloat16' else ''}"
+        f"{' ' if precision else ''}{precision}"
         f"{' activation_checkpointing=true' if fit.checkpointing else ''}"
         f" batch_size={microbatch * accumulation} gradient_accumulation_steps={accumulation}"
         f" eval_batch_size={microbatch}"
@@ -130,9 +138,10 @@ def find_fit(model: str, usable_bytes: float, *, n_gpus: int, dtype: str) -> Fit
         for checkpointing in (False, True):
             in_bfloat16, in_float32 = MODELS[name].checkpointed if checkpointing else MODELS[name].activations
             pair_bytes = in_bfloat16 if dtype == "bfloat16" else in_float32
-            state_bytes = STATE * MODELS[name].n_parameters / n_gpus
+            n_parameters = MODELS[name].n_parameters / n_gpus
+            state_bytes = (STATE + COPIES * (n_gpus == 1 and dtype == "bfloat16")) * n_parameters
             free_bytes = usable_bytes - state_bytes
-            if free_bytes >= pair_bytes:
+            if free_bytes >= pair_bytes and usable_bytes >= (STATE + UPDATE) * n_parameters:
                 return Fit(name, checkpointing, state_bytes, free_bytes, pair_bytes)
     return None
 

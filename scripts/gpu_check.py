@@ -35,7 +35,7 @@ def main() -> int:
     import pytest
 
     selection = ["-m", "gpu", "-k", " or ".join(f"test_{name}" for name in names)]
-    return pytest.main(["tests/gpu", *selection, "-v", "-s", "--junitxml=.cache/gpu-check.xml", *pytest_options])
+    return pytest.main(["tests/gpu", *selection, "-v", "-s", "-rs", "--junitxml=.cache/gpu-check.xml", *pytest_options])
 
 
 if __name__ == "__main__":

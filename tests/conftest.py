@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 # Fixtures import what needs torch: xdist reads this file too, before it starts the processes that run tests.
-os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # the models are tiny: threads would wait for each other
+os.environ["HF_HUB_OFFLINE"] = "1"
+if "GPU_TEST_CHILD" not in os.environ:  # tests/gpu/conftest.py decides for these
+    os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny: threads would wait for each other
 
 gc.disable()  # until tests are collected: nothing that they import is garbage
 

@@ -341,7 +341,7 @@ def test_an_update_reads_from_the_device_once(make_trainer, monkeypatch):
         assert {*later} == {
             "dpo/training/metrics.py:reduce_metrics",
             "dpo/training/metrics.py:means",
-            *(() if cached else ("dpo/training/reference.py:add",)),
+            *(() if cached else ("dpo/training/reference.py:store",)),
             "dpo/reporting/anomalies.py:allows",
         }
 
@@ -395,6 +395,21 @@ def test_a_reference_that_cannot_share_prefixes_is_asked_too(make_trainer, monke
     trainer = make_trainer(*DPO, "self_test=false")
     assert isinstance(trainer.objective.layout, Padded)
     assert "layout=padded: Other takes no positions" in capsys.readouterr().out
+
+
+def test_a_tie_whose_loss_is_infinite_changes_nothing(make_trainer):
+    trainer = make_trainer("loss=ipo", "loss.beta=0.1", "loss.f_divergence=forward_kl", "model.reference_dtype=float32")
+    batch = next(trainer.train_iterator)
+    trainer.train_step(batch)  # caches the reference
+    context = trainer.objective.prepare(batch._replace(weights=[1.0, 1.0, 0.0, 1.0]), update=1)
+    context.reference[2, 0] += 1000
+    [microbatch] = batch.microbatches
+    indices, metrics = trainer._backward(microbatch, context)
+    losses = torch.zeros(4).index_copy(0, indices, metrics["loss/train"])
+    assert losses.isfinite().tolist() == [True, True, False, True]
+    assert trainer.clip_gradient().isfinite()
+    mean = Reduced({"loss/train": losses}, {}).means(weights=context.weights.tolist())["loss/train"]
+    assert mean == pytest.approx(losses[[0, 1, 3]].mean().item())
 
 
 @pytest.mark.parametrize(("layout", "waits"), [("shared_prefix", 0), ("padded", 1)])

@@ -221,7 +221,8 @@ def checkpoint_activations(model: Any) -> None:
     """Recompute activations in the backward pass."""
     with warnings.catch_warnings():  # transformers warns of a newer name, which not every version 5 has
         warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # blocks draw no random numbers: dropout is off, and an adapter's is a function of the text
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -139,7 +139,7 @@ def layers_to_quantize(model: Any) -> list[str]:
     These are all but the head and layers whose weights do not fill whole blocks. Raises InputError if there is no such
     layer, or bitsandbytes has no kernels for this machine.
     """
-    _check_bitsandbytes()
+    check_bitsandbytes()
     if getattr(model.config, "quantization_config", None) is not None:
         raise InputError(f"{model.name_or_path} is quantized already: give the model that it was made from")
     head = model.get_output_embeddings()
@@ -153,7 +153,7 @@ def layers_to_quantize(model: Any) -> list[str]:
     return names
 
 
-def _check_bitsandbytes() -> None:
+def check_bitsandbytes() -> None:
     """Raise InputError if bitsandbytes is missing or has no kernels here."""
     silence_bitsandbytes()
     try:

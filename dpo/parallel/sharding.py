@@ -244,8 +244,8 @@ def _fits(model: Any) -> bool:
     """Return whether every process has twice the memory that gathering takes."""
     device = next(model.parameters()).device
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that the allocator caches does not count as free
-        free = torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator reuses it
+        free = torch.cuda.mem_get_info(device)[0] + cached
     else:
         processes_on_host = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         free = host_memory().available // processes_on_host

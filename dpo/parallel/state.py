@@ -65,15 +65,14 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
         gathered = full_tensor(tensor).detach()
         if not is_rank_0():
             return None
-        if gathered.device.type != "cpu":
-            return copy_to_host(gathered)
-        if not copy:
+        is_on_host = gathered.device.type == "cpu"
+        if is_on_host and not copy:
             return gathered
         if gathered.untyped_storage().data_ptr() != local_tensor(tensor).untyped_storage().data_ptr():
-            return gathered  # gathering has made a copy already
+            return gathered if is_on_host else copy_to_host(gathered)  # gathering has made a copy already
         identity = (gathered.data_ptr(), gathered.shape, gathered.stride(), gathered.dtype)  # equal for tied tensors
         if identity not in copies:
-            copies[identity] = gathered.clone()
+            copies[identity] = gathered.clone() if is_on_host else copy_to_host(gathered)
         return copies[identity]
 
     def visit(value: Any) -> Any:

@@ -48,7 +48,7 @@ PURPOSES = (  # in the order in which they are printed
     "reference",  # a separate model, or a second adapter
     "scorer",  # a reward model, whole on every process
     "gathered",  # weights gathered from other processes' shards
-    "reduced",  # a unit's gradients while they are reduced
+    "reduced",  # a unit's gradients while they are reduced; all that wait for it with `fsdp_reduce_once`
     "activations",
     "logits",
     "kv_cache",  # keys and values of the tokens so far, while answers are sampled
@@ -135,13 +135,18 @@ def run_passes(plan: Plan, data: TrainingData) -> Passes:
 def add_up(plan: Plan, passes: Passes) -> dict[str, Bytes]:
     """The memory of each phase: what is held, and its passes."""
     held = _count_held(plan, passes.policy) | Counter(scorer=passes.scorer, process=passes.process)
+    temporaries = Counter(update=held.pop("update", 0))
     phases: dict[str, Bytes] = {}
-    between_updates = _without(held, "gradients", "reduced", "update")
+    between_updates = _without(held, "gradients", "reduced")
     if plan.reference == "model" and plan.caches_reference_first:
         phases["scoring the reference"] = _without(between_updates, "optimizer") + passes.evaluation
         # the reference is freed before training
         held, between_updates = _without(held, "reference"), _without(between_updates, "reference")
-    phases["training"] = held + max(passes.update, passes.evaluation, key=Bytes.total)
+    # in an update's only backward pass gradients come as activations go
+    has_gradients = plan.data.gradient_accumulation_steps > 1
+    phases["backward"] = (held if has_gradients else _without(held, "gradients")) + passes.update
+    phases["optimizer"] = _without(held, "gathered", "reduced") + temporaries
+    phases["evaluation"] = between_updates + passes.evaluation
     for phase, peak in passes.sampling.items():
         phases[phase] = _gather_all(plan, passes.policy, between_updates) + peak
     if passes.scoring is not None:
@@ -251,7 +256,7 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
         n_reduced = max(_count_elements(p for p in unit if p.requires_grad) for unit in (root, *blocks))
         held["reduced"] = n_reduced * reduce_itemsize // dims.tensor_size
         if fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1:  # whole ones, until they are reduced
-            held["gradients"] += _count_elements(trained) * reduce_itemsize // dims.tensor_size
+            held["reduced"] += _count_elements(trained) * reduce_itemsize // dims.tensor_size
     if plan.gpus and plan.training.optimizer not in UPDATES_ONE_BY_ONE:
         held["update"] = int(trained_bytes * temporary_ratio)
     return held
@@ -663,11 +668,12 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
     passes, available = run_passes(plan, data), _find_device_memory(plan)
     decided_plan = _decide(plan, passes)
     phases = add_up(decided_plan, passes)
-    memory = max(phases.values(), key=Bytes.total)
+    phase, memory = max(phases.items(), key=lambda item: item[1].total())
     for purpose in PURPOSES:
         if memory[purpose]:
             print(f"{purpose:>12} {memory[purpose] / 1e9:8.2f} GB")
-    print(f"{'total':>12} {memory.total() / 1e9:8.2f} GB per process; its device has {available / 1e9:.2f} GB")
+    total = f"{memory.total() / 1e9:8.2f} GB per process at its peak ({phase})"
+    print(f"{'total':>12} {total}; its device has {available / 1e9:.2f} GB")
     if plan.online:
         _print_online_phases(plan, phases)
     if plan.dims.shard_size > 1:

@@ -20,7 +20,8 @@ from dpo.models.adapters import trained_parameters
 class MemoryTracker(TorchDispatchMode):
     """Track the storages of all tensors created inside this context.
 
-    `live` and `peak` are bytes by purpose. Storages are counted once, however many tensors view them.
+    `live` and `peak` are bytes by purpose; the peak is of all but gradients. Storages are counted once, however many
+    tensors view them.
     """
 
     def __init__(self, held: Iterable[torch.Tensor], *, vocabulary: int | None = None) -> None:
@@ -57,7 +58,7 @@ class MemoryTracker(TorchDispatchMode):
         n_bytes = storage.nbytes()
         self.live[self._purposes[address]] += n_bytes
         weakref.finalize(storage, self._forget, address, n_bytes)  # a later storage may have the same address
-        if self.live.total() > self.peak.total():
+        if self.live.total() - self.live["gradients"] > self.peak.total() - self.peak["gradients"]:
             self.peak = self.live.copy()
 
     def _forget(self, address: int, n_bytes: int) -> None:

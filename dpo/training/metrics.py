@@ -48,7 +48,8 @@ class Reduced(NamedTuple):
             values, last_part = self.examples[name], name.rpartition("/")[2]
             metric_weights = weights_by_role.get(last_part, all_weights)
             if metric_weights.any():
-                means[name] = ((values.double() * metric_weights).sum() / metric_weights.sum()).item()
+                counted = values.double().where(metric_weights > 0, 0)  # the loss of a tie may be infinite
+                means[name] = ((counted * metric_weights).sum() / metric_weights.sum()).item()
         return means
 
     def find_kl(self, indices: Sequence[int]) -> dict[str, float]:

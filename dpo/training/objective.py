@@ -190,10 +190,15 @@ class Objective:
             )
         cached_reference = context.reference if context else None
         columns, reference = self._compute_scores(microbatch, cached_reference, with_reference=loss.reference)
-        scores = make_scores(columns)
         statistic = None
-        if context is not None and context.statistic is not None:
-            statistic = context.statistic[microbatch.indices]
+        if context is not None:
+            # a tie has no gradient: it would be NaN where the loss is infinite, as 0 times infinity is
+            has_weight = context.weights[microbatch.indices] > 0
+            trained = {name: values for name, values in columns.items() if values.requires_grad}
+            columns |= {name: values.where(has_weight, values.detach()) for name, values in trained.items()}
+            if context.statistic is not None:
+                statistic = context.statistic[microbatch.indices]
+        scores = make_scores(columns)
         output = loss(scores._replace(average=self.average.value, batch_statistic=statistic))
         return output.losses, self._metrics(scores, reference, output, split=split)
 

@@ -38,7 +38,7 @@ def list_methods(rows: Sequence[Row]) -> list[str]:
 
 
 def select(rows: Sequence[Row], *, fixed_length: bool) -> list[Row]:
-    """Select the tasks of fixed or of free length, without policies along runs.
+    """Select fixed or free length, without policies along runs.
 
     Rows of the first sweep do not say, as there was one task, where lengths differ.
     """

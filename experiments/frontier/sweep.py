@@ -188,7 +188,7 @@ class Sweep:
         return [part * i for i in range(1, COURSE)] if run.course and part else []
 
     def finish(self, job: Job, run: Run) -> None:
-        """Measure a run and write its rows, after training if it is plain."""
+        """Measure a run and write its rows; train first if plain."""
         method, updates, watched = METHODS[run.method], self.count_updates(run), self.list_course(run)
         rows: list[Row] = []
 

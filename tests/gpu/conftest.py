@@ -6,20 +6,32 @@ So a CUDA error in one stops no other.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from dpo.system.host import set_allocators
+from dpo.system.host import count_gpus, set_allocators
 from scripts.gpu_check import NAMES
 
 CHILD = "GPU_TEST_CHILD"  # set in the process of one test
 LAST_LINES = 40  # of the output of a test that ended without a result
+
+
+def find_limit(item: pytest.Item) -> float:
+    """A test's time limit in seconds, 0 without one."""
+    marker = item.get_closest_marker("timeout")
+    return marker.args[0] if marker else 0.0
+
+
+def find_seconds_left() -> float:
+    return float(os.environ.get("GPU_CHECK_DEADLINE", "inf")) - time.time()
 
 
 @pytest.fixture
@@ -27,6 +39,7 @@ def record(record_property):
     """Record a measurement in words, which are printed, and in numbers."""
 
     def write(words: str, **numbers: object) -> None:
+        print(f"\n    {words}", flush=True)  # the log has it even if the test is killed
         for name, value in {"measured": words, **numbers}.items():
             record_property(name, value)
 
@@ -43,6 +56,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=find_place)
 
 
+def pytest_report_collectionfinish(items: list[pytest.Item]) -> str | None:
+    """Say that a test is skipped if its limit exceeds the time that is left."""
+    if CHILD in os.environ or math.isinf(left := find_seconds_left()):
+        return None
+    limits = sum(find_limit(item) for item in items if item.get_closest_marker("gpu"))
+    return f"time limits add up to {limits:.0f} s; tests that may exceed the {left:.0f} s of this run are skipped"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem) -> bool | None:
     """Run a test by a pytest of its own.
@@ -51,14 +72,17 @@ def pytest_pyfunc_call(pyfuncitem) -> bool | None:
     """
     if CHILD in os.environ or pyfuncitem.get_closest_marker("gpu") is None:
         return None
-    remaining = float(os.environ.get("GPU_CHECK_DEADLINE", "inf")) - time.time()
-    if (limit := pyfuncitem.get_closest_marker("timeout")) and limit.args[0] > remaining:
-        pytest.skip(f"may take {limit.args[0]:.0f} s, and {remaining:.0f} s are left: raise --minutes")
+    limit, left = find_limit(pyfuncitem), find_seconds_left()
+    if limit > left:
+        pytest.skip(f"may take {limit:.0f} s, and {left:.0f} s are left: raise --minutes")
     root, folder = pyfuncitem.config.rootpath, pyfuncitem.funcargs["tmp_path"]
     result, log = folder / "result.xml", folder / "log"
     options = ["-m", "", "-s", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", f"--basetemp={folder / 'own'}"]
-    environment = {**os.environ, CHILD: "1"}
+    one_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # BasicTrainer refuses some features on several
+    environment = {**os.environ, CHILD: "1", "CUDA_VISIBLE_DEVICES": one_gpu}
     set_allocators(environment)  # as train.py does
+    if count_gpus():  # as many threads as in training; tests/conftest.py sets one
+        environment.pop("OMP_NUM_THREADS", None)
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, f"--junitxml={result}", pyfuncitem.nodeid],
@@ -71,15 +95,21 @@ def pytest_pyfunc_call(pyfuncitem) -> bool | None:
         )
         try:
             status = process.wait()
+        except BaseException:  # above all pytest-timeout's
+            print("\n".join(["", *read_last_lines(log)]), flush=True)
+            raise
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if not result.exists():
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        pytest.fail("\n".join([f"its process ended with status {status}", *lines[-LAST_LINES:]]), pytrace=False)
+        pytest.fail("\n".join([f"its process ended with status {status}", *read_last_lines(log)]), pytrace=False)
     show_result(pyfuncitem, ElementTree.parse(result))
     return True
+
+
+def read_last_lines(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
 
 
 def show_result(item, result: ElementTree.ElementTree) -> None:

@@ -26,7 +26,8 @@ def test_that_crashes(tmp_path):
     os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.timeout(5)
-def test_that_hangs(tmp_path):
+def test_that_hangs(tmp_path, record):
+    record("measured before it hung")
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     with open(PIDS, "w") as file:
         file.write(f"{os.getpid()} {other.pid}")
@@ -61,6 +62,8 @@ def test_whatever_happens_to_a_test_stays_with_it(tmp_path):
     assert "its process ended with status -9" in done.stdout
     assert "its last words" in done.stdout
     assert "Timeout (>5.0s)" in done.stdout
+    assert "\n    measured before it hung\n" in done.stdout
+    assert "time limits add up to 3605 s; tests that may exceed the 5" in done.stdout  # 599 s or little less
     assert "there is one device" in done.stdout
     assert "may take 3600 s, and" in done.stdout
     assert "\n    as it should be\n" in done.stdout

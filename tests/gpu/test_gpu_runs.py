@@ -28,6 +28,8 @@ from support.gpu import (
 from support.runs import GOLDEN, distance, golden_command
 
 from benchmarks.soak import find_differences
+from dpo.errors import InputError
+from dpo.models.quantization import check_bitsandbytes
 from dpo.system.launching import get_open_port
 
 FSDP = ("trainer=FSDPTrainer", "world_size=1")
@@ -146,7 +148,10 @@ FEATURE_TOLERANCE = 1e-3  # of float32 metrics, relative, rewards absolute below
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_train_as_on_a_cpu(name, tmp_path, record):
     if name == "qlora" and GPU:
-        pytest.importorskip("bitsandbytes", reason="4-bit kernels need bitsandbytes")
+        try:
+            check_bitsandbytes()
+        except InputError as error:
+            pytest.skip(str(error))
     own = (*COMMON, "gradient_accumulation_steps=2", *FEATURES[name], "n_examples=16", "eval_every=8",
            f"dataset_sources.hh={few_words(tmp_path, 16)}")  # fmt: skip
     runs = [Run(tmp_path, "device", *own, **WITHOUT_TF32)]
@@ -212,8 +217,10 @@ def test_processes_stop_by_sigterm_while_loading_and_while_training(tmp_path, re
 def count_contexts(parent: int) -> int:
     """The number of CUDA contexts of a run's processes.
 
-    0 if nvidia-smi or a container hides the processes.
+    0 if there is no nvidia-smi, or it or a container hides the processes.
     """
+    if not shutil.which("nvidia-smi"):
+        return 0
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.split()
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
@@ -294,7 +301,7 @@ def over_gloo(tmp_path):
         store = str(tmp_path / "store")
         ranks = [Process(tmp_path, f"gloo-{rank}", "-c", COLLECTIVES, str(rank), store) for rank in range(2)]
         for rank in ranks:
-            if status := rank.wait(45) != 0:
+            if (status := rank.wait(45)) != 0:
                 pytest.skip(f"gloo on CUDA tensors exited with status {status}: {rank.last_line}")
     data = f"dataset_sources.hh={few_words(tmp_path, 16)}"
     common = (*COMMON, data, "n_examples=16", "lr=1e-4", f"collective_timeout_secs={COLLECTIVE_SECONDS}")

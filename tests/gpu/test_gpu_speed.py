@@ -82,15 +82,14 @@ def test_speed_of_shared_prefixes_and_of_padded_rows(name, tmp_path, record):
     ways = {"padded": ("layout=padded",), "shared_prefix": ("layout=shared_prefix",)}
     if GPU:
         ways[VARLEN] = ("layout=shared_prefix", f"model.attn_implementation={VARLEN}")
+    record(f"{'':14}" + "".join(f"{column:>12}" for column in COLUMNS))
     for way, own in ways.items():
         measured = {}
         for what in ("updates", "profile"):
             asked = ("-c", MEASURE, what, json.dumps(settings), str(updates), *common, *own)
             done = Process(tmp_path, f"{way}-{what}", *asked, PYTHONPATH="tests").done()
             measured[what] = json.loads(done.text.splitlines()[-1])
-        found[way] = summarize(measured["updates"], peak) | summarize_profile(measured["profile"])
-    record(f"{'':14}" + "".join(f"{column:>12}" for column in COLUMNS))
-    for way, row in found.items():
+        row = found[way] = summarize(measured["updates"], peak) | summarize_profile(measured["profile"])
         cells = "".join(f"{row[column]:>12{'.0%' if isinstance(row[column], Share) else '.2f'}}" for column in COLUMNS)
         record(f"{way:14}{cells}", **{f"{way} {key}": value for key, value in row.items()})
     padded, ours = found["padded"], found["shared_prefix"]
@@ -179,7 +178,7 @@ def summarize_profile(result: dict[str, Any]) -> dict[str, Share]:
     shares = {phase: Share(seconds / result["seconds"]) for phase, seconds in phases.items()}
     shares["optimizer"] = Share(shares["clip"] + shares["optimizer"])
     kinds = {kind: Share(seconds / busy) for kind, seconds in kernels["by kind"].items()}
-    return {"attention": Share(0), **shares, **kinds, "optimizer": shares["optimizer"],
+    return {"attention": Share(0), "products": Share(0), **shares, **kinds, "optimizer": shares["optimizer"],
             "idle": Share(max(0.0, 1 - busy / kernels["seconds"]))}  # fmt: skip
 
 

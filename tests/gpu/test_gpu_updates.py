@@ -27,6 +27,7 @@ from support.gpu import (
     limit,
     measure_seconds,
     pick,
+    skip_without_compiler,
     train_here,
     write_model,
 )
@@ -162,6 +163,8 @@ class Counts:
 @pytest.mark.slow
 @limit(150)
 def test_compile_blocks_and_flex_attention_stay_compiled_after_sampling(tmp_path, record, monkeypatch, capfd):
+    if GPU:
+        skip_without_compiler()
     sizes = pick((12, 768, 12), (6, 768, 12), None)
     model = write_model(tmp_path / "llama", describe("llama", *sizes)) if sizes else TINY
     common = (*COMMON, f"model.name_or_path={model}", f"dataset_sources.hh={few_words(tmp_path, 48)}",

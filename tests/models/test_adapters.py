@@ -279,7 +279,7 @@ def count_operations(make_config: Callable[[int], object], *, dropout: float = 0
 def test_an_adapter_adds_two_operations_to_a_forward_pass_and_four_to_a_backward_one(
     make_config, n_adapted, monkeypatch
 ):
-    """PEFT's forward adds 4 and 6. Our dropout adds one to each, torch's nn.Dropout 5 and 3."""
+    """PEFT's forward adds 4 and 6. Our dropout adds one to each, as single operations 5 and 3."""
     frozen = count_operations(make_config, frozen=True)
     plain = count_operations(make_config)
     assert (plain[0] - frozen[0], plain[1] - frozen[1]) == (2 * n_adapted, 4 * n_adapted)

@@ -11,6 +11,7 @@ import random
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,15 @@ def limit(seconds: float) -> pytest.MarkDecorator:
 def pick(full: Choice, quick: Choice, small: Choice) -> Choice:
     """The value for this run's size; `small` is for a CPU."""
     return (quick if QUICK else full) if GPU else small
+
+
+def skip_without_compiler() -> None:
+    """Skip a test whose kernels Triton compiles, where it cannot."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        pytest.skip("Triton needs a C compiler: install gcc, or set CC")
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        pytest.skip(f"Triton needs Python's headers, and {headers} has no Python.h")
 
 
 class HostReads(TorchDispatchMode):
@@ -141,11 +151,14 @@ class Process:
 
     def __init__(self, folder: Path, name: str, *arguments: str, **environment: str) -> None:
         self.name, self.log = name, folder / f"{name}.log"
+        environment = make_environment(**environment)
+        if GPU and environment.get("CUDA_VISIBLE_DEVICES") != "":  # as many threads as in training
+            environment.pop("OMP_NUM_THREADS")
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, *arguments],
                 cwd=ROOT,
-                env=make_environment(**environment),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
