@@ -32,7 +32,7 @@ SIZE = sweeps.Size(pairs=64, sft_epochs=4, seeds=(0,), course=True)
 OVERRIDES = ("model.attn_implementation=eager",)
 NOISE = 0.3  # not the command's
 SWEPT = {"dpo": 0.3, "online_dpo": 0.1, "cdpo_noisy": 0.1}  # by train.py, each with one beta
-PLAIN = {"unlikelihood": 0.1, "reinforce": 0.1, "exact_rl": 0.1, "rm_last": None, "rm_tokens": None}
+PLAIN = {"unlikelihood": 0.1, "exact_rl": 0.1, "rm_tokens": None}
 KEYS = {"method", "beta", "seed", "reward", "kl", "most_reward"}
 PNG = b"\x89PNG"
 
@@ -67,7 +67,7 @@ def prepare(patch):
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """One beta of eight methods; the policies of train.py are kept."""
+    """One beta of six methods; the policies of train.py are kept."""
     out, finish, printed = tmp_path_factory.mktemp("sweep"), sweeps.Sweep.finish, io.StringIO()
 
     def keep_and_finish(self, job, run):
@@ -128,9 +128,9 @@ def assert_is_a_frontier(rows):
 
 def test_a_small_sweep_is_a_frontier(sweep):
     assert_is_a_frontier(sweep.rows)
-    derived = {"dpo_reweighted", "best_by_rm_last", "best_by_rm_tokens"}
+    derived = {"dpo_reweighted", "best_by_rm_tokens"}
     assert {row["method"] for row in sweep.rows if row["seed"] == 0} == {*SWEPT, *PLAIN, *derived}
-    policies = (*SWEPT, "unlikelihood", "reinforce", "exact_rl")
+    policies = (*SWEPT, "unlikelihood", "exact_rl")
     assert min(sweep.row(method)["kl"] for method in policies) > 1e-3  # they were trained
     assert all((sweep.out / name).read_bytes().startswith(PNG) for name in ("frontier.png", "frontier-dark.png"))
     assert "| online_dpo | 0.1 |" in sweep.printed
@@ -141,14 +141,13 @@ def test_rows_without_a_run_of_their_own_are_of_every_scale_beta_and_n(sweep):
     reweighted = sweep.list_rows("dpo_reweighted")
     assert [row["scale"] for row in reweighted] == [*SCALES]
     assert reweighted[SCALES.index(1.0)]["kl"] == pytest.approx(sweep.row("dpo")["kl"])
-    for name in ("rm_last", "rm_tokens"):
-        assert [row["beta"] for row in sweep.list_rows(name)] == [*RM_BETAS]
-        assert [row["n"] for row in sweep.list_rows(f"best_by_{name}")] == [*RM_DRAWS]
+    assert [row["beta"] for row in sweep.list_rows("rm_tokens")] == [*RM_BETAS]
+    assert [row["n"] for row in sweep.list_rows("best_by_rm_tokens")] == [*RM_DRAWS]
 
 
 def test_policies_along_a_run_are_measured_after_each_third(sweep):
     """4 updates: after 1, 2, and at the end."""
-    for method in (*SWEPT, "unlikelihood", "reinforce", "exact_rl"):
+    for method in (*SWEPT, "unlikelihood", "exact_rl"):
         along = [row for row in sweep.rows if row["method"] == method and "share" in row]
         assert [row["share"] for row in along] == [0.25, 0.5]
         assert len({row["kl"] for row in [*along, sweep.row(method)]}) == 3
@@ -166,7 +165,7 @@ def test_a_sweep_continues_where_it_was_stopped(sweep, monkeypatch, capsys):
     assert found == [row for row in sweep.rows if row["seed"] == 0]
     assert json.loads(stopped.result.read_text()) == rows
     said = capsys.readouterr().out
-    assert "fixed-0: 7 of 8 runs are there already" in said
+    assert "fixed-0: 5 of 6 runs are there already" in said
     assert said.count("rm_tokens") == said.count("s left") == 1
 
     other = sweeps.Sweep(sweep.root, TASK, SIZE._replace(sft_epochs=5), OVERRIDES)
