@@ -1,17 +1,21 @@
-"""Expected reward and KL of policies by enumeration, in float64.
+"""Reward, KL, optima and the objective of exact RL, by enumeration.
 
-Log-probabilities and rewards of all responses to all prompts are arrays (prompts, leaves). Means weigh prompts equally.
-docs/frontier.md has the formulas, and the reason why no policy is above pi*.
+Log-probabilities, rewards and scores of all responses to all prompts are arrays (prompts, leaves), in float64. Means
+weigh prompts equally. docs/frontier.md has the formulas, and the reason why no policy is above pi*.
 """
 
 from __future__ import annotations
 
-import math
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.frontier.task import NONE, Task
+
+AT_ONCE = 3  # prompts whose trees are computed together, so few that a CPU's cache holds them
+IN_ROW = 2  # the texts in a row of a tree differ in so many symbols: longer rows are slower, and so are more rows
+OPTIMAL_BETAS = np.geomspace(50, 0.02, 61)  # of pi*, close together, as the curve is interpolated between them
 
 
 class Point(NamedTuple):
@@ -21,60 +25,154 @@ class Point(NamedTuple):
     kl: float
 
 
-class Limit(NamedTuple):
-    """The reference and the true reward, which determine pi*.
+# --- trees of a model -------------------------------------------------------------------------------------------------
 
-    Both are for all responses to the held-out prompts, (prompts, leaves).
+
+class Tree:
+    """All texts of up to `depth` symbols after a prompt.
+
+    They share the tokens that they have in common. There is a row for each text of `branch` symbols. It has the prompt,
+    these symbols, and then every longer text's last symbol, which sees the text before it alone. With `ends`, every
+    text but the longest is also followed by EOS.
     """
 
-    reference: np.ndarray  # log-probabilities
-    rewards: np.ndarray
+    def __init__(self, task: Task, *, depth: int, ends: bool) -> None:
+        self.n, self.n_prompt, self.branch = task.symbols, task.prompt_length, max(1, depth - IN_ROW)
+        self._tokens: list[int] = []  # of a row, after its prompt and first symbols
+        chain = np.tril(np.ones((self.n_prompt + self.branch,) * 2, dtype=bool))
+        self._seen = [*chain]  # for each token of a row, which tokens it sees before
+        # in a row, the last tokens of the texts of each number of symbols; and the EOS after each of them
+        self._last = [[self.n_prompt - 1 + t] for t in range(self.branch + 1)]
+        self._ends: list[list[int]] = []
+        for _ in range(self.branch, depth):
+            self._last.append([self._add(text, symbol) for text in self._last[-1] for symbol in range(self.n)])
+        if ends:
+            self._ends = [[self._add(text, self.n) for text in texts] for texts in self._last[:-1]]
+
+    def _add(self, text: int, token: int) -> int:
+        """Add a token after a text. Returns its place in the row."""
+        seen = np.zeros(len(self._seen) + 1, dtype=bool)
+        seen[: len(self._seen[text])] = self._seen[text]
+        seen[-1] = True
+        self._seen.append(seen)
+        self._tokens.append(token)
+        return len(self._seen) - 1
+
+    def run(self, model: Any, prompts: Any) -> Any:
+        """Run a model on the trees of prompts (N, prompt_length)."""
+        import torch
+
+        n_rows, length = self.n**self.branch, len(self._seen)
+        first = torch.cartesian_prod(*[torch.arange(self.n)] * self.branch).view(n_rows, self.branch)
+        after = torch.cat([first, torch.tensor(self._tokens, dtype=torch.long).expand(n_rows, -1)], dim=1)
+        input_ids = torch.cat([prompts.repeat_interleave(n_rows, 0), after.repeat(len(prompts), 1)], dim=1)
+        is_seen = torch.zeros(length, length, dtype=torch.bool)
+        for i, seen in enumerate(self._seen):
+            is_seen[i, : len(seen)] = torch.from_numpy(seen)
+        mask = torch.zeros(length, length).masked_fill(~is_seen, torch.finfo(torch.float32).min)
+        positions = is_seen.sum(-1, keepdim=True).T - 1
+        return model(
+            input_ids,
+            attention_mask=mask.expand(len(input_ids), 1, -1, -1),
+            position_ids=positions.expand(len(input_ids), -1),
+            use_cache=False,
+        )
+
+    def last(self, values: Any, t: int) -> Any:
+        """Values of all texts of t symbols, (prompts, n**t, ...).
+
+        `values` (rows, length, ...) are those of the tree's tokens.
+        """
+        return self._take(values, t, self._last)
+
+    def ends(self, values: Any, t: int) -> Any:
+        """Values of EOS after all texts of t symbols, (prompts, n**t, ...)."""
+        return self._take(values, t, self._ends)
+
+    def _take(self, values: Any, t: int, places: list[list[int]]) -> Any:
+        rows = values.unflatten(0, (-1, self.n**self.branch))
+        # rows that differ only in later symbols have the same text
+        return rows[:, :: self.n ** max(0, self.branch - t), places[t]].flatten(1, 2)
 
 
-def leaf_logps(model: Any, task: Task, prompts: np.ndarray) -> np.ndarray:
-    """Log-probability of every response to every prompt, (prompts, leaves).
+def grow_logps(model: Any, task: Task, prompts: Any) -> Any:
+    """Log-probability of every response to every prompt, a tensor (prompts, leaves).
 
-    The model's vocabulary is the symbols and then EOS. The tree of responses grows by a symbol at a time, with cached
-    keys and values. EOS is impossible before `task.shortest` symbols.
+    The model's vocabulary is the symbols, and then EOS unless all responses have the same length.
     """
     import torch
 
-    n, eos = task.symbols, task.symbols
-    input_ids, cache = torch.from_numpy(prompts), None
-    prefix_logps = np.zeros((len(prompts), 1))  # of all texts of t symbols, (prompts, n**t)
+    n, tree = task.symbols, Tree(task, depth=task.response_length - 1, ends=False)
+    logps = tree.run(model, prompts).logits.double().log_softmax(-1)
+    prefix_logps: Any = torch.zeros(len(prompts), 1, dtype=torch.float64)  # of all texts of t symbols, (prompts, n**t)
     ended_logps = []  # of all texts of t symbols and EOS, for each t
+    for t in range(task.response_length):
+        token_logps = tree.last(logps, t)  # (prompts, n**t, n or n + 1)
+        ended_logps += [prefix_logps + token_logps[..., eos] for eos in range(n, token_logps.shape[-1])]
+        prefix_logps = (prefix_logps[..., None] + token_logps[..., :n]).flatten(1)
+    return torch.cat([*ended_logps, prefix_logps], dim=1)  # the order of `task.leaves`
+
+
+def grow_scores(trunk: Any, head: Any, task: Task, prompts: Any, *, per_token: bool) -> Any:
+    """A reward model's score of every response, (prompts, leaves).
+
+    `head` turns a hidden state into a number. A response's score is that of its last token, or the sum over its tokens
+    if `per_token`. A shorter response is ended by EOS, which is a token like the others.
+    """
+    import torch
+
+    n, tree = task.symbols, Tree(task, depth=task.response_length, ends=not task.fixed_length)
+    scores = head(tree.run(trunk, prompts).last_hidden_state).squeeze(-1)
+    prefix_scores: Any = torch.zeros(len(prompts), 1)  # of all texts of t symbols, (prompts, n**t)
+    ended_scores = []
+    for t in range(task.response_length):
+        if not task.fixed_length:
+            ended_scores.append(tree.ends(scores, t) + prefix_scores * per_token)
+        prefix_scores = tree.last(scores, t + 1) + prefix_scores.repeat_interleave(n, 1) * per_token
+    return torch.cat([*ended_scores, prefix_scores], dim=1)
+
+
+def leaf_values(grow: Any, prompts: np.ndarray) -> np.ndarray:
+    """Values of all leaves, (prompts, leaves), by `grow` for a few prompts."""
+    import torch
+
     with torch.no_grad():
-        for t in range(task.response_length):
-            output = model(input_ids, past_key_values=cache, use_cache=True)
-            logits = output.logits[:, -1].double()
-            if t < task.shortest:
-                logits[:, eos] = -math.inf
-            token_logps = logits.log_softmax(-1).numpy().reshape(len(prompts), -1, n + 1)  # (prompts, n**t, n + 1)
-            ended_logps.append(prefix_logps + token_logps[..., eos])
-            prefix_logps = (prefix_logps[..., None] + token_logps[..., :n]).reshape(len(prompts), -1)
-            # each text is continued by each symbol
-            cache = output.past_key_values
-            cache.batch_repeat_interleave(n)
-            input_ids = torch.arange(n).repeat(len(input_ids))[:, None]
-    return np.concatenate([*ended_logps[task.shortest :], prefix_logps], axis=1)  # the order of `task.leaves`
+        parts = [grow(part).double() for part in torch.from_numpy(prompts).split(AT_ONCE)]
+    return torch.cat(parts).numpy()
+
+
+def leaf_logps(model: Any, task: Task, prompts: np.ndarray) -> np.ndarray:
+    """Log-probability of every response to every prompt, (prompts, leaves)."""
+    return leaf_values(lambda part: grow_logps(model, task, part), prompts)
 
 
 def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draw a response to each prompt, (prompts, response_length)."""
     import torch
 
-    eos = task.symbols
     texts, goes_on = prompts, np.full(len(prompts), True)
     with torch.no_grad():
-        for t in range(task.response_length):
+        for _ in range(task.response_length):
             input_ids = torch.from_numpy(np.where(texts == NONE, 0, texts))  # after EOS any token will do
             logits = model(input_ids).logits[:, -1].double().numpy()
-            if t < task.shortest:
-                logits[:, eos] = -np.inf
             tokens = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn from the softmax of the logits
-            goes_on &= tokens != eos
+            goes_on &= tokens < task.symbols  # else it is EOS
             texts = np.concatenate([texts, np.where(goes_on, tokens, NONE)[:, None]], axis=1)
     return texts[:, task.prompt_length :]
+
+
+def expected_objective(
+    model: Any, reference_logps: np.ndarray, rewards: np.ndarray, beta: float, task: Task, prompts: np.ndarray
+) -> Any:
+    """Mean over prompts of E[r] - beta KL, with its exact gradient."""
+    import torch
+
+    logps = grow_logps(model, task, torch.from_numpy(prompts))
+    values = torch.from_numpy(rewards) - beta * (logps - torch.from_numpy(reference_logps))
+    return (logps.exp() * values).sum(-1).mean()
+
+
+# --- optima -----------------------------------------------------------------------------------------------------------
 
 
 def make_point(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) -> Point:
@@ -85,76 +183,23 @@ def make_point(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) ->
     return Point(float(reward), float(kl))
 
 
-def measure(logps: np.ndarray, task: Task, limit: Limit, *, optimal: bool = False) -> dict[str, float]:
-    """Measure a policy, for its row in the tables.
-
-    `optimal`: the policy is pi*.
-    """
-    point = make_point(logps, *limit)
-    probabilities, lengths = np.exp(logps), (task.leaves != NONE).sum(-1)
-    return {
-        **point._asdict(),
-        "most_reward": point.reward if optimal else most_reward(point.kl, *limit),  # of any policy with this KL
-        "length": float((probabilities * lengths).sum(-1).mean()),
-        "empty": float(probabilities[:, lengths == 0].sum(-1).mean()),
-    }
-
-
 def optimum(beta: float, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     """Log-probabilities of pi*, eq. 4 of arXiv 2305.18290.
 
-    pi*(y | x) = reference(y | x) exp(r(x, y) / beta) / Z(x).
+    pi*(y | x) = reference(y | x) exp(r(x, y) / beta) / Z(x). With a reward model's scores for `rewards`, it is the
+    policy that no PPO on this reward model surpasses.
     """
     logits = reference + rewards / beta
     logits = logits - logits.max(-1, keepdims=True)  # so that exp does not overflow
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def most_reward(kl: float, reference: np.ndarray, rewards: np.ndarray) -> float:
-    """Highest expected reward of any policy with this mean KL.
+def reweight(scale: float, logps: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Log-probabilities of reference * (policy / reference)^scale, normalized.
 
-    pi* maximizes E[r] - beta KL over all policies, so no policy has more reward at the KL of pi*. That KL falls as beta
-    grows, so bisection finds the beta with the given KL. KL beyond that of the best responses alone adds no reward.
+    That is pi* of beta 1 / scale of the reward log(policy / reference).
     """
-
-    def find_point(log_beta: float) -> Point:
-        return make_point(optimum(np.exp(log_beta), reference, rewards), reference, rewards)
-
-    low, high = np.log(1e-3), np.log(1e6)  # logarithms of beta
-    if kl >= find_point(low).kl:
-        return float(rewards.max(-1).mean())
-    for _ in range(40):
-        middle = (low + high) / 2
-        if find_point(middle).kl > kl:
-            low = middle
-        else:
-            high = middle
-    return find_point(low).reward
-
-
-def chosen(reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """Log-probability of each response to be the chosen one of a pair.
-
-    This is the policy that SFT on chosen responses learns from unlimited pairs.
-
-    A pair is two draws from the reference, y and z, where z is drawn again until it differs from y: (y, z) has
-    probability p(y) p(z) / (1 - p(y)). It is labelled by Bradley and Terry's model.
-    """
-    chosen_logps = np.empty_like(reference)
-    for i, (logps, prompt_rewards) in enumerate(zip(reference, rewards, strict=True)):
-        p = np.exp(logps)
-        weight_as_first = p / (1 - p)
-        # responses of equal reward win alike, so sums over opponents are sums over the levels of reward
-        levels, level_of_response = np.unique(prompt_rewards, return_inverse=True)
-        win_probability = 1 / (1 + np.exp(levels[None] - levels[:, None]))  # of the row's level over the column's
-        wins_as_first, wins_as_second = (
-            # over all opponents but the response itself, against which it would win half of the time
-            (win_probability @ np.bincount(level_of_response, weights, minlength=len(levels)))[level_of_response]
-            - weights / 2
-            for weights in (p, weight_as_first)  # of the opponents
-        )
-        chosen_logps[i] = np.log(weight_as_first * wins_as_first + p * wins_as_second)
-    return chosen_logps
+    return optimum(1 / scale, reference, logps - reference)
 
 
 def best_of_n(n: int, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
@@ -176,3 +221,53 @@ def best_of_n(n: int, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
             log_best = n * np.log(cumulative) + log_of_bracket
         best_logps[i] = logps + (log_best - np.log(p))[level_of_response]
     return best_logps
+
+
+class Limit:
+    """The reference and the true reward, which determine pi*.
+
+    Both are for all responses to the prompts on which policies are measured, (prompts, leaves).
+    """
+
+    def __init__(self, reference: np.ndarray, rewards: np.ndarray) -> None:
+        self.reference, self.rewards = reference, rewards  # log-probabilities and rewards
+
+    @cached_property
+    def optima(self) -> list[Point]:
+        """The points of pi* at OPTIMAL_BETAS."""
+        return [self.find_optimum(beta) for beta in OPTIMAL_BETAS]
+
+    def find_optimum(self, beta: float) -> Point:
+        return make_point(optimum(beta, self.reference, self.rewards), self.reference, self.rewards)
+
+    def most_reward(self, kl: float) -> float:
+        """Highest expected reward of any policy with this mean KL.
+
+        pi* of beta maximizes E[r] - beta KL over all policies, so every policy is on or below the line of slope beta
+        through its point, for any beta. The line through the pi* of about this KL touches the frontier so close by that
+        the error is of second order in beta's.
+        """
+        kls = np.array([point.kl for point in self.optima])  # they rise as beta falls
+        if kl <= 0:
+            return float((np.exp(self.reference) * self.rewards).sum(-1).mean())
+        if kl < kls[0]:
+            beta = OPTIMAL_BETAS[0] * np.sqrt(kls[0] / kl)  # where beta is large, KL is variance / (2 beta^2)
+        else:
+            beta = np.exp(np.interp(np.log(kl), np.log(kls), np.log(OPTIMAL_BETAS)))
+        point = self.find_optimum(float(beta))
+        # far beyond the smallest beta the reward of the best responses alone is the tighter bound
+        return min(point.reward + beta * (kl - point.kl), float(self.rewards.max(-1).mean()))
+
+    def measure(self, logps: np.ndarray, task: Task, *, optimal: bool = False) -> dict[str, float]:
+        """Measure a policy, for its row in the tables.
+
+        `optimal`: the policy is pi*.
+        """
+        point = make_point(logps, self.reference, self.rewards)
+        probabilities, lengths = np.exp(logps), (task.leaves != NONE).sum(-1)
+        return {
+            **point._asdict(),
+            "most_reward": point.reward if optimal else self.most_reward(point.kl),  # of any policy with this KL
+            "length": float((probabilities * lengths).sum(-1).mean()),
+            "empty": float(probabilities[:, lengths == 0].sum(-1).mean()),
+        }

@@ -8,24 +8,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-REWARD_KLS = (0.5, 1.0, 2.0, 3.0, 4.0)  # columns of the table of rewards at equal KL
-DIFFERENCE_KLS = (1.0, 2.0, 3.0, 3.8, 5.0, 6.0)  # columns of the table of differences
-COMPARED = (  # its rows: the first method's reward minus the second's
-    ("cdpo", "dpo"), ("ipo", "dpo"), ("dpo", "simpo"), ("dpo", "apo_zero"), ("online_dpo", "dpo"),
-    ("online_dpo", "dpo_reweighted"), ("online_dpo", "dpo_once"), ("dpo", "dpo_noisy"), ("cdpo_noisy", "dpo_noisy"),
-    ("ipo_noisy", "dpo_noisy"),
-)  # fmt: skip
+from experiments.frontier.methods import METHODS, PLANNED, PLANNED_FALLS, PLANNED_KLS, PlannedFall
+
+REWARD_KLS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)  # columns of the table of rewards at equal KL
+BUDGETS = np.linspace(0, 5, 51)  # of KL; --tune averages over them
 # 0.975 quantiles of Student's t with 1, 2, ... 9 degrees of freedom; with more, that of 9 makes an interval too wide
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+COVERED = 0.9  # of the seeds must have policies of about a KL for a mean at this KL
 Row = dict[str, Any]  # of frontier.json
+Unit = tuple[int, int]  # task and seed
 
 
 class Curve(NamedTuple):
     """A method's policies, in order of KL.
 
-    The arrays are (seeds, betas).
+    The arrays are (units, betas), where a unit is a seed of a task.
     """
 
+    units: list[Unit]
     betas: list[float | None]
     reward: np.ndarray
     kl: np.ndarray
@@ -33,51 +33,64 @@ class Curve(NamedTuple):
 
 
 def list_methods(rows: Sequence[Row]) -> list[str]:
-    """List the methods that were trained on preferences."""
+    """List the methods that come from runs."""
     return [*dict.fromkeys(row["method"] for row in rows if row["seed"] is not None)]
 
 
-def collect_curve(rows: Sequence[Row], method: str, parameter: str = "beta") -> Curve:
-    """Collect the rows of a method that differ in a parameter."""
+def select(rows: Sequence[Row], *, fixed_length: bool) -> list[Row]:
+    """Select fixed or free length, without policies along runs.
+
+    Rows of the first sweep do not say, as there was one task, where lengths differ.
+    """
+    return [row for row in rows if row.get("fixed_length", False) == fixed_length and "share" not in row]
+
+
+def collect_curve(rows: Sequence[Row], method: str) -> Curve:
+    """Collect a method's rows, which differ in beta or another knob."""
     own_rows = [row for row in rows if row["method"] == method]
-    values = list(dict.fromkeys(row[parameter] for row in own_rows))
-    seeds = list(dict.fromkeys(row["seed"] for row in own_rows))
-    row_at = {(row["seed"], row[parameter]): row for row in own_rows}
+    betas = list(dict.fromkeys(row["beta"] for row in own_rows))
+    row_at = {(row.get("task", 0), row["seed"], row["beta"]): row for row in own_rows}
+    units = list(dict.fromkeys((task, seed) for task, seed, _ in row_at))
 
     def make_array(key: str) -> np.ndarray:
-        return np.array([[row_at[seed, value][key] for value in values] for seed in seeds])
+        return np.array([[row_at[*unit, beta][key] for beta in betas] for unit in units])
 
     reward, kl, limit = map(make_array, ("reward", "kl", "most_reward"))
     order = kl.mean(0).argsort()
-    return Curve([values[i] for i in order], reward[:, order], kl[:, order], limit[:, order])
+    return Curve(units, [betas[i] for i in order], reward[:, order], kl[:, order], limit[:, order])
 
 
-def most_reward(rows: Sequence[Row], kl: float) -> float:
-    """Reward of pi* at this KL, interpolated between its rows."""
-    points = sorted((row["kl"], row["reward"]) for row in rows if row["method"] in ("sft", "pi_star"))
-    kls, rewards = zip(*points, strict=True)
+def most_reward(rows: Sequence[Row], kl: float, task: int = 0) -> float:
+    """Reward of a task's pi* at this KL, interpolated between its rows."""
+    known = [row for row in rows if row["method"] in ("sft", "pi_star") and row.get("task", 0) == task]
+    kls, rewards = zip(*sorted((row["kl"], row["reward"]) for row in known), strict=True)
     return float(np.interp(kl, kls, rewards))
 
 
-def at_equal_kl(curve: Curve, rows: Sequence[Row], kl: float) -> np.ndarray:
-    """Interpolate the reward of each seed at this KL, (seeds,).
+def find_gaps(curve: Curve, kl: float) -> np.ndarray:
+    """Interpolate each unit's gap to pi* at this KL, (units,).
 
-    It is the reward of pi*, less the gap to pi*, which is interpolated between the seed's policies. Interpolated
-    rewards would lie below a concave frontier, the more so the further apart its points are.
+    Interpolated rewards would lie below a concave frontier, the more so the further apart its points are.
 
     NaN beyond the highest KL of the policies, and below nine tenths of their lowest: the gap rises steeply from 0.
     """
-    rewards = []
-    for kls, gaps in zip(curve.kl, curve.limit - curve.reward, strict=True):
+    gaps = []
+    for kls, own_gaps in zip(curve.kl, curve.limit - curve.reward, strict=True):
         order = kls.argsort()
         lowest, highest = 0.9 * kls.min(), kls.max()
-        gap = np.interp(kl, [0.0, *kls[order]], [0.0, *gaps[order]])  # the reference has KL 0 and no gap
-        rewards.append(most_reward(rows, kl) - gap if lowest <= kl <= highest else np.nan)
-    return np.array(rewards)
+        gap = np.interp(kl, [0.0, *kls[order]], [0.0, *own_gaps[order]])  # the reference has KL 0 and no gap
+        gaps.append(gap if lowest <= kl <= highest else np.nan)
+    return np.array(gaps)
+
+
+def at_equal_kl(curve: Curve, rows: Sequence[Row], kl: float) -> np.ndarray:
+    """Reward of each unit at this KL, (units,): pi*'s less the gap."""
+    limits = {task: most_reward(rows, kl, task) for task in {task for task, _ in curve.units}}
+    return np.array([limits[task] for task, _ in curve.units]) - find_gaps(curve, kl)
 
 
 def within_budget(curve: Curve, reference: Row, budgets: np.ndarray) -> np.ndarray:
-    """Average each seed's highest reward within a budget over KL budgets, (seeds,).
+    """Average each unit's highest reward within a budget over KL budgets, (units,).
 
     The highest reward is that of a policy or a mixture of two. Tossing a coin between two policies for each response
     gives the mean of their rewards, and at most the mean of their KLs.
@@ -92,12 +105,15 @@ def within_budget(curve: Curve, reference: Row, budgets: np.ndarray) -> np.ndarr
     return np.array(scores)
 
 
+# --- means and intervals ----------------------------------------------------------------------------------------------
+
+
 def mean_and_interval(values: np.ndarray, sign: str = "") -> str:
-    """Format a mean over seeds and its 95 % interval (Student's t).
+    """Format a mean and its 95 % interval (Student's t).
 
     `-` if a value is missing. With a `sign`, an interval that excludes 0 is bold.
     """
-    if np.isnan(values).any():
+    if not len(values) or np.isnan(values).any():
         return "-"
     mean, n = values.mean(), len(values)
     if n == 1:
@@ -108,112 +124,147 @@ def mean_and_interval(values: np.ndarray, sign: str = "") -> str:
     return f"**{text}**" if sign and abs(mean) > half_width else text
 
 
+def summarize(values: np.ndarray, units: Sequence[Unit], sign: str = "") -> str:
+    """Format the mean over units and its interval.
+
+    With several tasks the interval is over the tasks' means, since seeds of a task have its reward and reference in
+    common. If a few units have no value, the others' number is given.
+    """
+    is_there = ~np.isnan(values)
+    if not is_there.any() or is_there.mean() < COVERED:
+        return "-"
+    values_of_task: dict[int, list[float]] = {}
+    for (task, _), value in zip(units, values, strict=True):
+        values_of_task.setdefault(task, []).append(value)
+    if len(values_of_task) > 1:
+        groups = np.array([np.nanmean(own) if not np.isnan(own).all() else np.nan for own in values_of_task.values()])
+    else:
+        groups = values[is_there]
+    text = mean_and_interval(groups, sign)
+    return text if is_there.all() or text == "-" else f"{text} ({is_there.sum()} of {len(values)})"
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
 def tables(rows: Sequence[Row]) -> list[str]:
-    """Make Markdown tables: best policies, rewards at equal KL, and differences."""
-    return [
-        table for table in (_make_peak_table(rows), _make_reward_table(rows), _make_difference_table(rows)) if table
-    ]
+    """Make Markdown tables: planned comparisons, best policies, and rewards at equal KL."""
+    found = [_make_planned_table(rows)]
+    for fixed_length in (True, False):
+        own_rows = select(rows, fixed_length=fixed_length)
+        if list_methods(own_rows):
+            name = "fixed length" if fixed_length else "free length"
+            found += [_make_peak_table(own_rows, name), _make_reward_table(own_rows, name)]
+    return [table for table in found if table]
 
 
-def _make_peak_table(rows: Sequence[Row]) -> str:
+def _make_planned_table(rows: Sequence[Row]) -> str:
+    """Tabulate the planned differences of which both methods were run."""
+    lines = [["difference of rewards", "length", *(f"KL {kl:g}" for kl in PLANNED_KLS), "of two betas"]]
+    for first, second, fixed_length in PLANNED:
+        own_rows = select(rows, fixed_length=fixed_length)
+        if {first, second} <= {*list_methods(own_rows)}:
+            first_curve, second_curve = (collect_curve(own_rows, method) for method in (first, second))
+            assert first_curve.units == second_curve.units  # paired
+            differences = [find_gaps(second_curve, kl) - find_gaps(first_curve, kl) for kl in PLANNED_KLS]
+            cells = [summarize(values, first_curve.units, "+") for values in differences]
+            lines.append([f"{first} - {second}", _name_length(fixed_length), *cells, ""])
+    for planned in PLANNED_FALLS:
+        cell = _format_fall(planned, select(rows, fixed_length=planned.fixed_length))
+        if cell:
+            text = f"{planned.method}: beta {planned.smaller:g} - beta {planned.beta:g}"
+            lines.append([text, _name_length(planned.fixed_length), *[""] * len(PLANNED_KLS), cell])
+    return _format_table(lines) if len(lines) > 1 else ""
+
+
+def _format_fall(planned: PlannedFall, rows: Sequence[Row]) -> str:
+    curve = collect_curve(rows, planned.method) if planned.method in list_methods(rows) else None
+    if curve is None or not {planned.beta, planned.smaller} <= {*curve.betas}:
+        return ""
+    before, after = (curve.reward[:, curve.betas.index(beta)] for beta in (planned.beta, planned.smaller))
+    return summarize(after - before, curve.units, "+")
+
+
+def _name_length(fixed_length: bool) -> str:
+    return "fixed" if fixed_length else "free"
+
+
+def _make_peak_table(rows: Sequence[Row], name: str) -> str:
     """Tabulate each method's best policy, and its policy of most KL."""
-    lines = [["method", "best beta", "KL", "reward", "gap to pi*", "most KL", "reward there", "change"]]
+    lines = [[f"method, {name}", "best beta", "KL", "reward", "gap to pi*", "most KL", "reward there", "change"]]
     for method in list_methods(rows):
         curve = collect_curve(rows, method)
         best = int(curve.reward.mean(0).argmax())
         beta = "-" if curve.betas[best] is None else f"{curve.betas[best]:.2g}"
-        best_reward, last_reward = curve.reward[:, best], curve.reward[:, -1]  # (seeds,)
+        best_reward, last_reward = curve.reward[:, best], curve.reward[:, -1]  # (units,)
         gap = curve.limit[:, best] - best_reward
-        cells = [
-            method,
-            beta,
-            f"{curve.kl[:, best].mean():.2f}",
-            mean_and_interval(best_reward),
-            mean_and_interval(gap),
-        ]
+        cells = [method, beta, f"{curve.kl[:, best].mean():.2f}"]
+        cells += [summarize(values, curve.units) for values in (best_reward, gap)]
         if best == len(curve.betas) - 1:  # the best policy has the most KL
             cells += ["-"] * 3
         else:
-            change = mean_and_interval(last_reward - best_reward, "+")
-            cells += [f"{curve.kl[:, -1].mean():.2f}", mean_and_interval(last_reward), change]
+            change = summarize(last_reward - best_reward, curve.units, "+")
+            cells += [f"{curve.kl[:, -1].mean():.2f}", summarize(last_reward, curve.units), change]
         lines.append(cells)
     return _format_table(lines)
 
 
-def _make_reward_table(rows: Sequence[Row]) -> str:
-    lines = [["reward at", *(f"KL {kl:g}" for kl in REWARD_KLS)]]
+def _make_reward_table(rows: Sequence[Row], name: str) -> str:
+    lines = [[f"reward at, {name}", *(f"KL {kl:g}" for kl in REWARD_KLS)]]
     for method in list_methods(rows):
         curve = collect_curve(rows, method)
-        cells = [mean_and_interval(at_equal_kl(curve, rows, kl)) for kl in REWARD_KLS]
+        cells = [summarize(at_equal_kl(curve, rows, kl), curve.units) for kl in REWARD_KLS]
         if set(cells) != {"-"}:
             lines.append([method, *cells])
-    best_of_rows = [{**row, "method": "best"} for row in rows if row["method"].startswith("best_of")]
-    best_of = collect_curve(best_of_rows, "best", "n")
-    lines.append(["best of N", *(mean_and_interval(at_equal_kl(best_of, rows, kl)) for kl in REWARD_KLS)])
-    lines.append(["pi*", *(f"{most_reward(rows, kl):.2f}" for kl in REWARD_KLS)])
+    best_of = collect_curve(
+        [
+            {**row, "method": "best", "beta": row["n"]}
+            for row in rows
+            if row["method"].startswith("best_of") and "n" in row
+        ],
+        "best",
+    )
+    lines.append(["best of N", *(summarize(at_equal_kl(best_of, rows, kl), best_of.units) for kl in REWARD_KLS)])
+    tasks = [task for task, _ in best_of.units]
+    limits = (np.mean([most_reward(rows, kl, task) for task in tasks]) for kl in REWARD_KLS)
+    lines.append(["pi*", *(f"{limit:.2f}" for limit in limits)])
     return _format_table(lines)
 
 
-def _make_difference_table(rows: Sequence[Row]) -> str:
-    curves = {method: collect_curve(rows, method) for method in list_methods(rows)}
-    compared = [(first, second) for first, second in COMPARED if first in curves and second in curves]
-    lines = [["difference of rewards at", *(f"KL {kl:g}" for kl in DIFFERENCE_KLS)]]
-    for first, second in compared:
-        cells = []
-        for kl in DIFFERENCE_KLS:
-            difference = at_equal_kl(curves[first], rows, kl) - at_equal_kl(curves[second], rows, kl)  # (seeds,)
-            cells.append(mean_and_interval(difference, "+"))
-        lines.append([f"{first} - {second}", *cells])
-    return _format_table(lines) if compared else ""
+# --- tuning -----------------------------------------------------------------------------------------------------------
 
 
-def format_controls(rows: Sequence[Row]) -> str:
-    """Make Markdown tables of DPO without short responses, and reweighted."""
-    header = ["symbols at least", "beta", "reward", "KL", "gap to pi*", "symbols", "of the shortest kind"]
-    lines = [header]
-    for reference in (row for row in rows if row["method"] == "sft"):
-        shortest = str(reference["shortest"])
-        lines.append([shortest, "reference", f"{reference['reward']:.2f}", "0", "0", *_format_lengths([reference])])
-        own_rows = [row for row in rows if (row["method"], row["shortest"]) == ("dpo", reference["shortest"])]
-        rewards_by_beta = []
-        for beta in dict.fromkeys(row["beta"] for row in own_rows):
-            seeds = [row for row in own_rows if row["beta"] == beta]
-            rewards_by_beta.append(np.array([row["reward"] for row in seeds]))
-            lines.append([shortest, f"{beta:g}", *_format_point(seeds), *_format_lengths(seeds)])
-        change = mean_and_interval(rewards_by_beta[-1] - rewards_by_beta[0], "+")
-        cells = [shortest, "change", change]
-        lines.append(cells + [""] * (len(header) - len(cells)))
-    scale_lines = [["log-ratio times", "reward", "KL", "gap to pi*"]]
-    reweighted = [row for row in rows if row["method"] == "dpo_reweighted"]
-    for scale in dict.fromkeys(row["scale"] for row in reweighted):
-        scale_lines.append([f"{scale:g}", *_format_point([row for row in reweighted if row["scale"] == scale])])
-    return f"{_format_table(lines)}\n\n{_format_table(scale_lines)}"
-
-
-def _format_point(seeds: Sequence[Row]) -> list[str]:
-    """Make cells of the mean reward, KL and gap to pi*."""
-    reward, kl, limit = (np.array([row[key] for row in seeds]) for key in ("reward", "kl", "most_reward"))
-    return [mean_and_interval(reward), mean_and_interval(kl), mean_and_interval(limit - reward)]
-
-
-def _format_lengths(seeds: Sequence[Row]) -> list[str]:
-    """Make cells of the mean length and shares of shortest responses."""
-    shares = ", ".join(f"{100 * row['lengths'][row['shortest']]:.0f}" for row in seeds)
-    return [f"{np.mean([row['length'] for row in seeds]):.1f}", f"{shares} %"]
-
-
-def format_rates(rows: Sequence[Row], budgets: np.ndarray) -> str:
-    """Make a Markdown table of `within_budget` by method and learning rate."""
+def score_trials(rows: Sequence[Row]) -> dict[str, dict[tuple[float, int], float]]:
+    """Compute `within_budget` by method and trial: learning rate and passes."""
     reference = next(row for row in rows if row["method"] == "sft")
-    trained = [row for row in rows if row["seed"] is not None]
-    rates = sorted({row["lr"] for row in trained})
-    lines = [["method", *(f"lr {rate:g}" for rate in rates)]]
-    for method in list_methods(rows):
-        cells = [method]
-        for rate in rates:
-            curve = collect_curve([row for row in trained if row["lr"] == rate], method)
-            cells.append(f"{within_budget(curve, reference, budgets).mean():.3f}")
-        lines.append(cells)
+    rows_of_trial: dict[tuple[str, float, int], list[Row]] = {}
+    for row in rows:
+        if row["method"] in METHODS:
+            by_knob = METHODS[row["method"]].knob == "passes"
+            passes = row["passes"] // row["beta"] if by_knob else row["passes"]
+            rows_of_trial.setdefault((row["method"], row["lr"], passes), []).append(row)
+    scores: dict[str, dict[tuple[float, int], float]] = {}
+    for (method, lr, passes), own_rows in rows_of_trial.items():
+        score = within_budget(collect_curve(own_rows, method), reference, BUDGETS).mean()
+        scores.setdefault(method, {})[lr, passes] = float(score)
+    return scores
+
+
+def choose_settings(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Choose each method's learning rate and passes, those of the highest score."""
+    best = {method: max(scores, key=scores.__getitem__) for method, scores in score_trials(rows).items()}
+    return {method: {"lr": lr, "passes": passes} for method, (lr, passes) in best.items()}
+
+
+def format_trials(rows: Sequence[Row]) -> str:
+    """Make a Markdown table of the scores; each method's best is bold."""
+    scores = score_trials(rows)
+    trials = [*dict.fromkeys(itertools.chain(*scores.values()))]
+    lines = [["method", *(f"{lr:g}, {passes}" for lr, passes in trials)]]
+    for method, own in scores.items():
+        best = max(own.values())
+        cells = (f"**{own[trial]:.3f}**" if own[trial] == best else f"{own[trial]:.3f}" for trial in trials)
+        lines.append([f"`{method}`", *cells])
     return _format_table(lines)
 
 

@@ -1,7 +1,7 @@
 """Runs of `experiments.frontier`: model, tokenizer, data, and processes.
 
-Every policy is trained by the command line of train.py, in a process that is forked after all imports, and measured by
-`exact.py` in the same process.
+A policy is trained by the command line of train.py, or by `plain.py`, in a process that is forked after all imports,
+and measured by `exact.py` in the same process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from dpo.errors import InputError, RunError
 from experiments.frontier.task import SYMBOLS, Pairs, Task
@@ -39,17 +41,22 @@ COMMON = (
 )
 IMPORTED = (
     "datasets", "hydra", "transformers.models.llama", "transformers.trainer_utils", "dpo.checkpoint.resume",
-    "dpo.training.memory", "train", "trainers",
+    "dpo.training.memory", "experiments.frontier.plain", "train", "trainers",
 )  # fmt: skip
 BAD_INPUT = 2  # exit status of train.py
 LAST_LINES = 15  # number of lines shown of a failed run's log
 
 
 class Job(NamedTuple):
-    """A run of train.py in `directory`."""
+    """A run in `directory`: of train.py, unless it has no overrides."""
 
     directory: Path
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def result(self) -> Path:
+        """The file that `finish` writes last; then the job is done."""
+        return self.directory / "rows.json"
 
 
 def import_all() -> None:
@@ -71,7 +78,10 @@ def import_all() -> None:
 
 
 def write_model(directory: Path, task: Task) -> None:
-    """Write a small Llama without weights, and its tokenizer."""
+    """Write a small Llama without weights, and its tokenizer.
+
+    If all responses have the same length, the model has no EOS: the trainer truncates the EOS of the texts.
+    """
     import tokenizers
     import transformers
 
@@ -82,19 +92,38 @@ def write_model(directory: Path, task: Task) -> None:
     splitter.decoder = tokenizers.decoders.Fuse()  # joins them without spaces
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=splitter, eos_token=EOS, pad_token=EOS)
     tokenizer.save_pretrained(directory)
-    special = {"bos_token_id": None, "eos_token_id": vocabulary[EOS], "pad_token_id": vocabulary[EOS]}
-    config = transformers.LlamaConfig(**MODEL, **special, vocab_size=len(vocabulary))
+    end = None if task.fixed_length else vocabulary[EOS]
+    special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": end}
+    config = transformers.LlamaConfig(**MODEL, **special, vocab_size=task.symbols + (not task.fixed_length))
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(directory)
 
 
 def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
     """Write a dataset in a form that train.py reads."""
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)  # it is half written if the sweep was killed
     for split, pairs in (("train", train), ("test", test)):
         with (directory / f"{split}.jsonl").open("w", encoding="utf-8") as file:
             for pair in zip(pairs.prompts, pairs.chosen, pairs.rejected, strict=True):
                 file.write(json.dumps(dict(zip(COLUMNS, map(task.text, pair), strict=True))) + "\n")
+
+
+def read_pairs(file: Path, task: Task) -> Pairs:
+    """Read a dataset that `write_pairs` wrote."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lengths = task.prompt_length, task.response_length, task.response_length
+    return Pairs(
+        *(
+            np.stack([task.read(row[column], length) for row in rows])
+            for column, length in zip(COLUMNS, lengths, strict=True)
+        )
+    )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is complete or absent after a kill."""
+    path.with_suffix(".part").write_text(text, encoding="utf-8")
+    path.with_suffix(".part").replace(path)
 
 
 def write_scorer(root: Path, task: Task, seed: int) -> str:
@@ -109,10 +138,12 @@ def write_scorer(root: Path, task: Task, seed: int) -> str:
 def list_overrides(root: Path, task: Task, *, data: str) -> tuple[str, ...]:
     """List the overrides common to all runs on the dataset `data`."""
     length = task.prompt_length + task.response_length
+    # without EOS there is no token to pad with, and `padded` rows of one length need none
+    layout = ("layout=padded",) if task.fixed_length else ()
     return (
         *(f"model.name_or_path={root / 'model'}", "model.block_name=LlamaDecoderLayer", "model.random_init=true"),
         *(f"datasets=[{data}]", f"dataset_sources.{data}={root / 'data' / data}", f"local_dirs=[{root}]"),
-        *(f"max_length={length}", f"max_prompt_length={task.prompt_length}", *COMMON),
+        *(f"max_length={length}", f"max_prompt_length={task.prompt_length}", *COMMON, *layout),
     )
 
 
@@ -130,13 +161,15 @@ def load_policy(root: Path, archive: Path) -> Any:
 
 
 def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int) -> Iterator[Job]:
-    """Run jobs, `at_once` at a time; yield each when it is done.
+    """Run jobs, `at_once` at a time, and yield each when done.
 
-    `finish` is called in the process that trained.
+    Those that were done before come first. `finish` is called in the process that trained, and writes `job.result`.
 
     Raises InputError if train.py refuses its input, RunError if a run fails for another reason.
     """
-    waiting, running = list(jobs), {}  # `running`: (job, process) by the process's sentinel
+    yield from (job for job in jobs if job.result.exists())
+    waiting = [job for job in jobs if not job.result.exists()]
+    running = {}  # (job, process) by the process's sentinel
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -164,15 +197,17 @@ def _make_error(job: Job, status: int) -> Exception:
 
 
 def _work(job: Job, finish: Callable[[Job], None]) -> None:
-    """Run train.py in this process, with its output in `log.txt`."""
+    """Run a job in this process, with its output in `log.txt`."""
+    shutil.rmtree(job.directory, ignore_errors=True)  # of a run that was killed
     job.directory.mkdir(parents=True)
     with (job.directory / "log.txt").open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
-    train_py = str(Path(__file__).resolve().parents[2] / "train.py")
-    sys.argv = [train_py, *job.overrides, f"local_run_dir={job.directory}", f"exp_name={job.directory.name}"]
-    runpy.run_path(train_py, run_name="__main__")
+    if job.overrides:
+        train_py = str(Path(__file__).resolve().parents[2] / "train.py")
+        sys.argv = [train_py, *job.overrides, f"local_run_dir={job.directory}", f"exp_name={job.directory.name}"]
+        runpy.run_path(train_py, run_name="__main__")
     finish(job)
     for checkpoint in job.directory.glob("step-*"):  # only the records of the run are kept
         shutil.rmtree(checkpoint)

@@ -1,8 +1,8 @@
 """Short strings, a known true reward, and labelled pairs.
 
-A prompt is a string of a few symbols. A response is a string of at most `response_length` symbols; a shorter one is
-ended by EOS. So a prompt has finitely many responses, the leaves of a tree, on which `exact.py` evaluates models.
-docs/frontier.md has the formulas. Imports no torch.
+A prompt is a string of a few symbols. A response is a string of `response_length` symbols, or of at most so many if
+`fixed_length` is false; then a shorter one is ended by EOS. So a prompt has finitely many responses, the leaves of a
+tree, on which `exact.py` evaluates models. docs/frontier.md has the formulas. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,19 @@ class Task:
     symbols: int = 5
     prompt_length: int = 5
     response_length: int = 5
-    held_out: int = 53  # number of prompts on which policies are evaluated; the others are trained on
-    shortest: int = 0  # length of the shortest response; EOS is impossible before (only controls.py changes it)
+    fixed_length: bool = True  # every response has `response_length` symbols, and there is no EOS
+    held_out: int = 500  # number of prompts on which policies are measured
+    for_tuning: int = 129  # number of prompts on which settings are chosen; the remaining ones are trained on
     seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{'fixed' if self.fixed_length else 'free'}-{self.seed}"
+
+    @property
+    def shortest(self) -> int:
+        """Number of symbols of the shortest response."""
+        return self.response_length if self.fixed_length else 0
 
     @functools.cached_property
     def _prompts(self) -> np.ndarray:
@@ -52,8 +62,12 @@ class Task:
         return self._prompts[: self.held_out]
 
     @property
+    def tuning_prompts(self) -> np.ndarray:
+        return self._prompts[self.held_out :][: self.for_tuning]
+
+    @property
     def train_prompts(self) -> np.ndarray:
-        return self._prompts[self.held_out :]
+        return self._prompts[self.held_out + self.for_tuning :]
 
     @functools.cached_property
     def leaves(self) -> np.ndarray:
@@ -120,14 +134,14 @@ class Task:
         """Draw a response of the demonstrator to each prompt, (prompts, response_length).
 
         The demonstrator is a Markov chain: the next symbol depends on the one before and on the prompt's first, but not
-        on the reward.
+        on the reward. Unless all responses have the same length, it may stop after each symbol.
         """
         table_rng, n = np.random.default_rng([self.seed, 4]), self.symbols
         by_one_before, by_prompt = table_rng.normal(size=(n, n)), table_rng.normal(size=(n, n))
         responses = np.full((len(prompts), self.response_length), NONE)
         symbols, goes_on = prompts[:, -1], np.full(len(prompts), True)
         for t in range(self.response_length):
-            if t > 0:  # no response is empty
+            if t > 0 and not self.fixed_length:  # no response is empty
                 goes_on &= rng.random(len(prompts)) >= STOP_PROBABILITY
             logits = LOGIT_SCALE * (by_one_before[symbols] + by_prompt[prompts[:, 0]])
             symbols = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn from the softmax of the logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -16,20 +17,21 @@ from dpo.data.examples import Example
 from dpo.data.tokenization import TextEncoder, encode_texts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.models.pretrained import load_model
-from experiments.frontier import __main__ as frontier
-from experiments.frontier import controls, exact, runs
+from experiments.frontier import exact, plain, runs
 from experiments.frontier.picture import draw as draw_picture
 from experiments.frontier.reading import (
     at_equal_kl,
+    choose_settings,
     collect_curve,
-    format_rates,
+    format_trials,
     mean_and_interval,
+    summarize,
     tables,
     within_budget,
 )
-from experiments.frontier.task import NONE, Task, draw_pairs, noisy_scorer
+from experiments.frontier.task import NONE, Pairs, Task, draw_pairs, noisy_scorer
 
-TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17)
+TASK = Task(symbols=3, prompt_length=4, response_length=3, held_out=17, for_tuning=9, fixed_length=False)
 PNG = b"\x89PNG"
 
 
@@ -40,14 +42,29 @@ def model_dir(tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module")
-def model(model_dir):
+def load_random(model_dir):
     """Random weights, larger than usual, so that responses differ in probability."""
     found = load_model(str(model_dir), dtype=torch.float32, random_init=True).eval()
     with torch.no_grad():
         for parameter in found.parameters():
             parameter.mul_(3)
     return found
+
+
+@pytest.fixture(scope="module")
+def model(model_dir):
+    return load_random(model_dir)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["fixed", "free"])
+def world(request, model, tmp_path_factory):
+    """A task where all responses have the same length, or not, and a model for it."""
+    if not request.param:
+        return TASK, model
+    task = dataclasses.replace(TASK, fixed_length=True)
+    directory = tmp_path_factory.mktemp("frontier") / "model"
+    runs.write_model(directory, task)
+    return task, load_random(directory)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +83,14 @@ def rewards():
 def test_leaves_are_all_responses_once_and_no_held_out_prompt_is_trained_on():
     texts = [TASK.text(leaf) for leaf in TASK.leaves]
     assert texts == ["".join(t) for n in range(4) for t in itertools.product("abc", repeat=n)]
-    train, test = ({tuple(prompt) for prompt in part} for part in (TASK.train_prompts, TASK.test_prompts))
-    assert (len(train), len(test), len(train & test)) == (81 - 17, 17, 0)
+    parts = [
+        {tuple(prompt) for prompt in part} for part in (TASK.train_prompts, TASK.tuning_prompts, TASK.test_prompts)
+    ]
+    assert [len(part) for part in parts] == [81 - 17 - 9, 9, 17]
+    assert len(set.union(*parts)) == 81
+    fixed = dataclasses.replace(TASK, fixed_length=True)
+    assert [fixed.text(leaf) for leaf in fixed.leaves] == texts[-27:]
+    assert (fixed.demonstrate(fixed.test_prompts, np.random.default_rng(0)) != NONE).all()
 
 
 def test_the_reward_is_the_sum_that_the_document_says():
@@ -134,6 +157,31 @@ def test_the_leaves_are_what_the_trainer_scores(model, model_dir, logps):
     assert np.exp(logps).sum(-1) == pytest.approx(np.ones(17))
 
 
+def plain_leaves(score, task, prompts):
+    """Values of all leaves by `score`, which gets all responses to a prompt as rows."""
+    rows = [plain.encode(task, np.repeat(prompt[None], len(task.leaves), 0), task.leaves) for prompt in prompts]
+    with torch.no_grad():
+        return torch.stack([score(*row) for row in rows]).double().numpy()
+
+
+def test_a_tree_has_the_log_probabilities_of_its_texts(world):
+    task, own_model = world
+    found = exact.leaf_logps(own_model, task, task.test_prompts[:12])  # more than are computed at once
+    expected = plain_leaves(lambda *row: plain.token_logps(own_model, *row).sum(-1), task, task.test_prompts[:12])
+    assert found == pytest.approx(expected, abs=2e-5)
+    assert np.exp(found).sum(-1) == pytest.approx(np.ones(12))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_tree_has_the_scores_of_a_reward_model(per_token, world):
+    task, own_model = world
+    reward_model = plain.RewardModel(own_model, per_token=per_token)
+    torch.nn.init.normal_(reward_model.head.weight)
+    found = reward_model.leaf_scores(task, task.test_prompts[:2])
+    assert found == pytest.approx(plain_leaves(reward_model, task, task.test_prompts[:2]), abs=1e-3)
+    assert found.std() > 0.1
+
+
 def test_reward_and_kl_agree_with_samples_of_generate(model, logps, rewards):
     """KL against a uniform reference, whose log-probabilities are known."""
     n, prompt = 6000, TASK.test_prompts[0]
@@ -171,34 +219,24 @@ def small():
 
 
 def test_no_policy_is_above_the_limit_and_the_optimum_is_on_it(small):
-    rng = np.random.default_rng(1)
+    rng, limit = np.random.default_rng(1), exact.Limit(*small)
     for beta in (5, 1, 0.3, 0.1):
         best = exact.optimum(beta, *small)
         point = exact.make_point(best, *small)
-        assert exact.most_reward(point.kl, *small) == pytest.approx(point.reward, abs=1e-9)
+        assert limit.most_reward(point.kl) == pytest.approx(point.reward, abs=1e-4)
         for scale in (0.01, 0.1, 1, 3):
             for _ in range(20):
                 logits = best + scale * rng.normal(size=best.shape)
                 other = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
                 reward, kl = exact.make_point(other, *small)
-                assert reward <= exact.most_reward(kl, *small) + 1e-9
-    assert exact.most_reward(1e3, *small) == pytest.approx(small[1].max(-1).mean())  # more KL buys nothing
-
-
-def test_the_chosen_are_what_all_pairs_come_to(small):
-    reference, rewards = small
-    p, r = np.exp(reference[0]), rewards[0]
-    expected = np.zeros(5)
-    for y, z in itertools.permutations(range(5), 2):
-        won = chance(r[y] - r[z])
-        drawn = p[y] * p[z] / (1 - p[y])  # the second again until it differs
-        expected[y] += drawn * won
-        expected[z] += drawn * (1 - won)
-    assert np.exp(exact.chosen(*small)[0]) == pytest.approx(expected)
+                assert reward <= limit.most_reward(kl) + 1e-9
+    assert limit.most_reward(1e3) == pytest.approx(small[1].max(-1).mean())  # more KL buys nothing
+    assert limit.most_reward(0) == pytest.approx((np.exp(small[0]) * small[1]).sum(-1).mean())
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_best_of_n_is_what_all_draws_of_n_come_to(small, n):
+    """Chosen by the reward, or by a reward model's scores."""
     reference, rewards = small
     p, r = np.exp(reference[0]), rewards[0]
     expected = np.zeros(5)
@@ -211,65 +249,98 @@ def test_best_of_n_is_what_all_draws_of_n_come_to(small, n):
     assert many.reward == pytest.approx(rewards.max(-1).mean())
 
 
-# --- controls ---------------------------------------------------------------------------------------------------------
+def test_a_reweighted_policy_is_the_reference_times_a_power_of_its_ratio(small):
+    reference, others = np.exp(small[0]), np.exp(small[0])[:, ::-1]
+    for scale in (1.0, 2.5):
+        share = reference * (others / reference) ** scale
+        found = np.exp(exact.reweight(scale, np.log(others), np.log(reference)))
+        assert found == pytest.approx(share / share.sum(-1, keepdims=True))
 
 
-def test_without_empty_responses_a_policy_is_itself_given_that_it_writes_something(model, logps):
-    task = dataclasses.replace(TASK, shortest=1)
-    found = exact.leaf_logps(model, task, TASK.test_prompts)
-    share = np.exp(logps[:, 1:])
-    assert np.exp(found) == pytest.approx(share / share.sum(-1, keepdims=True))
-    assert [TASK.text(leaf) for leaf in task.leaves] == [TASK.text(leaf) for leaf in TASK.leaves[1:]]
+# --- methods in plain torch -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shortest", [1, 3])
-def test_responses_that_are_too_short_are_not_drawn(model, shortest):
-    task = dataclasses.replace(TASK, shortest=shortest)
-    assert np.exp(exact.leaf_logps(model, task, task.test_prompts)).sum(-1) == pytest.approx(1)
-    drawn = exact.draw(model, task, np.repeat(task.test_prompts, 50, axis=0), np.random.default_rng(0))
-    assert set((drawn != NONE).sum(-1)) == {*range(shortest, 4)}
+def test_exact_rl_ascends_reward_less_beta_kl(world):
+    """The objective is that of the points; its gradient is its slope along a direction."""
+    task, own_model = world
+    prompts, policy = task.train_prompts[:2], copy.deepcopy(own_model).double()
+    reference, rewards = exact.leaf_logps(own_model, task, prompts), task.reward(prompts[:, None], task.leaves[None])
+    weight, step = policy.model.layers[0].mlp.up_proj.weight, 1e-4
+
+    def objective():
+        return exact.expected_objective(policy, reference, rewards, 0.3, task, prompts)
+
+    with torch.no_grad():
+        weight.mul_(0.5)  # no longer the reference
+    objective().backward()
+    logps = exact.leaf_logps(policy, task, prompts)
+    point = exact.make_point(logps, reference, rewards)
+    assert objective().item() == pytest.approx(point.reward - 0.3 * point.kl, abs=1e-6)
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight.add_(sign * step)
+            values.append(objective().item())
+            weight.sub_(sign * step)
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(weight.grad.sum().item(), rel=5e-3)
 
 
-@pytest.fixture(scope="module")
-def control_rows(model):
-    return [*controls.run_all(model, TASK, pairs=64, epochs=8, seeds=(0, 1))]
+def test_reinforce_has_the_gradient_of_exact_rl_on_average(world):
+    task, own_model = world
+    prompts = np.repeat(task.train_prompts[:1], 1000, axis=0)
+    reference = copy.deepcopy(own_model)
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(0.7)
+    policy, compute_loss = plain.make_reinforce(
+        reference, task, Pairs(prompts, prompts, prompts), plain.Setting("reinforce", 0.3, 0, 1e-3, 1, 1)
+    )
+    policy.load_state_dict(own_model.state_dict())
+    compute_loss(np.arange(len(prompts))).backward()
+    found, policy.lm_head.weight.grad = policy.lm_head.weight.grad.clone(), None
+    (-exact.expected_objective(
+        policy, exact.leaf_logps(reference, task, prompts[:1]), task.reward(prompts[:1], task.leaves)[None],
+        0.3, task, prompts[:1],
+    )).backward()  # fmt: skip
+    expected = policy.lm_head.weight.grad
+    assert (found - expected).norm() < 0.35 * expected.norm()  # 2,000 samples
 
 
-def test_controls_are_trained_on_responses_that_are_possible_alone(control_rows):
-    for row in control_rows:
-        assert row["reward"] <= row["most_reward"] + 1e-6
-        assert sum(row["lengths"]) == pytest.approx(1)
-        assert sum(row["lengths"][: row["shortest"]]) == 0
-    start = {row["shortest"]: row["reward"] for row in control_rows if row["method"] == "sft"}
-    trained = [row for row in control_rows if row["method"] == "dpo"]
-    assert {(row["shortest"], row["beta"], row["seed"]) for row in trained} == {
-        *itertools.product((0, 1, 3), controls.BETAS, (0, 1))
-    }
-    assert min(row["reward"] - start[row["shortest"]] for row in trained) > 0
+def test_unlikelihood_is_the_sum_of_its_two_terms(world):
+    task, own_model = world
+    prompts, responses = task.train_prompts[:3], task.leaves[[5, 9, 20]]
+    pairs = Pairs(prompts, responses, task.leaves[[7, 2, 11]])
+    policy, compute_loss = plain.make_unlikelihood(
+        own_model, task, pairs, plain.Setting("unlikelihood", 0.3, 0, 1e-3, 1, 1)
+    )
+    expected = []
+    with torch.no_grad():
+        for i in range(3):
+            chosen, rejected = (
+                plain.token_logps(policy, *encoded)[encoded[1]]
+                for encoded in (plain.encode(task, prompts[i : i + 1], part[i : i + 1]) for part in pairs[1:])
+            )
+            expected.append(-chosen.sum() - 0.3 * (1 - rejected.exp()).log().sum())
+        assert compute_loss(np.arange(3)).item() == pytest.approx(np.mean(expected), rel=1e-5)
 
 
-def test_a_reweighted_policy_is_the_reference_times_a_power_of_its_ratio(control_rows, model, logps):
-    policy = controls.train_dpo(model, controls.Setting(TASK, controls.REWEIGHTED_BETA, 0, 64, 8))
-    ratio = np.exp(exact.leaf_logps(policy, TASK, TASK.test_prompts) - logps)
-    rows = [row for row in control_rows if row["method"] == "dpo_reweighted" and row["seed"] == 0]
-    assert [row["scale"] for row in rows] == [*controls.SCALES]
-    for row in rows:
-        share = np.exp(logps) * ratio ** row["scale"]
-        share /= share.sum(-1, keepdims=True)
-        assert row["kl"] == pytest.approx((share * (np.log(share) - logps)).sum(-1).mean(), abs=1e-5)
+def test_a_reward_model_learns_which_responses_are_chosen(world):
+    task, own_model = world
+    chosen, rejected = (np.repeat(task.leaves[[i]], 55, 0) for i in (-1, 0))
+    pairs = Pairs(task.train_prompts, chosen, rejected)
+    for method in ("rm_last", "rm_tokens"):
+        setting, updates = plain.Setting(method, None, 0, 3e-3, 15, 16), []
+        reward_model = plain.train(own_model, task, pairs, setting, lambda update, _, seen=updates: seen.append(update))
+        scores = reward_model.leaf_scores(task, task.test_prompts[:3])
+        assert (scores[:, -1] > scores[:, 0]).all()
+        assert updates == [*range(1, 16)]
 
 
 # --- what the rows say ------------------------------------------------------------------------------------------------
 
 
 def made_row(method, beta, seed, reward, kl, **more):
-    return {
-        **frontier.make_row(method, beta, seed, reward, kl),
-        "most_reward": 2.0,
-        "label_noise": 0.0,
-        "lr": 1e-3,
-        **more,
-    }
+    row = {"task": 0, "fixed_length": True, "method": method, "beta": beta, "seed": seed, "reward": reward, "kl": kl}
+    return {**row, "most_reward": 2.0, "label_noise": 0.0, "lr": 1e-3, "passes": 4, **more}
 
 
 @pytest.fixture
@@ -313,16 +384,39 @@ def test_an_interval_is_students():
     assert mean_and_interval(np.array([1.0, np.nan])) == "-"
 
 
+def test_with_several_tasks_an_interval_is_over_their_means():
+    units = [(task, seed) for task in range(3) for seed in range(4)]
+    values = np.array([task + 10 * (seed - 1.5) for task, seed in units])
+    assert summarize(values, units) == mean_and_interval(np.array([0.0, 1.0, 2.0]))
+    assert summarize(values[:4], units[:4]) == mean_and_interval(values[:4])
+    missing = np.append(values, np.nan)
+    assert summarize(missing, [*units, (2, 4)]) == f"{mean_and_interval(np.array([0.0, 1.0, 2.0]))} (12 of 13)"
+    assert summarize(np.array([1.0, np.nan]), units[:2]) == "-"
+
+
 def test_the_tables_and_the_picture_of_rows(made_rows):
-    peaks, equal, *differences = tables(made_rows)
+    planned, peaks, equal = tables(made_rows)
+    assert len(planned.splitlines()) == 3  # there is but one method, so only its betas are compared
     assert "| dpo | 0.1 | 2.00 | 1.10 [-0.17, 2.37] | 0.90 [-0.37, 2.17] | 4.00 | 0.60 [0.60, 0.60] | -0.50" in peaks
     assert "| dpo | - | 0.00 [0.00, 0.00] | 0.77" in equal
-    assert differences == []  # there is but one method
     lower = [{**row, "method": "ipo", "reward": row["reward"] - 0.1} for row in made_rows if row["method"] == "dpo"]
-    differences = tables(made_rows + lower)[2]
-    assert "| ipo - dpo | **-0.10 [-0.10, -0.10]** | **-0.10 [-0.10, -0.10]** |" in differences
-    assert "| dpo | 0.688 |" in format_rates(made_rows, np.array([0.0, 1.0, 2.0, 5.0]))
-    noisy = [{**row, "method": "dpo_noisy", "label_noise": 0.2} for row in made_rows if row["method"] == "dpo"]
-    pictures = [draw_picture(rows, dark=dark) for rows in (made_rows, made_rows + noisy) for dark in (False, True)]
+    planned = tables(made_rows + lower)[0]
+    assert "| ipo - dpo | fixed | **-0.10 [-0.10, -0.10]** | **-0.10 [-0.10, -0.10]** | **-0.10" in planned
+    assert "| dpo: beta 0.01 - beta 0.1 | fixed |  |  |  | -0.50" in planned
+    free = [{**row, "fixed_length": False, "reward": row["reward"] - 0.1} for row in made_rows]
+    along = [{**row, "share": 0.5} for row in made_rows if row["method"] == "dpo"]
+    assert tables(made_rows + along) == tables(made_rows)
+    assert len(tables(made_rows + free)) == 5
+    pictures = [draw_picture(rows, dark=dark) for rows in (made_rows, made_rows + along) for dark in (False, True)]
     assert all(picture.startswith(PNG) for picture in pictures)
     assert len(set(pictures)) == 4
+
+
+def test_settings_are_those_of_the_highest_score(made_rows):
+    worse = [
+        {**row, "lr": 2e-3, "passes": 2, "reward": row["reward"] - 0.3} for row in made_rows if row["method"] == "dpo"
+    ]
+    assert choose_settings(worse + made_rows) == {"dpo": {"lr": 1e-3, "passes": 4}}
+    assert "| method | 0.002, 2 | 0.001, 4 |" in format_trials(worse + made_rows)
+    sft = [{**row, "method": "preferred_sft", "beta": 16, "passes": 32} for row in made_rows if row["beta"] == 0.1]
+    assert choose_settings(sft + made_rows)["preferred_sft"] == {"lr": 1e-3, "passes": 2}

@@ -1,0 +1,332 @@
+"""The runs of all methods from one reference, and their rows.
+
+A sweep can be killed at any time: what is complete in its directory is not made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dpo.errors import InputError
+from experiments.frontier import exact, runs
+from experiments.frontier.methods import (
+    BATCH,
+    METHODS,
+    REWARD_MODELS,
+    REWEIGHTED_BETA,
+    RM_BETAS,
+    RM_DRAWS,
+    SCALES,
+    Method,
+)
+from experiments.frontier.runs import Job
+from experiments.frontier.task import Pairs, Task, draw_pairs
+
+SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
+DRAWS = tuple(2**k for k in range(1, 13))  # the N of best-of-N
+EVALUATED = 16  # pairs that the trainer evaluates at the end of a run
+COURSE = 3  # parts of a run; policies along it are measured after each
+Row = dict[str, Any]
+
+
+class Size(NamedTuple):
+    """Size of the experiment."""
+
+    pairs: int
+    sft_epochs: int
+    seeds: tuple[int, ...]
+    tasks: tuple[int, ...] = (0,)
+    core: bool = False  # only the methods of the paper's comparison
+    most_passes: int = 64
+    course: bool = False  # policies along the runs of the first seed are measured too
+
+
+class Run(NamedTuple):
+    """A policy or reward model to train."""
+
+    method: str
+    beta: float | None  # or the value of the method's other knob
+    seed: int
+    lr: float
+    passes: int
+    label_noise: float = 0.0  # share of flipped labels
+    course: bool = False  # policies along the run are measured too
+
+    @property
+    def name(self) -> str:
+        parts = (self.method, self.beta, self.seed, self.lr, self.passes, self.label_noise or None)
+        return "-".join(str(part) for part in parts if part is not None)
+
+    @property
+    def data(self) -> str:
+        """Name of the dataset of its pairs."""
+        noise = f"_noise_{self.label_noise:g}".replace(".", "_") if self.label_noise else ""
+        return f"pairs_{self.seed}{noise}"
+
+    @property
+    def batch(self) -> int:
+        """Pairs or prompts of an update."""
+        method = METHODS[self.method]
+        return max(1, method.pairs // self.passes) if method.fresh else method.pairs
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Runs from one reference, with their directory and common overrides.
+
+    Policies are measured on the held-out prompts, or on those for `tuning`.
+    """
+
+    root: Path
+    task: Task
+    size: Size
+    overrides: Sequence[str]
+    tuning: bool = False
+
+    # --- the reference and the data -----------------------------------------------------------------------------------
+
+    def train_reference(self) -> None:
+        """Run SFT on a demonstrator's texts, from which all methods start.
+
+        Raises InputError if the directory has runs of other settings.
+        """
+        root, task, rng = self.root, self.task, np.random.default_rng([self.task.seed, 5])
+        settings = {"task": dataclasses.asdict(task), "pairs": self.size.pairs, "sft_epochs": self.size.sft_epochs}
+        text = json.dumps({**settings, "overrides": [*self.overrides], "tuning": self.tuning}, indent=1)
+        written = root / "sweep.json"
+        if written.exists() and written.read_text(encoding="utf-8") != text:
+            raise InputError(
+                f"{root} has runs with other settings, see sweep.json there: remove it, or give another --out"
+            )
+        root.mkdir(parents=True, exist_ok=True)
+        runs.write_whole(written, text)
+        runs.import_all()
+        if (root / "reference.pt").exists():
+            return
+        runs.write_model(root / "model", task)
+        train, test = (  # SFT trains on the chosen responses alone
+            Pairs(prompts, task.demonstrate(prompts, rng), task.demonstrate(prompts, rng))
+            for prompts in (task.train_prompts, task.test_prompts[:EVALUATED])
+        )
+        runs.write_pairs(root / "data" / "sft", task, train, test)
+        common = runs.list_overrides(root, task, data="sft")
+        job = Job(root / "runs" / "sft", (*common, *SFT, f"n_epochs={self.size.sft_epochs}", *self.overrides))
+
+        def keep_policy(job: Job) -> None:
+            shutil.copy(job.directory / "LATEST" / "policy.pt", root / "reference.part")
+            (root / "reference.part").replace(root / "reference.pt")
+
+        list(runs.run_all([job], keep_policy, at_once=1))
+
+    @cached_property
+    def reference(self) -> Any:
+        """The model after SFT."""
+        return runs.load_policy(self.root, self.root / "reference.pt")
+
+    @property
+    def prompts(self) -> np.ndarray:
+        """Those on which policies are measured."""
+        return self.task.tuning_prompts if self.tuning else self.task.test_prompts
+
+    @cached_property
+    def limit(self) -> exact.Limit:
+        """The reference's log-probabilities, and the true rewards."""
+        rewards = self.task.reward(self.prompts[:, None], self.task.leaves[None])
+        return exact.Limit(exact.leaf_logps(self.reference, self.task, self.prompts), rewards)
+
+    def write_preferences(self, wanted: Sequence[Run]) -> None:
+        """Write the datasets of labelled pairs that the runs train on.
+
+        Datasets of one seed have the same responses, and differ in the share of flipped labels.
+        """
+        for run in {run.data: run for run in wanted}.values():
+            rng = np.random.default_rng([self.task.seed, 6, run.seed])
+            write = partial(exact.draw, self.reference, self.task, rng=rng)
+            train, test = (
+                draw_pairs(self.task, prompts, write, rng, noise=run.label_noise)
+                for prompts in (self.task.train_prompts[: self.size.pairs], self.task.test_prompts[:EVALUATED])
+            )
+            runs.write_pairs(self.root / "data" / run.data, self.task, train, test)
+
+    # --- the runs -----------------------------------------------------------------------------------------------------
+
+    def make_job(self, run: Run) -> Job:
+        """Make a run's job, with as many labels as others."""
+        method, directory = METHODS[run.method], self.root / "runs" / run.name
+        if not method.overrides:
+            return Job(directory)
+        scorer = runs.write_scorer(self.root, self.task, run.seed)
+        longest = self.task.response_length
+        batch_size = run.batch * method.examples
+        overrides = (
+            *runs.list_overrides(self.root, self.task, data=run.data),
+            *method.list_overrides(beta=run.beta, noise=run.label_noise, scorer=scorer, longest=longest),
+            *(f"seed={run.seed}", f"lr={run.lr}", f"model.archive={self.root / 'reference.pt'}"),
+            *(f"n_epochs={1 if method.fresh else run.passes}", f"batch_size={batch_size}", "warmup_steps=10"),
+            *(f"save_every={update * batch_size}" for update in self.list_course(run)[:1]),
+            *self.overrides,
+        )
+        return Job(directory, overrides)
+
+    def count_updates(self, run: Run) -> int:
+        return self.size.pairs // BATCH * run.passes
+
+    def list_course(self, run: Run) -> list[int]:
+        """List the updates after which a policy along the run is measured."""
+        part = self.count_updates(run) // COURSE
+        return [part * i for i in range(1, COURSE)] if run.course and part else []
+
+    def finish(self, job: Job, run: Run) -> None:
+        """Measure a run and write its rows; train first if plain."""
+        method, updates, watched = METHODS[run.method], self.count_updates(run), self.list_course(run)
+        rows: list[Row] = []
+
+        def measure_along(update: int, model: Any) -> None:
+            logps = exact.leaf_logps(model, self.task, self.prompts)
+            rows.append(self.make_row(run.method, run, logps, share=update / updates))
+
+        if method.overrides:
+            for update in watched:
+                checkpoint = job.directory / f"step-{update * run.batch * method.examples}"
+                measure_along(update, runs.load_policy(self.root, checkpoint / "policy.pt"))
+            model = runs.load_policy(self.root, job.directory / "LATEST" / "policy.pt")
+        else:
+            model = self._train_plainly(run, lambda update, model: update in watched and measure_along(update, model))
+        if run.method in REWARD_MODELS:
+            rows += self._measure_reward_model(run, model.leaf_scores(self.task, self.prompts))
+        else:
+            logps = exact.leaf_logps(model, self.task, self.prompts)
+            rows.append(self.make_row(run.method, run, logps, **_read_ties(job)))
+            if (run.method, run.beta) == ("dpo", REWEIGHTED_BETA):
+                rows += self._measure_reweighted(run, logps)
+        runs.write_whole(job.result, json.dumps(rows))
+
+    def _train_plainly(self, run: Run, watch: Callable[[int, Any], Any]) -> Any:
+        from experiments.frontier import plain
+
+        pairs = runs.read_pairs(self.root / "data" / run.data / "train.jsonl", self.task)
+        setting = plain.Setting(run.method, run.beta, run.seed, run.lr, self.count_updates(run), run.batch)
+        return plain.train(self.reference, self.task, pairs, setting, watch)
+
+    def _measure_reweighted(self, run: Run, logps: np.ndarray) -> Iterator[Row]:
+        for scale in SCALES:
+            reweighted = exact.reweight(scale, logps, self.limit.reference)
+            # a log-ratio times `scale` is that of a policy trained with beta / scale, if both were optimal
+            yield self.make_row("dpo_reweighted", run, reweighted, beta=REWEIGHTED_BETA / scale, scale=scale)
+
+    def _measure_reward_model(self, run: Run, scores: np.ndarray) -> Iterator[Row]:
+        """Measure a reward model's optimum for each beta, and best of N."""
+        for beta in RM_BETAS:
+            yield self.make_row(run.method, run, exact.optimum(beta, self.limit.reference, scores), beta=beta)
+        for n in RM_DRAWS:
+            best = exact.best_of_n(n, self.limit.reference, scores)
+            yield self.make_row(f"best_by_{run.method}", run, best, beta=n, n=n)
+
+    def train_all(self, wanted: Sequence[Run]) -> list[Row]:
+        """Train all runs. Returns their rows, in the same order."""
+        run_of_job = {self.make_job(run): run for run in wanted}
+        started, n_there = time.perf_counter(), sum(job.result.exists() for job in run_of_job)
+        if n_there:
+            print(f"{self.task.name}: {n_there} of {len(run_of_job)} runs are there already", flush=True)
+
+        def finish(job: Job) -> None:
+            self.finish(job, run_of_job[job])
+
+        rows_of_run: dict[Run, list[Row]] = {}
+        # `finish` runs in the job's process, so that policies are measured on all cores
+        for job in runs.run_all([*run_of_job], finish, at_once=len(os.sched_getaffinity(0))):
+            run, rows = run_of_job[job], json.loads(job.result.read_text(encoding="utf-8"))
+            rows_of_run[run] = rows
+            n_made = len(rows_of_run) - n_there
+            if n_made <= 0:
+                continue
+            secs_left = (time.perf_counter() - started) / n_made * (len(run_of_job) - len(rows_of_run))
+            text = f"{self.task.name} {run.name}: reward {rows[-1]['reward']:.3f} at KL {rows[-1]['kl']:.3f}"
+            print(f"{len(rows_of_run)}/{len(run_of_job)}  {text}  {secs_left:.0f} s left", flush=True)
+        return [row for run in wanted for row in rows_of_run[run]]
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def make_row(self, method: str, run: Run | None, logps: np.ndarray, **others: Any) -> Row:
+        """Make the row of a policy; `run` is what trained it."""
+        settings = {} if run is None else {"label_noise": run.label_noise, "lr": run.lr, "passes": run.passes}
+        return {
+            **{"task": self.task.seed, "fixed_length": self.task.fixed_length, "method": method},
+            **{"beta": run.beta if run else None, "seed": run.seed if run else None},
+            **self.limit.measure(logps, self.task, optimal=method == "pi_star"),
+            **settings,
+            **others,
+        }
+
+    def list_known(self) -> list[Row]:
+        """List the rows of policies that are known without a run."""
+        reference, rewards = self.limit.reference, self.limit.rewards
+        betas = map(float, exact.OPTIMAL_BETAS)
+        return [
+            self.make_row("sft", None, reference),
+            *(self.make_row("pi_star", None, exact.optimum(beta, reference, rewards), beta=beta) for beta in betas),
+            *(self.make_row(f"best_of_{n}", None, exact.best_of_n(n, reference, rewards), n=n) for n in DRAWS),
+        ]
+
+
+def _read_ties(job: Job) -> dict[str, float]:
+    """Share of prompts of an online run that gave no pair."""
+    file = job.directory / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    ties = [metrics["online/ties"] for metrics in map(json.loads, lines) if "online/ties" in metrics]
+    return {"ties": float(np.mean(ties))} if ties else {}
+
+
+# --- lists of runs ----------------------------------------------------------------------------------------------------
+
+
+def list_runs(size: Size, task: Task, noise: float, settings: dict[str, dict[str, Any]] | None = None) -> list[Run]:
+    """List a sweep's runs; without `noise`, noisy methods are left out.
+
+    `settings` are the learning rates and passes of `--tune`, by method, else those of `methods.py`.
+    """
+
+    def list_betas(method: Method) -> Sequence[float | None]:
+        return method.core if size.core else (*method.betas, *method.between)
+
+    def find_settings(name: str) -> Method:
+        tuned = (settings or {}).get(name.removesuffix("_noisy"), {})
+        return METHODS[name]._replace(**tuned)
+
+    return [
+        make_run(name, find_settings(name), beta, seed, size, noise)
+        for seed in size.seeds
+        for name, method in METHODS.items()
+        if (noise > 0 or not method.noisy) and (method.control or task.fixed_length)
+        for beta in list_betas(method)
+    ]
+
+
+def make_run(name: str, method: Method, beta: float | None, seed: int, size: Size, noise: float = 0.0) -> Run:
+    passes = min(method.count_passes(beta), size.most_passes)
+    course = size.course and seed == size.seeds[0] and name not in REWARD_MODELS
+    return Run(name, beta, seed, method.lr, passes, noise if method.noisy else 0.0, course)
+
+
+def list_tuning_runs(size: Size, rates: Sequence[float], passes: Sequence[int]) -> list[Run]:
+    """List the runs of --tune, with every second beta."""
+    return [
+        make_run(name, method._replace(lr=lr, passes=n), beta, seed, size)
+        for name, method in METHODS.items()
+        if not method.noisy
+        for lr in rates
+        for n in passes
+        for beta in method.betas[::2]
+        for seed in size.seeds
+    ]
