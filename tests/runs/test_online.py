@@ -587,7 +587,7 @@ def test_a_reward_model_trained_on_pairs_raises_the_reward_of_held_out_prompts(t
     reward = ("loss=bradley_terry", "optimizer=AdamW", "lr=1e-3", "sample_during_eval=false", *start)
     online = (
         *("loss=dpo", "loss.beta=0.5", "online=online", "online.scorer=reward_model", "online.max_new_tokens=24"),
-        *("online.reward_model={reward}/LATEST/hf", "optimizer=SGD", "lr=0.2", *start),
+        *("online.reward_model={reward}/LATEST/hf", "online.ties=keep", "optimizer=SGD", "lr=0.2", *start),
     )
     run_dirs = {name: tmp_path / name for name in ("sft", "reward", "online")}
     for (name, run_dir), stage in zip(run_dirs.items(), (demo.STAGES["sft"], reward, online), strict=True):
