@@ -28,7 +28,7 @@ from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.schema import PreferenceData, get_field
-from dpo.data.sources import HUB_IDS, identify_source, load_rows
+from dpo.data.sources import HUB_IDS, identify_source, iterate_places, load_rows
 from dpo.data.table import iterate_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
@@ -91,8 +91,9 @@ def get_hh(
     """
     data = PreferenceData(truncation_mode="keep_end")
     n_diverged = 0  # rows whose two dialogues have different prompts
-    for number, row in enumerate(_progress(load_rows(source, split, cache_dir), "HH", silent), start=1):
-        where = f"record {number} of {source.path} ({split})"
+    rows = load_rows(source, split, cache_dir)
+    places = iterate_places(rows, f"{source.path} ({split})")
+    for row, where in zip(_progress(rows, "HH", silent), places, strict=True):
         chosen, rejected = (get_field(row, key, where) for key in ("chosen", "rejected"))
         try:
             prompt = extract_anthropic_prompt(chosen)
@@ -117,8 +118,9 @@ def get_shp(
     """
     data = PreferenceData(truncation_mode="keep_start")
     scores: dict[str, dict[str, float]] = defaultdict(dict)  # by prompt and response
-    for number, row in enumerate(_progress(load_rows(source, split, cache_dir), "SHP", silent), start=1):
-        where = f"record {number} of {source.path} ({split})"
+    rows = load_rows(source, split, cache_dir)
+    places = iterate_places(rows, f"{source.path} ({split})")
+    for row, where in zip(_progress(rows, "SHP", silent), places, strict=True):
         prompt = f"\n\nHuman: {get_field(row, 'history', where)}\n\nAssistant:"
         responses = [" " + get_field(row, f"human_ref_{side}", where) for side in "AB"]
         score_a, score_b = (get_field(row, f"score_{side}", where, (int, float)) for side in "AB")
@@ -268,7 +270,7 @@ def _load_custom(
     rows = load_rows(source, split, cache_dir)
     origin = source.path if source.has_no_splits else f"{source.path} ({split})"
     try:
-        form = {"name": name, "trains_on": trains_on, "with_margins": with_margins}
+        form = {"name": name, "data_format": source.format, "trains_on": trains_on, "with_margins": with_margins}
         return get_custom(rows, origin, tokenizer, source.columns, **form)
     except ColumnsError as error:
         if split == "train" or source.has_no_splits:

@@ -11,6 +11,7 @@ import torch
 from support.runs import GOLDEN, ROOT
 
 from dpo.losses import LOSSES, TRAINS_ON, Loss, Scores, _get_batch_logps, find_loss, preference_loss
+from dpo.losses.formulas import bradley_terry
 from dpo.losses.options import OPTIONS as OPTIONS_OF_ALL
 from dpo.settings.files import load_defaults
 from dpo.training.objective import make_scores, name_scores
@@ -103,7 +104,7 @@ def test_every_loss_takes_exactly_the_keys_of_its_config_file():
         parameters = inspect.signature(loss.fn).parameters.values() if name != "mix" else ()
         assert name == "mix" or {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == loss.options.keys()
         takes = OPTIONS_OF_ALL if LOSSES[name].reference else {"sft_weight"} - {name + "_weight"}
-        takes = {} if LOSSES[name].trains_on in ("labels", "lists") else takes
+        takes = {} if LOSSES[name].trains_on in ("labels", "lists") or LOSSES[name].scalar_head else takes
         takes = set(takes) - (set() if LOSSES[name].takes_offset else {"offset_by_margin"})
         assert {*loss.shared_options} == takes | ({"offset_by_margin"} if LOSSES[name].takes_offset else set())
         assert [*config] == ["name", *loss.options, *loss.shared_options]
@@ -162,6 +163,7 @@ WORKED = {  # loss: its options but beta, which is 0.5, and its value
 }
 
 
+OF_PAIRS = [name for name, loss in LOSSES.items() if loss.trains_on == "pairs" and not loss.scalar_head]
 OF_LABELS = {name for name, loss in LOSSES.items() if loss.trains_on == "labels"}
 
 
@@ -172,7 +174,7 @@ def test_every_loss_has_a_row_in_the_documents(page):
 
 
 def test_every_loss_is_worked_by_hand():
-    assert {*WORKED, "sft", "dpo", "mix", "plackett_luce"} == LOSSES.keys() - OF_LABELS
+    assert {*WORKED, "sft", "dpo", "mix", "plackett_luce", "bradley_terry"} == LOSSES.keys() - OF_LABELS
 
 
 @pytest.mark.parametrize("name", WORKED)
@@ -187,6 +189,16 @@ def test_a_pair_worked_by_hand(name):
         HALF * u_w / (2 if by_length else 1),
         HALF * u_l / (4 if by_length else 1),
     )
+
+
+def test_the_loss_of_a_reward_model_with_margin_and_centering():
+    rewards = Scores(torch.tensor([2.0, -1.0]), LENGTHS[0], torch.tensor([0.5, 1.5]), LENGTHS[1])
+    losses, chosen, rejected = compute({"name": "bradley_terry", "centering": 0.1}, rewards)
+    plain = [minus_log_sigmoid(1.5) + 0.1 * 2.5**2, minus_log_sigmoid(-2.5) + 0.1 * 0.5**2]
+    assert losses.tolist() == pytest.approx(plain, rel=1e-6)
+    assert (chosen.tolist(), rejected.tolist()) == ([2, -1], [0.5, 1.5])
+    losses = bradley_terry(rewards._replace(offset=torch.tensor([0.3, 0.6])), centering=0.0).losses
+    assert losses.tolist() == pytest.approx([minus_log_sigmoid(1.2), minus_log_sigmoid(-3.1)], rel=1e-6)
 
 
 def test_dpop_penalises_a_chosen_response_that_became_less_likely():
@@ -283,7 +295,7 @@ LOGITS = {  # of the pair, under the options of WORKED
 }
 
 
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.takes_offset])
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.takes_offset and not loss.scalar_head])
 def test_an_offset_shifts_the_logit_and_not_the_rewards(name):
     options = WORKED.get(name, ({"label_smoothing": 0, "reference_free": False},))[0]
     config = {"name": name, "beta": HALF, **options}
@@ -382,7 +394,7 @@ def test_on_a_list_of_two_plackett_luce_is_dpo_to_the_last_digit(dtype):
 # --- options of all losses of pairs ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.trains_on == "pairs"])
+@pytest.mark.parametrize("name", OF_PAIRS)
 def test_the_sft_term_is_per_token_beside_every_loss_of_pairs(name):
     config = {**DEFAULTS[name], "beta": HALF} | ({"weights": {"simpo": 1, "dpo": 1}} if name == "mix" else {})
     assert config.pop("sft_weight") == 0
@@ -481,7 +493,7 @@ def test_losses_and_gradients_are_those_of_trl(case):
 def test_trl_has_said_something_about_every_loss_that_it_has():
     tried = {(case["config"]["name"], case["config"].get("label_smoothing", 0) > 0) for case in TRL["results"]}
     assert LOSSES.keys() - {name for name, _ in tried} == {
-        *("sft", "dpop", "cal_dpo", "beta_dpo", "mix", "bco_unpaired", "plackett_luce")
+        *("sft", "dpop", "cal_dpo", "beta_dpo", "mix", "bco_unpaired", "plackett_luce", "bradley_terry")
     }
     smoothed = {name for name, config in DEFAULTS.items() if "label_smoothing" in config}
     assert smoothed - {name for name, smoothed in tried if smoothed} == {"mix"}
@@ -499,7 +511,7 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.trains_on == "pairs"])
+@pytest.mark.parametrize("name", OF_PAIRS)
 def test_gradients_of_every_loss_agree_with_finite_differences(name, options):
     config = {**DEFAULTS[name], "beta": 0.3, **options}
     if name == "exo":

@@ -228,7 +228,7 @@ def bad_input(kind: str, folder: Path) -> tuple[tuple[str, ...], str]:
     match kind:
         case "row without a field":
             write_rows(folder / "data" / "train.jsonl", [*hh_rows(8), {"chosen": "x"}])
-            return (), rf"record 9 of {folder}/data .*rejected is missing"
+            return (), rf"record 9 of {folder}/data/train\.jsonl \(line 9\): rejected is missing"
         case "fewer rows than a batch":
             return ("batch_size=16",), r"the train split of hh has 8 examples, too few .*batch_size=16"
         case "archive of another architecture":

@@ -56,6 +56,7 @@ OF_BOTH: dict[str, Callable[..., np.ndarray]] = {
     "nca": lambda w, r: _logistic(w) + (_logistic(-w) + _logistic(-r)) / 2,
     "sppo": lambda w, r, beta: ((w - 0.5) / beta) ** 2 + ((r + 0.5) / beta) ** 2,
     "dpop": lambda w, r, penalty: _logistic(w - r - penalty * np.maximum(0.0, -w)),
+    "bradley_terry": lambda w, r, centering: _logistic(w - r) + centering * (w + r) ** 2,
     "cal_dpo": lambda w, r, beta: _logistic((w - r) / beta) + ((w - 0.5) / beta) ** 2 + ((r + 0.5) / beta) ** 2,
 }
 

@@ -226,9 +226,10 @@ class MarginParts(NamedTuple):
 def margin_parts(run: Run) -> MarginParts | None:
     """Split the margin of the last evaluation or updates into parts.
 
-    None without pairs, and for a loss without a reference if there are no earlier values to compare with.
+    None without pairs, for a reward model, whose rewards are no log-probabilities, and for a loss without a reference
+    if there are no earlier values to compare with.
     """
-    if not run.has_pairs:
+    if not run.has_pairs or run.trains_reward_model:
         return None
     examples = run.eval.points("rewards_eval/chosen")[0]
     split = "eval" if len(examples) and examples[-1] > 0 else "train"

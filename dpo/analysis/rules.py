@@ -17,7 +17,7 @@ WAYS_TO_HOLD_CHOSEN_UP = "what holds chosen responses up: loss.sft_weight, loss=
 
 # kinds of data (`Run.kind`)
 ONLINE = frozenset({"online"})
-PAIRS = frozenset({"pairs"})
+PAIRS = frozenset({"pairs", "lists"})  # the best and the worst response of a list count as a pair
 FIXED = PAIRS | {"labels", "targets"}  # examples of datasets; those of an online run change with the policy
 ANY = FIXED | ONLINE
 

@@ -236,10 +236,7 @@ def ties(run: Run) -> Iterator[Finding]:
         return
     skips = run.setting("online.ties") == "skip"
     if skips:
-        effect = (
-            "online.ties=skip leaves ties out, so the gradient comes from few pairs, or from none, and nothing holds "
-            "answers of equal score together: set online.ties=keep."
-        )
+        effect = "online.ties=skip leaves ties out, so the gradient comes from few pairs, or from none."
     else:
         effect = (
             "online.ties=keep trains on ties, with either answer as the chosen one: that holds answers of equal score "

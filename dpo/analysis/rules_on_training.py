@@ -212,7 +212,8 @@ def saturation(run: Run) -> Iterator[Finding]:
     if left < SPENT:
         text += (
             "The loss has nearly no gradient left either: more updates change little. Stop earlier, use harder pairs "
-            "or, if margins are larger than needed, a larger loss.beta."
+            f"or, if {'rewards' if run.trains_reward_model else 'margins'} are larger than needed, a larger "
+            f"{'loss.centering' if run.trains_reward_model else 'loss.beta'}."
         )
         yield warning("Accuracy and loss are saturated", value, text)
     else:
@@ -238,6 +239,22 @@ def _measure_gradient_left(run: Run) -> tuple[float, str]:
     before, after = float(first_norms.mean()), float(last_norms.mean())
     first_updates = count(len(first_norms), "update")
     return after / before, f"; grad_norm {figure(before)} over the first {first_updates}, {figure(after)} now"
+
+
+def reward_accuracy(run: Run) -> Iterator[Finding]:
+    """Held-out accuracy of a reward model, with its interval."""
+    examples, values = run.eval.points(EVAL_ACCURACY)
+    if not run.trains_reward_model or not len(values) or examples[-1] <= 0:
+        return
+    accuracy, n = float(values[-1]), n_evaluated(run)
+    low, high = wilson_interval(accuracy, n)
+    yield note(
+        "How often the reward model agrees with held-out preferences",
+        f"{EVAL_ACCURACY} {figure(accuracy)} on {count(n, 'pair')}, 95 % interval {figure(low)} to {figure(high)}; "
+        f"rewards_eval/margins {figure(run.eval.last('rewards_eval/margins'))}",
+        "A policy that is trained on these rewards learns what the model learned of the preferences, with its errors. "
+        "Only differences of rewards of the same prompt have a meaning.",
+    )
 
 
 def no_better_than_chance(run: Run) -> Iterator[Finding]:

@@ -79,10 +79,14 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str) -
         raise InputError(f"{where}: the prompt has no messages")
     if prompt_format == RAW:
         raise InputError(f"{where}: the prompt holds chat messages: give --format chat or --format hh")
-    return _render_dialogue(messages, where) if prompt_format == HH else _render_chat(messages, tokenizer, where)
+    return render_dialogue(messages, where) if prompt_format == HH else _render_chat(messages, tokenizer, where)
 
 
-def _render_dialogue(messages: list[dict[str, str]], where: str) -> str:
+def render_dialogue(messages: Messages, where: str) -> str:
+    """Render messages as a dialogue in HH's format.
+
+    It ends where the next answer begins.
+    """
     speakers = {"user": HUMAN, "assistant": ASSISTANT}
     if unknown := sorted({message["role"] for message in messages} - speakers.keys()):
         raise InputError(f"{where}: a dialogue of Human and Assistant has no role {', '.join(unknown)}")
@@ -104,7 +108,7 @@ def as_messages(prompt: Prompt, answer: str) -> Messages:
     """
     prompt_format = find_format(prompt.text, rendered=prompt.rendered)
     if prompt_format == HH:
-        return _split_turns(prompt.text, answer)
+        return split_turns(prompt.text, answer)
     if prompt_format == CHAT and prompt.messages:
         prompt_messages = prompt.messages
     else:
@@ -112,7 +116,7 @@ def as_messages(prompt: Prompt, answer: str) -> Messages:
     return [*prompt_messages, {"role": "assistant", "content": answer.strip()}]
 
 
-def _split_turns(dialogue: str, answer: str) -> Messages:
+def split_turns(dialogue: str, answer: str) -> Messages:
     """Split a dialogue in HH's format into messages, the answer last.
 
     Successive turns of one speaker are joined, because chat templates want speakers to alternate.

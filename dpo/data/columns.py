@@ -20,12 +20,14 @@ from dpo.errors import InputError
 from dpo.losses import LOSSES
 from dpo.settings.choices import (
     CHAT_FIELDS,
+    CHAT_PAIR_FIELDS,
     FIELDS,
     FORMS,
     LABEL_FIELDS,
     NUMBER_FIELDS,
     PAIR_FIELDS,
     SCORED_FIELDS,
+    SYSTEM,
     TARGET_FIELDS,
     join_with_or,
 )
@@ -34,15 +36,17 @@ from dpo.settings.choices import (
 OTHER_NAMES = {
     "prompt": ("question", "instruction", "query", "input"),
     "chosen": ("preferred", "accepted", "chosen_response", "response_chosen", "better", "best"),
-    "rejected": ("dispreferred", "rejected_response", "response_rejected", "worse", "worst"),
+    "rejected": ("dispreferred", "rejected_response", "rejected_messages", "response_rejected", "worse", "worst"),
     "completion": ("response", "output", "answer", "target"),
     "messages": ("conversation", "conversations"),
     "label": ("labels", "desirable", "is_desirable", "thumbs", "thumbs_up", "feedback", "kto_tag"),
+    SYSTEM: ("system_prompt",),
 }
 UNQUOTED = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accepts without quotes
 DIALOGUE, PROSE, OTHER = "dialogue", "prose", "other"  # kinds of columns; see `_find_kind`
 N_INSPECTED = 100  # records that decide the kind of a column
 RESPONSES = ("chosen", "rejected")
+OPTIONAL_FIELDS = (SYSTEM, *NUMBER_FIELDS)  # which the records of any form may have
 
 
 class ColumnsError(InputError):
@@ -100,12 +104,15 @@ def _begins_with_prompt(value: Any) -> bool:
 
 
 def _is_prose(value: Any) -> bool:
-    """Return whether a value is messages, or a text of several words."""
+    """Return whether a value is messages, turns or several words."""
     if isinstance(value, str):
         has_letters = any(map(str.isalpha, value))
         has_words = len(value.split()) > 1 or not value.isascii()  # Chinese, for one, has no spaces between words
         return has_letters and has_words
-    return is_message(value) or (isinstance(value, list) and any(map(is_message, value)))
+    if not isinstance(value, list):
+        return is_message(value)
+    # turns are lists of two texts, as in Alpaca's `history`
+    return any(is_message(item) or (isinstance(item, list) and any(map(_is_prose, item))) for item in value)
 
 
 def recognize_columns(
@@ -115,32 +122,51 @@ def recognize_columns(
     name: str,
     origin: str,
     trains_on: str,
+    format_columns: Mapping[str, str] | None = None,
     with_margins: bool = False,
 ) -> RecognizedColumns:
     """Recognize the columns of what a loss trains on.
 
     `present` maps the columns to their kinds, and `configured` fields to the columns that the config gives for dataset
-    `name`. Pairs need no prompt if chosen and rejected begin with it: if they are dialogues, if nothing else could be
-    the prompt, or if the config gives these two fields alone. Raises ColumnsError, with the fix, if a field has no
-    column or several.
+    `name`. `format_columns` are those of its format, if the config gives one; no others are used. Pairs need no prompt
+    if chosen and rejected begin with it: if they are dialogues, if nothing else could be the prompt, or if the config
+    gives these two fields alone. Raises ColumnsError, with the fix, if a field has no column or several.
     """
     _check_configured(present, configured, name, origin)
-    candidates = {field: _find_candidates(field, present, configured) for field in FIELDS}
-    candidates["prompt"], input_column = _separate_input(candidates["prompt"])
+    if format_columns is None:
+        candidates = {field: _find_candidates(field, present, configured) for field in FIELDS}
+        candidates["prompt"], optional = _separate_input(candidates["prompt"])
+        if SYSTEM in configured or ("prompt" not in configured and _has_prose(candidates[SYSTEM], present)):
+            optional[SYSTEM] = candidates[SYSTEM][0]
+    else:
+        given = {field: column for field, column in format_columns.items() if column in present}
+        candidates = {field: [given[field]] if field in given else [] for field in FIELDS}
+        candidates |= {field: _find_candidates(field, present, configured) for field in NUMBER_FIELDS}
+        optional = {field: given[field] for field in ("input", SYSTEM) if field in given}
     all_forms = dict.fromkeys(chain.from_iterable(FORMS.values()))
     complete_forms = [
         form
         for form in all_forms
-        if configured.keys() <= {*form, *NUMBER_FIELDS} and all(candidates[field] for field in _list_required(form))
+        if configured.keys() <= {*form, *OPTIONAL_FIELDS}
+        and all(candidates[field] for field in (*_list_required(form), *(set(form) & set(format_columns or ()))))
     ]
     form = next((form for form in FORMS[trains_on] if form in complete_forms), None)
+    if form is None and format_columns is not None:
+        raise ColumnsError(
+            f"dataset_sources.{name}.format reads the columns {', '.join(dict.fromkeys(format_columns.values()))}; "
+            f"{origin} has {', '.join(present)}, which lack what training on {trains_on} needs: give another format, "
+            f"or none"
+        )
     if form is None:
         kinds = [kind for kind, forms in FORMS.items() if not set(complete_forms).isdisjoint(forms)]
         raise ColumnsError(_explain_missing(present, candidates, kinds, name=name, origin=origin, trains_on=trains_on))
 
-    responses_hold_prompt = form == PAIR_FIELDS and all(
-        field in configured or present[candidates[field][0]] == DIALOGUE for field in RESPONSES
-    )
+    if format_columns is not None:
+        responses_hold_prompt = not candidates["prompt"]
+    else:
+        responses_hold_prompt = form == PAIR_FIELDS and all(
+            field in configured or present[candidates[field][0]] == DIALOGUE for field in RESPONSES
+        )
     if not (responses_hold_prompt or candidates["prompt"]):
         candidates["prompt"] = candidates["messages"]  # a chat that the messages of chosen and rejected continue
     for field in form:
@@ -150,8 +176,7 @@ def recognize_columns(
             raise ColumnsError(f"{origin}: the column of {field} may be {columns}: choose one, as in {fix}")
     numbers = NUMBER_FIELDS if with_margins else ("weight",)
     used = {field: candidates[field][0] for field in (*form, *numbers) if candidates[field]}
-    if "prompt" in form:
-        used |= input_column
+    used |= {field: column for field, column in optional.items() if field == SYSTEM or "prompt" in form}
     unused = [column for column, kind in present.items() if kind != OTHER and column not in used.values()]
     if form == PAIR_FIELDS and "prompt" not in used and unused and not responses_hold_prompt:
         raise ColumnsError(_explain_unknown_prompt(unused, candidates, name=name, origin=origin))
@@ -161,7 +186,7 @@ def recognize_columns(
 def _check_configured(present: Iterable[str], configured: Mapping[str, str], name: str, origin: str) -> None:
     """Check the config's columns: that they exist, and make up a form."""
     key = f"dataset_sources.{name}.columns"
-    if not any(configured.keys() <= {*form, *NUMBER_FIELDS} for form in chain.from_iterable(FORMS.values())):
+    if not any(configured.keys() <= {*form, *OPTIONAL_FIELDS} for form in chain.from_iterable(FORMS.values())):
         raise InputError(
             f"{key} has the fields {', '.join(configured)}: give some of those of pairs ({', '.join(PAIR_FIELDS)}), or "
             f"of those of targets ({', '.join(TARGET_FIELDS)}), labels ({', '.join(LABEL_FIELDS)}) or ranked lists "
@@ -203,6 +228,14 @@ def _separate_input(candidates: list[str]) -> tuple[list[str], dict[str, str]]:
     return candidates, {}
 
 
+def _has_prose(candidates: Sequence[str], present: Mapping[str, str]) -> bool:
+    """Return whether there is one candidate and it has words.
+
+    A column `system` without words may have names of models.
+    """
+    return len(candidates) == 1 and present[candidates[0]] != OTHER
+
+
 def _list_required(form: tuple[str, ...]) -> tuple[str, ...]:
     """List the fields that a form cannot do without."""
     return RESPONSES if form == PAIR_FIELDS else form  # chosen and rejected may begin with the prompt
@@ -223,7 +256,8 @@ def _explain_missing(
     """
     # pairs and targets are made of ranked lists too, which is worth a word where there are responses
     names_lists = trains_on == "lists" or candidates["responses"]
-    expected = [form for form in FORMS[trains_on] if names_lists or "responses" not in form]
+    common = [form for form in FORMS[trains_on] if form != CHAT_PAIR_FIELDS]
+    expected = [form for form in common if names_lists or "responses" not in form]
     required = [" and ".join(_list_required(form)) for form in expected]
     forms = [form for form in expected if len(_list_required(form)) <= len(present)]
     fixes = (

@@ -10,17 +10,12 @@ from typing import Any
 import jinja2
 
 from dpo.data.columns import find_columns, recognize_columns
-from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, PreferenceData, get_field, is_sharegpt
+from dpo.data.records import FORMATS, common_start, name_kind, read_record, recognize_format
+from dpo.data.schema import Messages, PreferenceData, get_field
+from dpo.data.sources import iterate_places
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST
 from dpo.numbers import count
-from dpo.settings.choices import NUMBER_FIELDS
-
-# the role of each speaker in ShareGPT's messages
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-# labels in lower case, as text
-DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs up", "thumbs_up", "👍")
-UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
 
 
 def get_custom(
@@ -30,53 +25,53 @@ def get_custom(
     columns: Mapping[str, str] = MappingProxyType({}),
     *,
     name: str = "mine",
+    data_format: str | None = None,
     trains_on: str = "pairs",
     with_margins: bool = False,
 ) -> PreferenceData:
     """Convert custom records to preference data.
 
-    Pairs come from `{prompt, chosen, rejected}`, or from `{chosen, rejected}` with a common beginning, the prompt.
-    SFT targets also come from `{prompt, completion}`, and from `{messages}`, where the last message is the target;
-    labelled responses from either of these with `label`. Ranked lists come from `{prompt, responses, scores}`, or from
-    `{prompt, responses}` in order, best first; pairs and targets are made of them too. Prompts to answer come from
-    `{prompt}`. Any record may have a `weight` and, `with_margins`, a `margin`.
+    Pairs come from `{prompt, chosen, rejected}`, from `{chosen, rejected}` with a common beginning, the prompt, or from
+    `{messages, rejected}`, where the last message is chosen. SFT targets also come from `{prompt, completion}`, and
+    from `{messages}`, where the last message is the target; labelled responses from either of these with `label`.
+    Ranked lists come from `{prompt, responses, scores}`, or from `{prompt, responses}` in order, best first; pairs and
+    targets are made of them too. Prompts to answer come from `{prompt}`. Any record may have a system turn in `system`,
+    a `weight` and, `with_margins`, a `margin`.
 
     All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
     `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
-    messages, the prompt may also be a text: the content of a message that both begin with, as in UltraFeedback.
-    `columns` maps fields to columns; other fields are recognized by name. Raises InputError, which names the record
-    and `origin`.
+    messages, the prompt may also be a text: the content of a message that both begin with, as in UltraFeedback. If the
+    prompt is messages, the responses may also be texts: the assistant's next message. `columns` maps fields to columns;
+    other fields are recognized by name, or have the columns of `data_format`, a key of `FORMATS`. Raises InputError,
+    which names the record and `origin`.
     """
     data: PreferenceData | None = None
     n_tied_lists = 0
+    format_columns = FORMATS[data_format].columns if data_format else None
     options: dict[str, Any] = {"name": name, "origin": origin, "trains_on": trains_on, "with_margins": with_margins}
+    options["format_columns"] = format_columns
     recognized = recognize_columns(find_columns(rows), columns, **options)
     used = recognized.used
     if trains_on == "prompts":  # answers that a policy draws are of no record
         used.pop("weight", None)
     if "responses" in used:  # the pairs of a list have different margins
         used.pop("margin", None)
-    for number, row in enumerate(rows, start=1):
-        where = f"record {number} of {origin}"
-        prompt, responses = _read_fields(row, used, where)
-        is_chat = isinstance((*responses, prompt)[0], list)  # there may be no responses
+    for row, where in zip(rows, iterate_places(rows, origin), strict=True):
+        record = read_record(row, used, where, name=name)
         if data is None:
-            data = PreferenceData(truncation_mode="keep_start", rendered=is_chat)
-        elif data.rendered != is_chat:
+            data = PreferenceData(truncation_mode="keep_start", rendered=record.is_chat)
+            data_format = data_format or recognize_format(row, used, record)
+        elif data.rendered != record.is_chat:
             raise InputError(
-                f"{where} holds {_name_kind(is_chat)}, and earlier records hold {_name_kind(not is_chat)}: use one kind"
+                f"{where} holds {name_kind(record.is_chat)}, and earlier records hold {name_kind(not record.is_chat)}: "
+                f"use one kind"
             )
-        if is_chat:
-            messages, answers = _split_messages(prompt, responses, tokenizer, where)
-            if "messages" in used and (last_role := answers[0][-1]["role"]) != "assistant":
-                raise InputError(f"{where}: the last message is from {last_role}, and must be from assistant")
-            prompt, responses = _render(messages, answers, tokenizer, where)
+        prompt, responses = record.join_prompt(), record.responses
+        if record.is_chat:
+            messages = prompt
+            prompt, responses = _render(messages, responses, tokenizer, where)
             data.messages[prompt] = [{key: message[key] for key in ("role", "content")} for message in messages]
-        elif "messages" in used:
-            raise InputError(f"{where}: {used['messages']} must be a list of chat messages, and is text")
-        elif prompt is None:
-            prompt, responses = _find_shared_prompt(responses, used, where, name=name)
-        if not prompt:
+        if not (record.prompt or record.input):
             raise InputError(
                 f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
                 f"prompt, or remove it"
@@ -85,12 +80,12 @@ def get_custom(
             data.weights.setdefault(prompt, []).append(_read_number(row, used["weight"], where, above_zero=True))
         if "margin" in used:
             data.margins.setdefault(prompt, []).append(_read_number(row, used["margin"], where))
-        if "responses" in used:
+        if record.is_list:
             scores = _read_scores(row, used, len(responses), where, trains_on=trains_on)
             n_tied_lists += len(set(scores)) < len(scores)
             data.add_list(prompt, responses, scores)
-        elif "label" in used:
-            data.add_labelled(prompt, *responses, is_desirable=_read_label(row, used["label"], where))
+        elif record.label is not None:
+            data.add_labelled(prompt, *responses, is_desirable=record.label)
         elif len(responses) == 2:
             data.add_pair(prompt, *responses)
         elif responses:
@@ -98,23 +93,14 @@ def get_custom(
         else:
             data.add_prompt(prompt)
     data = data if data is not None else PreferenceData(truncation_mode="keep_start")
-    if note := recognized.describe(columns):
+    note = recognized.describe(columns)
+    if data_format:
+        note = f"format {data_format}" + (f"; {note}" if note else "")
+    if note:
         data.notes.append(f"{origin}: {note}")
     if n_tied_lists:
         data.notes.append(f"{origin}: {count(n_tied_lists, 'list')} with equal scores, which make no pair")
     return data
-
-
-def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
-    """Read whether a response is desirable."""
-    value = get_field(row, column, where, LABEL_TYPES)
-    label = str(value).strip().lower()
-    if label not in DESIRABLE + UNDESIRABLE:
-        raise InputError(
-            f"{where}: {column} is {value!r:.80}, which does not say whether the response is good: write true or "
-            f"false (1 or 0, good or bad, up or down), or remove the record"
-        )
-    return label in DESIRABLE
 
 
 def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero: bool = False) -> float:
@@ -156,135 +142,13 @@ def _read_scores(
     return scores
 
 
-def _find_shared_prompt(
-    responses: Sequence[str], used: Mapping[str, str], where: str, *, name: str
-) -> tuple[str, list[str]]:
-    """Split chosen and rejected texts into their prompt and the responses."""
-    prompt, *split_responses = split_shared_prompt(*responses)
-    if not prompt:
-        raise InputError(
-            f"{where}: {used['chosen']} and {used['rejected']} begin with no word in common, which would be the "
-            f"prompt: give a column with the prompt, as dataset_sources.{name}.columns.prompt=COLUMN"
-        )
-    return prompt, split_responses
-
-
-def _name_kind(is_chat: bool) -> str:
-    return "chat messages" if is_chat else "text"
-
-
-def _read_fields(row: Mapping[str, Any], used: Mapping[str, str], where: str) -> tuple[Any, list[Any]]:
-    """Read a record's prompt, or None without one, and its responses.
-
-    Raises InputError unless all responses are texts or all are chat messages, and the prompt goes with them. `used`
-    maps fields to columns.
-    """
-    fields = {
-        field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
-        for field, column in used.items()
-        if field not in ("input", "label", "responses", "scores", *NUMBER_FIELDS)
-    }
-    prompt = fields.get("prompt")
-    responses = [value for field, value in fields.items() if field != "prompt"]
-    if "responses" in used:
-        column = used["responses"]
-        values = get_field(row, column, where, list)
-        if len(values) < 2:
-            raise InputError(
-                f"{where}: {column} has {count(len(values), 'response')}, and must have 2 or more: add some, or remove "
-                f"the record"
-            )
-        responses = [_as_messages(get_field({column: v}, column, where, (str, list, dict)), where) for v in values]
-    if "input" in used and row.get(used["input"]) not in (None, ""):  # goes below the instruction, as in Alpaca
-        prompt = "\n\n".join(get_field(row, used[field], where) for field in ("prompt", "input"))
-    is_chat = isinstance((*responses, prompt)[0], list)
-    is_mixed = any(isinstance(response, list) != is_chat for response in responses)
-    if is_mixed or (isinstance(prompt, list) and not is_chat):
-        values = [*fields.items(), *(("responses", response) for response in responses if "responses" in used)]
-        kinds = dict.fromkeys(f"{used[field]} holds {_name_kind(isinstance(value, list))}" for field, value in values)
-        raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
-    return prompt, responses
-
-
-def _as_messages(value: Any, where: str) -> str | list[Any]:
-    """Return a text unchanged, and messages as `{role, content}`."""
-    if isinstance(value, str):
-        return value
-    messages = value if isinstance(value, list) else [value]
-    if not any(map(is_sharegpt, messages)):
-        return messages  # `_split_messages` checks their role and content
-    speakers = [get_field(message, "from", where) for message in messages]
-    if unknown := next((speaker for speaker in speakers if speaker not in SHAREGPT_ROLES), None):
-        raise InputError(f"{where}: a message is from {unknown!r}, and must be from one of {', '.join(SHAREGPT_ROLES)}")
-    return [
-        {"role": SHAREGPT_ROLES[speaker], "content": get_field(message, "value", where)}
-        for speaker, message in zip(speakers, messages, strict=True)
-    ]
-
-
-def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Split two texts with a common beginning into (prompt, chosen, rejected).
-
-    If they share an `\\n\\nAssistant:`, the prompt ends with the last one, as in HH. Otherwise the prompt is the common
-    beginning up to its last whitespace, so that no word is split and each response starts with a space.
-    """
-    shared = _common_start(chosen, rejected)
-    marker_start = shared.rfind(ASSISTANT)
-    if marker_start >= 0:
-        prompt_length = marker_start + len(ASSISTANT)
-    else:
-        prompt_length = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
-    return shared[:prompt_length], chosen[prompt_length:], rejected[prompt_length:]
-
-
-def _common_start(*texts: str) -> str:
-    """The longest text with which all texts begin."""
-    first, last = min(texts), max(texts)  # the texts between them, in lexicographic order, begin as both do
-    return next((first[:i] for i, character in enumerate(first) if character != last[i]), first)
-
-
-def _split_messages(
-    prompt: str | Messages | None, responses: Sequence[Messages], tokenizer: Any, where: str
-) -> tuple[Messages, list[Messages]]:
-    """Split a record's messages into the prompt's and each response's.
-
-    If the prompt is not messages, it is those with which all responses begin. If it is a text, one of them must have
-    it as its content.
-    """
-    for messages in (prompt if isinstance(prompt, list) else [], *responses):
-        for message in messages:
-            get_field(message, "role", where)
-            if tokenizer.eos_token and tokenizer.eos_token in get_field(message, "content", where):
-                raise InputError(
-                    f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: remove it from {message!r}"
-                )
-    if isinstance(prompt, list):
-        prompt_messages, answers = prompt, list(responses)
-    else:
-        prompt_messages = _shared_messages(responses)
-        if prompt is not None and all(message["content"] != prompt for message in prompt_messages):
-            raise InputError(
-                f"{where}: the prompt is not the content of any message with which the responses begin: make it one, "
-                f"or give no column for the prompt"
-            )
-        answers = [dialogue[len(prompt_messages) :] for dialogue in responses]
-    if not (prompt_messages and all(answers)):
-        raise InputError(f"{where}: a prompt and its responses need at least one message each")
-    return prompt_messages, answers
-
-
-def _shared_messages(dialogues: Sequence[Messages]) -> Messages:
-    """The messages with which all dialogues begin, without the last of any."""
-    shared = []
-    for messages in zip(*(dialogue[:-1] for dialogue in dialogues), strict=False):
-        if any(message != messages[0] for message in messages):
-            break
-        shared.append(messages[0])
-    return shared
-
-
 def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, where: str) -> tuple[str, list[str]]:
     """Render a prompt and its responses as texts, with the chat template."""
+    for message in (*prompt, *(message for response in responses for message in response)):
+        if tokenizer.eos_token and tokenizer.eos_token in message["content"]:
+            raise InputError(
+                f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: remove it from {message!r}"
+            )
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
@@ -297,7 +161,7 @@ def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, whe
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on unusual content
         raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
     # the generation prompt may have what a finished turn lacks, such as a thinking tag: keep what all begin with
-    prompt_text = _common_start(open_prompt, *dialogues)
+    prompt_text = common_start(open_prompt, *dialogues)
     if not prompt_text.startswith(closed_prompt):
         raise InputError(
             f"{where}: the chat template renders the prompt differently once a response follows it, so the two cannot "

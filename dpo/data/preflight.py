@@ -321,5 +321,6 @@ def find_chat_warnings(tokenizer: Any, formats: Mapping[str, str]) -> list[str]:
     return [
         f"the tokenizer has a chat template, but {' and '.join(names)} {verb} text, which is used as it is: a chat "
         f"model would be trained without the template with which it is prompted later. For a chat model, give messages "
-        f"in place of text, [{{role: user, content: ...}}]; for a base model, text is fine"
+        f"in place of text, [{{role: user, content: ...}}] (`python -m scripts.convert IN OUT --to trl_conversational` "
+        f"writes them); for a base model, text is fine"
     ]

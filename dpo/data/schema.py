@@ -199,5 +199,8 @@ def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[
             f"{where}: {key} must be {TYPE_NAMES[types]}, and is {value!r:.80}: correct it, or remove the record"
         )
     if isinstance(value, str) and SURROGATE.search(value):
-        raise InputError(f"{where}: field {key!r} has an unpaired UTF-16 surrogate (invalid text): {value[:80]!r}")
+        raise InputError(
+            f"{where}: field {key!r} has an unpaired UTF-16 surrogate (invalid text): {value[:80]!r}: replace it, or "
+            f"remove the record"
+        )
     return value

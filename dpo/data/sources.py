@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,30 @@ LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module t
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
+class FileRows(list[Mapping[str, Any]]):
+    """Records of files, with the lines that they end on."""
+
+    def __init__(self) -> None:
+        self.files: list[tuple[Path, Sequence[int]]] = []  # each file with its records' lines, 0 where there are none
+
+    def iterate_places(self) -> Iterator[str]:
+        """Yield the places, as in `record 2 of FILE (line 3)`."""
+        for file, lines in self.files:
+            for number, line in enumerate(lines, start=1):
+                yield _name_place(file, number, line)
+
+
+def iterate_places(rows: Sequence[Mapping[str, Any]], origin: str) -> Iterator[str]:
+    """Yield the place of each record, in its file or in `origin`."""
+    if isinstance(rows, FileRows):
+        return rows.iterate_places()
+    return (f"record {number} of {origin}" for number in range(1, len(rows) + 1))
+
+
+def _name_place(file: Path, number: int, line: int) -> str:
+    return f"record {number} of {file}" + (f" (line {line})" if line else "")
+
+
 def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
     """Load the records of a split.
 
@@ -50,7 +75,9 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
             f"dataset source {source.path} does not exist{seen_from(path)}: give a directory, a file or a Hub id"
         )
     files = _split_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
-    rows = [row for file in files for row in _read(file)]
+    rows = FileRows()
+    for file in files:
+        _read(file, rows)
     if not rows:
         raise InputError(f"{', '.join(map(str, files))} holds no records")
     return rows
@@ -65,7 +92,7 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
     path = source.local
     if path is None:
         fingerprint = getattr(_load_from_hub(source, "train", cache_dir), "_fingerprint", None)
-        return fingerprint and [source.path, dict(source.columns), fingerprint]
+        return fingerprint and [source.path, source.reading, fingerprint]
     try:
         entries = sorted(entry for depth in ("*", "*/*", "data/*/*") for entry in path.glob(depth))
         files = [path] if path.is_file() else entries
@@ -74,7 +101,7 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
         return None
     # with ctime, as every write sets it, and a program such as rsync may restore mtime
     states = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
-    return [str(path.absolute()), dict(source.columns), states]
+    return [str(path.absolute()), source.reading, states]
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
@@ -133,10 +160,17 @@ def _suggest_file(entries: Sequence[Path]) -> str:
     return f". datasets={path} takes both splits from one file: a tenth of its prompts is the test split"
 
 
-def _read(file: Path) -> list[Mapping[str, Any]]:
-    """Read the records of a file or of a saved dataset."""
+def _read(file: Path, rows: FileRows) -> None:
+    """Add the records of a file or saved dataset to `rows`."""
+    lines = array("q")
+    rows.files.append((file, lines))
     try:
-        rows = _read_records(file)
+        for number, (line, row) in enumerate(_read_values(file), start=1):
+            if not isinstance(row, Mapping):
+                place = _name_place(file, number, line)
+                raise InputError(f"{place} is {type(row).__name__}, not an object with fields")
+            rows.append(row)
+            lines.append(line)
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         is_utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
@@ -148,24 +182,25 @@ def _read(file: Path) -> list[Mapping[str, Any]]:
         raise
     except (OSError, EOFError, zlib.error, RecursionError, ValueError) as error:  # ValueError: also pyarrow's
         raise InputError(f"{file} cannot be read: {error}") from error
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, Mapping):
-            raise InputError(f"record {number} of {file} is {type(row).__name__}, not an object with fields")
-    return rows
 
 
-def _read_records(file: Path) -> list[Any]:
-    """Read the values in a file, which may not be records."""
+def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the values in a file, which may not be records.
+
+    Each comes with the line that it ends on, 0 if it is not of a text file.
+    """
     if file.is_dir():
         import datasets
 
-        return list(datasets.load_from_disk(file).with_format(None))
+        yield from zip(itertools.repeat(0), datasets.load_from_disk(file).with_format(None), strict=False)
+        return
     check_readable(file)
     suffix = find_suffix(file.name)
     if suffix == ".parquet":
         import pyarrow.parquet
 
-        return pyarrow.parquet.read_table(file).to_pylist()
+        yield from zip(itertools.repeat(0), pyarrow.parquet.read_table(file).to_pylist(), strict=False)
+        return
     if not suffix:
         raise InputError(
             f"{file} is not one of {', '.join(f'*{suffix}' for suffix in SUFFIXES)}: give it the suffix of its format"
@@ -173,20 +208,20 @@ def _read_records(file: Path) -> list[Any]:
     opener = gzip.open if suffix.endswith(".gz") else open
     # utf-8-sig skips a byte order mark; newline="" keeps the newlines in a table's fields as they are
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
-        return list(PARSERS[suffix.removesuffix(".gz")](lines, file))
+        yield from PARSERS[suffix.removesuffix(".gz")](lines, file)
 
 
-def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[Any]:
+def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            yield json.loads(line)
+            yield number, json.loads(line)
         except ValueError as error:
             raise InputError(f"line {number} of {file} is not JSON: {error}") from error
 
 
-def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
+def _parse_json(lines: TextIO, file: Path) -> Iterator[tuple[int, Any]]:
     """Parse a list of records, an object with one, or JSON lines."""
     text = lines.read()
     if not text.strip():
@@ -200,11 +235,9 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[Any]:
         yield from _parse_json_lines(text.split("\n"), file)  # splitlines would also split at U+2028 inside strings
         return
     if isinstance(content, Mapping):
-        yield from _find_records(content, file)
-    elif isinstance(content, list):
-        yield from content
-    else:
-        yield content
+        content = _find_records(content, file)
+    for value in content if isinstance(content, list) else [content]:
+        yield 0, value
 
 
 def _find_records(content: Mapping[str, Any], file: Path) -> list[Any]:
@@ -244,7 +277,7 @@ def _is_columnar(content: Mapping[str, Any]) -> bool:
     return any(values) and (are_lists or are_mappings)
 
 
-def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[str, str]]:
+def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple[int, dict[str, str]]]:
     """Parse a table whose first line names its columns."""
     csv.field_size_limit(LONGEST_FIELD)
     first_line = lines.readline()
@@ -267,7 +300,7 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[
                         f"record {n_records} of {file} (line {reader.line_num}) has {len(fields)} fields, and the "
                         f"first line names {len(header)}: put fields with {SEPARATORS[separator]} or newlines in quotes"
                     )
-                yield dict(zip(header, fields, strict=True))
+                yield reader.line_num, dict(zip(header, fields, strict=True))
             n_lines = reader.line_num
     except csv.Error as error:
         raise InputError(
@@ -276,7 +309,7 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[dict[
         ) from error
 
 
-PARSERS: dict[str, Callable[..., Iterator[Any]]] = {
+PARSERS: dict[str, Callable[..., Iterator[tuple[int, Any]]]] = {  # yield each value with the line that it ends on
     ".jsonl": _parse_json_lines,
     ".json": _parse_json,
     ".csv": partial(_parse_table, separator=","),

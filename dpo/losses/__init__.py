@@ -68,6 +68,8 @@ class Loss:
     needs_label_smoothing: bool = False  # whether it is infinite at label_smoothing=0
     # whether rewards are means over tokens rather than sums; a text names the option that decides it
     per_token: bool | str = False
+    # whether it trains a reward model: the policy's architecture with a scalar head, whose rewards are the scores
+    scalar_head: bool = False
     # the following are set by `bind`
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -95,9 +97,9 @@ class Loss:
     def can_be_mixed(self) -> bool:
         """Return whether `loss=mix` may contain this loss.
 
-        The loss of each example must depend on that example alone, and a mix is trained on pairs.
+        The loss of each example must depend on that example alone, and a mix trains a policy on pairs.
         """
-        return self.batch_statistic is None and self.trains_on in ("pairs", "targets")
+        return self.batch_statistic is None and self.trains_on in ("pairs", "targets") and not self.scalar_head
 
     @property
     def has_margins(self) -> bool:
@@ -239,6 +241,9 @@ LOSSES = {
         best=AUC,
         margin_only=False,
         running_statistic=formulas.mean_reward,
+    ),
+    "bradley_terry": Loss(
+        formulas.bradley_terry, reference=False, margin_only=False, takes_offset=True, scalar_head=True
     ),
     "plackett_luce": Loss(formulas.plackett_luce, trains_on="lists", margin_only=False),
     "mix": Mix(),

@@ -78,7 +78,8 @@ class Scores(NamedTuple):
 
     Every tensor is (B,) unless noted. If an example has no response of some role, its sum and length of that role are
     0. The target of SFT is `chosen`; of a labelled example a desirable response is `chosen`, another `rejected`. Of a
-    ranked list the best response is `chosen` and the worst `rejected`; the others are in (B, len(BETWEEN)).
+    ranked list the best response is `chosen` and the worst `rejected`; the others are in (B, len(BETWEEN)). For a loss
+    with a scalar head, `chosen` and `rejected` are rewards.
     """
 
     chosen: Tensor
@@ -408,6 +409,20 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
     # has that of the chosen responses, and the second is added for that of the rejected ones, without its value
     rejected_losses = _smoothed(beta * (chosen_partners - u_l), label_smoothing)
     return with_rewards(chosen_losses + rejected_losses - rejected_losses.detach(), u_w, u_l, beta)
+
+
+# --- the loss of a reward model, whose scores are rewards ------------------------------------------------------------
+
+
+def bradley_terry(scores: Scores, *, centering: float) -> Losses:
+    """The loss of a reward model (arXiv 2203.02155, eq. 1).
+
+    The offset is the margin of arXiv 2307.09288 (eq. 2), and the term of `centering` that of arXiv 2312.09244 (eq. 2),
+    which keeps rewards around 0.
+    """
+    losses = _minus_log_sigmoid(scores.chosen - scores.rejected - scores.offset)
+    losses = losses + centering * (scores.chosen + scores.rejected) ** 2
+    return with_rewards(losses, scores.chosen, scores.rejected, 1.0)
 
 
 # --- losses of labelled examples, which have one response each. u is its log-ratio ------------------------------------

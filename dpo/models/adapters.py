@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save
 from dpo.checkpoint.parts import ModelPart
 from dpo.errors import InputError, explaining
 from dpo.models.adapter_dropout import Dropout, Pattern
+from dpo.models.scalar_head import NAME, WEIGHT, find_scalar_head
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import full_state, local_tensor
 from dpo.settings.keys import read_rule
@@ -45,6 +46,7 @@ IGNORED_KEYS = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "fan_in_fan_out", "init_lora_weights"),
 }
+SAVED_HEADS = (NAME, "classifier")  # names of scalar heads that PEFT saves with an adapter; a model has one of them
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that also modify the base
 FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
 
@@ -67,7 +69,7 @@ class StoredAdapter(NamedTuple):
     @property
     def layers(self) -> list[str]:
         """The names of the layers that the adapter adapts."""
-        return sorted({name.rpartition(".lora_")[0] for name in self.weights})
+        return _list_layers(self.weights)
 
 
 def _import_peft() -> Any:
@@ -116,6 +118,8 @@ def read_adapter(directory: Path) -> StoredAdapter:
     r, alpha = config["r"], config["lora_alpha"]
     # check every rank, as PEFT takes memory for matrices of rank r before they are compared with the weights
     for name, tensor in weights.items():
+        if name == PREFIX + WEIGHT:
+            continue
         rank_dim = 0 if ".lora_A." in name else -1
         if tensor.ndim != 2 or tensor.shape[rank_dim] != r:
             raise InputError(f"{config_file}: r={r} does not agree with the shape of {name}, {tuple(tensor.shape)}")
@@ -123,15 +127,19 @@ def read_adapter(directory: Path) -> StoredAdapter:
 
 
 def _find_unsupported(config: Mapping[str, Any], weights: Iterable[str]) -> list[str]:
-    """The settings and weights of an adapter beyond plain LoRA.
+    """An adapter's settings and weights beyond LoRA and a scalar head.
 
     Returns texts `key=value` for PEFT's config, and up to three names of weights.
     """
-    defaults = vars(_import_peft().LoraConfig())
+    defaults, weights = vars(_import_peft().LoraConfig()), set(weights)
+    supported_keys = IGNORED_KEYS | SPECS.keys()
+    if PREFIX + WEIGHT in weights and set(config.get("modules_to_save") or ()) <= {*SAVED_HEADS}:
+        weights.remove(PREFIX + WEIGHT)
+        supported_keys |= {"modules_to_save"}
     unsupported = [
         f"{key}={value}"
         for key, value in config.items()
-        if value and key not in IGNORED_KEYS | SPECS.keys() and value != defaults.get(key)
+        if value and key not in supported_keys and value != defaults.get(key)
     ]
     init = str(config.get("init_lora_weights"))
     if init.startswith(BASE_CHANGING_INITS):
@@ -173,14 +181,21 @@ def add_adapter(
 ) -> None:
     """Freeze a model and add an adapter in float32, which becomes active.
 
-    The adapter is trainable if it is the policy's. PEFT draws A from the seed and sets B to 0, so a new adapter changes
-    nothing. On the meta device it takes no memory. Its dropout is off until `AdapterDropout` turns it on.
+    The adapter is trainable if it is the policy's, with the scalar head of a reward model. PEFT draws A from the seed
+    and sets B to 0, so a new adapter changes nothing. On the meta device it takes no memory. Its dropout is off until
+    `AdapterDropout` turns it on.
     Raises InputError if the config names no layer of the model, or one that cannot be adapted; `targets` is the config
     key or the file that names the layers, for the message.
     """
     config = copy.deepcopy(config)  # PEFT keeps and changes it
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
+    scalar_head = find_scalar_head(model)
+    if scalar_head is not None:
+        config.task_type = "SEQ_CLS"  # for which PEFT leaves out the scalar head
+        scalar_head.weight.data = scalar_head.weight.data.float()
     _inject(model, config, name, seed, targets)
+    if scalar_head is not find_scalar_head(model):
+        raise InputError(f"{targets} names the scalar head `{NAME}`, which is trained as a whole: leave it out")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if hasattr(head, "base_layer") and head.weight is embedding.weight:  # merging would change the embedding
         raise InputError(
@@ -322,6 +337,8 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     Raises InputError if they do not fit.
     """
     parameters = adapter_weights(model, name)
+    if WEIGHT not in stored.weights:  # of a language model: a scalar head keeps the weight that was drawn
+        parameters.pop(WEIGHT, None)
     shared_keys = parameters.keys() & stored.weights.keys()
     differing = sorted(parameters.keys() ^ stored.weights.keys())
     differing += sorted(key for key in shared_keys if parameters[key].shape != stored.weights[key].shape)
@@ -346,20 +363,32 @@ def _find_other_targets(model: Any, parameters: Iterable[str], stored: StoredAda
     adapted.
     """
     layers = set(stored.layers)
-    if layers == {key.rpartition(".lora_")[0] for key in parameters}:
+    if stored.layers == _list_layers(parameters):
         return []
     last_parts = {layer.rpartition(".")[2] for layer in layers}
     layers_by_last_part = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
     return sorted(layers if layers < layers_by_last_part else last_parts)
 
 
+def _list_layers(names: Iterable[str]) -> list[str]:
+    """The layers to which the weights of an adapter belong."""
+    return sorted({layer for layer, lora, _ in (name.rpartition(".lora_") for name in names) if lora})
+
+
 def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
-    """The parameters of the adapter `name`, by their names without `name`."""
-    return {
+    """The parameters of the adapter `name`, by their names without `name`.
+
+    A scalar head belongs to the policy's adapter.
+    """
+    weights = {
         key.replace(f".{name}.", "."): parameter
         for key, parameter in model.named_parameters()
         if key.endswith((f".lora_A.{name}.weight", f".lora_B.{name}.weight"))
     }
+    head = find_scalar_head(model)
+    if weights and name == POLICY and head is not None:
+        weights[WEIGHT] = head.weight
+    return weights
 
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -467,6 +496,8 @@ class AdapterPart(ModelPart):
     def convert(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         config = self.source.peft_config[POLICY].to_dict() | {"inference_mode": True}
         config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        if PREFIX + WEIGHT in state:
+            config["modules_to_save"] = [NAME]
         tensors = {key: tensor.contiguous() for key, tensor in state.items()}
         return {
             CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(),

@@ -26,6 +26,7 @@ from dpo.system.redaction import redact
 
 UNKNOWN, OTHER = "unknown", "other"  # the Hub's words for a licence that is not known, and for one without an id
 HUB_SECS = 5  # seconds that the Hub may take to answer
+REWARD_TEXT = "The only output is the reward of a response: of the text's last token, its EOS."
 NO_CONFIG = "Not known: no config of the run was found."
 # settings that determine the weights: keys that a resumed run may not change, and the length of training
 SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
@@ -52,7 +53,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         datasets=[source for source in sources.values() if HUB_ID.fullmatch(source)] or None,
         library_name="peft" if is_adapter else "transformers",
         base_model_relation="adapter" if is_adapter else None,
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if plan.loss.scalar_head else "text-generation",
         tags=[tag for tag in (loss, adapter and "lora") if tag] or None,
         prompt_format=prompt_format,
         **licence,
@@ -69,7 +70,8 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         f"---\n{metadata.to_yaml()}\n---",
         f"# {name}" if name else f"# {base_name}, {loss or 'trained'}",
         f"{base_text} {_describe_training(loss, sources, checkpoint)}. {_describe_weights(model, adapter)}",
-        _show_loading(plan if is_adapter else None, runs_code=runs_code),
+        _show_loading(plan, is_adapter=is_adapter, runs_code=runs_code),
+        *([REWARD_TEXT] if plan.loss.scalar_head else []),
         _describe_prompts(prompt_format),
         "## Evaluation",
         _show_evaluation(_as_mapping(checkpoint.get("metrics"))),
@@ -134,16 +136,16 @@ def _describe_weights(model: Any, adapter: StoredAdapter | None) -> str:
     )
 
 
-def _show_loading(adapter_plan: Plan | None, *, runs_code: bool) -> str:
-    """Code that loads the model.
-
-    `adapter_plan` is the plan of the run that trained an adapter; None for a whole model.
-    """
-    imports, options, code = "AutoModelForCausalLM, AutoTokenizer", "", ""
-    if adapter_plan is not None:
+def _show_loading(plan: Plan, *, is_adapter: bool, runs_code: bool) -> str:
+    """Code that loads the model, or the adapter with its base."""
+    auto_class = "AutoModelForSequenceClassification" if plan.loss.scalar_head else "AutoModelForCausalLM"
+    imports, options, code = f"{auto_class}, AutoTokenizer", "", ""
+    if is_adapter:
+        if plan.loss.scalar_head:
+            options += ", num_labels=1"
         # without it, transformers would load the base in the dtype of its own config, not in that of training
-        options += f', dtype="{adapter_plan.compute_dtype}"'
-        if adapter_plan.quantized:
+        options += f', dtype="{plan.compute_dtype}"'
+        if plan.quantized:
             imports += ", BitsAndBytesConfig"
             options += f", quantization_config={IN_4_BITS}"
     if runs_code:
@@ -151,7 +153,7 @@ def _show_loading(adapter_plan: Plan | None, *, runs_code: bool) -> str:
     return f"""```python
 from transformers import {imports}
 
-model = AutoModelForCausalLM.from_pretrained("PATH_OR_HUB_ID"{options}{code})
+model = {auto_class}.from_pretrained("PATH_OR_HUB_ID"{options}{code})
 tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{code})
 ```"""
 

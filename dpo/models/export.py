@@ -25,6 +25,7 @@ from dpo.models.loading import find_source, load_base, resolve_name
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
+from dpo.models.reward_model import MARK
 from dpo.models.weights import Weights, read_archive
 from dpo.system.plain_files import read_json, replacing
 
@@ -44,10 +45,11 @@ def export(
 ) -> Path:
     """Write a directory for `AutoModelForCausalLM.from_pretrained`, and return it.
 
-    It is written whole or not at all. `checkpoint` is the path of a run, checkpoint or adapter; `model` is the path of
-    its base, if that has moved (see `find_origin`). If `dtype` is None, the weights keep their dtype. An adapter is
-    written as an adapter, which names its base, or with `merge` as the sum of both. With `verify`, a checkpoint that
-    has checksums is first compared with them.
+    That of a reward model is for `AutoModelForSequenceClassification.from_pretrained` and `online.reward_model`. It is
+    written whole or not at all. `checkpoint` is the path of a run, checkpoint or adapter; `model` is the path of its
+    base, if that has moved (see `find_origin`). If `dtype` is None, the weights keep their dtype. An adapter is written
+    as an adapter, which names its base, or with `merge` as the sum of both. With `verify`, a checkpoint that has
+    checksums is first compared with them.
     Raises InputError if the checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
@@ -129,23 +131,32 @@ def _write_adapter(folder: Path, origin: Origin) -> None:
 
 def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: int) -> None:
     """Write a whole model, with tokenizer and card."""
-    source = find_source(origin.plan)
+    source, of_rewards = find_source(origin.plan), origin.plan.loss.scalar_head
     adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
-    model = load_structure(**source, dtype=torch.float32)
+    model = load_structure(**source, dtype=torch.float32, scalar_head=of_rewards)
     _load_weights(model, origin, adapter, dtype)
-    model.config = config = load_config(**source)  # `load_structure` has set dropout to 0 in its config
+    # `load_structure` has set dropout to 0 in its config
+    model.config = config = load_config(**source, scalar_head=of_rewards)
     if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers' class is used, not the model's code
         del config.auto_map
+    tokenizer = _write_tokenizer(folder, origin)
+    if of_rewards:
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        setattr(config, MARK, "policy")
     # save_pretrained refuses some published generation configs, so write the base's config as it is, below
     model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=False)
+    if not of_rewards:
+        _write_generation_config(folder, source, config)
+    write_card(folder, origin, model=model, adapter=adapter)
+
+
+def _write_generation_config(folder: Path, source: dict[str, Any], config: Any) -> None:
     try:
         generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
     except OSError:  # the base has no such file
         generation = transformers.GenerationConfig.from_model_config(config)
     generation.to_json_file(folder / "generation_config.json")
-    _write_tokenizer(folder, origin)
-    write_card(folder, origin, model=model, adapter=adapter)
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
@@ -177,12 +188,29 @@ def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) ->
     return merge_adapter(base, adapter, dtype)
 
 
-def _write_tokenizer(folder: Path, origin: Origin) -> None:
-    """Write the tokenizer as it was published, without training's pad token."""
+def _write_tokenizer(folder: Path, origin: Origin) -> Any:
+    """Write the tokenizer as it was published, without training's pad token.
+
+    That of a reward model gets a pad token, as the model takes the last token that is not padding for a text's end.
+    """
     source, name = find_source(origin.plan), origin.plan.model.tokenizer
     del source["name"]
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     if tokenizer._auto_class is None:  # transformers' class is used, not the model's code
         tokenizer.init_kwargs.pop("auto_map", None)
+    if origin.plan.loss.scalar_head:
+        tokenizer.pad_token_id = _choose_pad(tokenizer)
     tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _choose_pad(tokenizer: Any) -> int:
+    """A token that can pad: it ends no text, unlike EOS.
+
+    The tokenizer's own; else a token that is called so, UNK or BOS; else the last of the vocabulary.
+    """
+    called_so = (id for id, token in tokenizer.added_tokens_decoder.items() if "pad" in token.content.lower())
+    last_ids = sorted(tokenizer.get_vocab().values())[-2:]
+    candidates = (tokenizer.pad_token_id, *called_so, tokenizer.unk_token_id, tokenizer.bos_token_id, *last_ids[::-1])
+    return next(id for id in candidates if id not in (None, tokenizer.eos_token_id))

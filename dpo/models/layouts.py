@@ -21,8 +21,16 @@ import torch
 from dpo.data.examples import Example
 from dpo.errors import InputError, one_sentence
 from dpo.losses import IGNORE_INDEX, ROLES
-from dpo.models.logprobs import TokenLogps, packed_logps, sequence_logps, token_logps
+from dpo.models.logprobs import (
+    TokenLogps,
+    packed_logps,
+    packed_rewards,
+    sequence_logps,
+    sequence_rewards,
+    token_logps,
+)
 from dpo.models.packing import NONE, Packed, by_side, pack, split_evenly
+from dpo.models.scalar_head import find_scalar_head
 from dpo.parallel.sharding import run_as_forward
 from dpo.settings.choices import VARLEN
 from dpo.system.arithmetic import without_tf32
@@ -133,9 +141,16 @@ class Padded:
         return [Microbatch.of(examples, indices.tolist(), lay_out) for indices in indices_of_all[rank::size]]
 
     def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
-        """Log-probabilities of each example's responses by token, (sides, B, T)."""
+        """Log-probabilities of each example's responses by token, (sides, B, T).
+
+        Of a reward model, their rewards, (sides, B, 1).
+        """
         attention_mask = inputs.attention_mask if self.masked else None
-        by_row = sequence_logps(model, inputs.input_ids, attention_mask, inputs.labels, with_squares=with_squares)
+        rows = inputs.input_ids, attention_mask, inputs.labels
+        if find_scalar_head(model) is not None:
+            by_row = TokenLogps(run_as_forward(model, sequence_rewards, *rows)[:, None])
+        else:
+            by_row = sequence_logps(model, *rows, with_squares=with_squares)
         return by_row.map(lambda values: inputs.by_side(values.to(inputs.input_ids.device)))
 
 
@@ -170,13 +185,19 @@ class SharedPrefix:
 
     `windows` has for each kind of the model's attention layers the number of tokens that they look back, None for all
     tokens. The length of a row is a multiple of `alignment`. With `by_segments` there is one row, for
-    `varlen_attention`.
+    `varlen_attention`. With `of_rewards` the model is a reward model.
     """
 
     def __init__(
-        self, windows: Mapping[str, int | None], *, max_length: int, alignment: int = 1, by_segments: bool = False
+        self,
+        windows: Mapping[str, int | None],
+        *,
+        max_length: int,
+        alignment: int = 1,
+        by_segments: bool = False,
+        of_rewards: bool = False,
     ) -> None:
-        self.windows, self.alignment = windows, alignment
+        self.windows, self.alignment, self.of_rewards = windows, alignment, of_rewards
         self.max_tree_tokens = None if by_segments else max_tree_tokens(max_length)
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
@@ -186,13 +207,28 @@ class SharedPrefix:
         indices_of_all = split_evenly(examples, parts * size)
         return [Microbatch.of(examples, indices, self.pack) for indices in indices_of_all[rank::size]]
 
-    def pack(self, examples: Sequence[Example]) -> Packed:
-        return pack(examples, max_tree_tokens=self.max_tree_tokens, alignment=self.alignment)
+    def pack(self, examples: Sequence[Example], *, length: int | None = None, longest: int = 0) -> Packed:
+        """Pack examples into rows of `length`; None: of the cheapest length.
+
+        A prompt's tree may have `longest` tokens, whatever the layout's limit.
+        """
+        most = None if self.max_tree_tokens is None else max(self.max_tree_tokens, longest)
+        if not self.of_rewards:
+            return pack(examples, max_tree_tokens=most, alignment=self.alignment, length=length)
+        # with one more token, a response's last is fed too: it "predicts" the one after it
+        longer = [e._replace(responses=tuple((*response, 0) for response in e.responses)) for e in examples]
+        return pack(longer, max_tree_tokens=most, alignment=self.alignment, length=length).ends()
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
-        """Log-probabilities of each example's responses by token, (sides, B, T)."""
-        score = partial(packed_logps, with_squares=with_squares)
-        by_response = run_as_forward(model, score, inputs, self.windows)  # each is (U, T)
+        """Log-probabilities of each example's responses by token, (sides, B, T).
+
+        Of a reward model, their rewards, (sides, B, 1).
+        """
+        if self.of_rewards:
+            by_response = TokenLogps(run_as_forward(model, packed_rewards, inputs, self.windows)[:, None])
+        else:
+            score = partial(packed_logps, with_squares=with_squares)
+            by_response = run_as_forward(model, score, inputs, self.windows)  # each is (U, T)
         return by_response.map(lambda values: values.to(inputs.response_index.device)[inputs.response_index])
 
 
@@ -269,7 +305,8 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
     by_segments = model.config._attn_implementation == VARLEN
     alignment = GPU_ALIGNMENT if on_gpu else 1
-    return SharedPrefix(windows, max_length=max_length, alignment=alignment, by_segments=by_segments), None
+    options = {"by_segments": by_segments, "of_rewards": find_scalar_head(model) is not None}
+    return SharedPrefix(windows, max_length=max_length, alignment=alignment, **options), None
 
 
 def _fall_back(model: Any, reason: str, padded: Padded) -> tuple[Layout, str]:
@@ -350,7 +387,7 @@ HALF_PRECISION_TOLERANCE = 0.02  # the same for bfloat16 and float16
 
 @torch.no_grad()
 def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, tolerance: float) -> str | None:
-    """Describe how log-probabilities differ between the layouts, if they do.
+    """Describe how log-probabilities, or rewards, differ between the layouts, if they do.
 
     Compares two short pairs, then two pairs as long as the longest of the run.
     """
@@ -362,7 +399,8 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
     long_pairs = _make_pairs(vocab_size, [(5, n - 5, n - 6), (2, 7, 3)])
     cases = (  # pairs, how to sum their log-probabilities in the padded layout, length of the packed rows
         (short_pairs, _sum_logps, None),
-        (long_pairs, _sum_logps_in_chunks, max(longest.row, 2 * n)),
+        # a reward model has no logits, which might not fit into memory
+        (long_pairs, _sum_logps if layout.of_rewards else _sum_logps_in_chunks, max(longest.row, 2 * n)),
     )
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
@@ -370,14 +408,15 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
         with without_tf32():
             for pairs, sum_padded, row_length in cases:
                 [padded] = Padded().split(pairs, 1)
-                most = None if layout.max_tree_tokens is None else 2 * n
-                packed = pack(pairs, max_tree_tokens=most, alignment=layout.alignment, length=row_length)
+                packed = layout.pack(pairs, length=row_length, longest=2 * n)
                 expected = sum_padded(model, padded.to(device).inputs)
                 actual = layout.forward(model, packed.map(lambda tensor: tensor.to(device))).logps.sum(-1)
-                error = (actual - expected).abs()
-                if not (error <= tolerance * expected.abs()).all():  # also if an error is NaN
-                    relative_error = (error / expected.abs()).max().item()
-                    return f"gives log-probabilities with shared prefixes that are off by {relative_error:.2g}"
+                error, size = (actual - expected).abs(), expected.abs()
+                if layout.of_rewards:  # which are no sums, in which rounding errors cancel, and may be near 0
+                    size = 5 * size.max()
+                if not (error <= tolerance * size).all():  # also if an error is NaN
+                    what = "rewards" if layout.of_rewards else "log-probabilities"
+                    return f"gives {what} with shared prefixes that are off by {(error / size).max().item():.2g}"
     except (torch.OutOfMemoryError, InputError):  # a RuntimeError and a ValueError, but not the layout's fault
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # raised by unsuitable models

@@ -26,6 +26,7 @@ from dpo.models.adapters import (
 )
 from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure
 from dpo.models.quantization import quantize
+from dpo.models.scalar_head import install_scalar_head
 from dpo.models.weights import Weights, locate_weights, model_digest, read_archive
 from dpo.parallel.sharding import choose_device_map, find_blocks
 from dpo.parallel.tensor_parallel import check_tensor_parallel
@@ -50,13 +51,17 @@ def resolve_name(name: str) -> str:
 
 
 def find_model_config(plan: Plan) -> Any:
-    return load_config(**find_source(plan))
+    return load_config(**find_source(plan), scalar_head=plan.loss.scalar_head)
 
 
 def find_structure(plan: Plan, dtype: str) -> Any:
     """The model without its weights and adapters, on the meta device."""
-    attention = plan.model.attn_implementation
-    return load_structure(**find_source(plan), dtype=DTYPES[dtype], attn_implementation=attention)
+    return load_structure(
+        **find_source(plan),
+        dtype=DTYPES[dtype],
+        attn_implementation=plan.model.attn_implementation,
+        scalar_head=plan.loss.scalar_head,
+    )
 
 
 def find_policy_structure(plan: Plan, dtype: str) -> Any:
@@ -199,6 +204,7 @@ def load_base(
         random_init=plan.model.random_init,
         seed=plan.run.seed,
         device_map=device_map,
+        scalar_head=plan.loss.scalar_head,
     )
 
 
@@ -261,6 +267,8 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: 
     adapter. Raises InputError if the model has no block of the class `model.block_name`, even if no blocks are needed.
     """
     model = unwrap(model) if isinstance(model, torch.nn.Module) else model()
+    if plan.loss.scalar_head:
+        install_scalar_head(model)  # in a model of the caller
     if plan.quantized:
         quantize(model, device="cuda" if plan.gpus else None)
     # only rank 0 reads adapters; it will send the weights to the other ranks

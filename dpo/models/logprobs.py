@@ -1,4 +1,4 @@
-"""Log-probabilities of responses, from padded and from packed rows."""
+"""Log-probabilities of responses, from padded and from packed rows; rewards likewise."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from dpo.losses import IGNORE_INDEX
 from dpo.models import cpu_attention
 from dpo.models.packing import Packed, tree_block_mask, tree_mask
+from dpo.models.scalar_head import reward
 
 
 class TokenLogps(NamedTuple):
     """Log-probabilities of the scored tokens of n responses, zero-padded.
 
-    T is the largest number of tokens in one response.
+    T is the largest number of tokens in one response. A reward model has one value per response instead, its reward.
     """
 
     logps: torch.Tensor  # (n, T)
@@ -66,6 +67,24 @@ def packed_logps(
     hidden = _predicting_states(model, packed, windows)
     by_token = token_logps(model, hidden, packed.targets.to(hidden.device), with_squares=with_squares)
     return by_token.map(lambda values: _by_response(values, packed))
+
+
+def sequence_rewards(
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor
+) -> torch.Tensor:
+    """Rewards at the last labelled token of (B, T) inputs, (B,)."""
+    hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    columns = torch.arange(labels.shape[1], device=labels.device)
+    last = (columns * (labels != IGNORE_INDEX)).argmax(-1).to(hidden.device)
+    return reward(model, hidden[torch.arange(len(last), device=last.device), last])
+
+
+def packed_rewards(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
+    """Rewards of the U responses of `packed`, which `ends` has made, (U,).
+
+    Equal to `sequence_rewards` of each response alone, up to rounding.
+    """
+    return _by_response(reward(model, _predicting_states(model, packed, windows)), packed).squeeze(1)
 
 
 def _predicting_states(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:

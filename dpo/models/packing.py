@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
@@ -68,6 +68,21 @@ class Packed:
         tensors = (getattr(self, field.name) for field in fields(self)[:-3])  # up to `response_index`
         segments = None if self.segments is None else self.segments.map(change)
         return Packed(*map(change, tensors), shape=self.shape, segments=segments)
+
+    def ends(self) -> Packed:
+        """The same rows, with only the last scored token of each response."""
+        slots, (n_responses, longest) = self.slots.numpy(), self.shape
+        responses = slots // longest
+        last = np.zeros(n_responses, dtype=np.int64)
+        np.maximum.at(last, responses, slots)
+        is_last = torch.from_numpy(slots == last[responses])
+        return replace(
+            self,
+            scored=self.scored[is_last],
+            targets=self.targets[is_last],
+            slots=torch.from_numpy(responses)[is_last],
+            shape=(n_responses, 1),
+        )
 
     def cache_masks(self, form: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the last masks if they have this `form`, else `make()`.

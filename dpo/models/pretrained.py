@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import transformers
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG, count_parameters
+from dpo.models.scalar_head import WEIGHT, draw_head, install_scalar_head
 from dpo.models.weights import read_archive
 from dpo.settings import choices
 
@@ -21,9 +23,9 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in choices
 
 
 def load_config(
-    name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False
+    name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False, scalar_head: bool = False
 ) -> transformers.PretrainedConfig:
-    """A model's config in transformers.
+    """A model's config in transformers; with `scalar_head`, that of a reward model.
 
     Raises InputError if there is none, or `name` is an adapter.
     """
@@ -33,7 +35,18 @@ def load_config(
             f"model.name_or_path; or merge both: python -m scripts.export {name} DIR --merge"
         )
     with explaining_load_errors("model", name):
-        return transformers.AutoConfig.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(
+            name, cache_dir=cache_dir, trust_remote_code=trust_remote_code, **_list_outputs(scalar_head)
+        )
+
+
+def _list_outputs(scalar_head: bool) -> dict[str, int]:
+    """The entry `num_labels` of a reward model's config."""
+    return {"num_labels": 1} if scalar_head else {}
+
+
+def _find_auto_class(scalar_head: bool) -> Any:
+    return transformers.AutoModelForSequenceClassification if scalar_head else transformers.AutoModelForCausalLM
 
 
 def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
@@ -68,15 +81,23 @@ def load_structure(
     attn_implementation: str = "eager",
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
+    scalar_head: bool = False,
 ) -> transformers.PreTrainedModel:
     """The model of `load_model` without its weights, on the meta device."""
-    config = load_config(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code)
+    config = load_config(name, cache_dir=cache_dir, trust_remote_code=trust_remote_code, scalar_head=scalar_head)
     attention = choose_attention(config, attn_implementation)
     with explaining_load_errors("model", name), torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
+        model = _find_auto_class(scalar_head).from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
+    return _complete(model, scalar_head)
+
+
+def _complete(model: Any, scalar_head: bool) -> transformers.PreTrainedModel:
+    """Turn off a loaded model's dropout, and install its scalar head."""
     disable_dropout(model)
+    if scalar_head:
+        install_scalar_head(model)
     return model
 
 
@@ -91,41 +112,47 @@ def load_model(
     device_map: str | dict | None = None,
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
+    scalar_head: bool = False,
 ) -> transformers.PreTrainedModel:
     """Load a causal language model in `dtype`, with dropout off.
 
     The weights are from `archive` (a `policy.pt`) if given, else from the model `name`. With `random_init` the latter
-    gives only the architecture, and weights are drawn from the seed.
+    gives only the architecture, and weights are drawn from the seed. With `scalar_head` it is a reward model, and a
+    head that the weights lack is drawn from the seed.
     Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
     source = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
-    config = load_config(name, **source)
+    config = load_config(name, **source, scalar_head=scalar_head)
     options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
     placed = {**options, "device_map": device_map}
     model: Any
     with explaining_load_errors("model", name):
         if archive is not None:
-            model = _load_from_archive(name, archive, source, placed)
-            if not random_init:  # settings for sampling belong to the trained weights
+            model = _load_from_archive(name, archive, {**source, "scalar_head": scalar_head}, placed, seed)
+            if not (random_init or scalar_head):  # settings for sampling belong to a policy's trained weights
                 # from_pretrained does this last, but has not been given the model's name
                 model.adjust_generation_fn(
                     None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None,
                     revision=None, subfolder="", **source,
                 )  # fmt: skip
         elif random_init:
-            drawn = _draw_weights(config, options, seed, trust_remote_code=trust_remote_code)
-            model = _load_weights(name, drawn, drawn.state_dict(), source, placed)
+            drawn = _draw_weights(_find_auto_class(scalar_head), config, options, seed, trust_remote_code)
+            model = _load_weights(name, drawn, drawn.state_dict(), {**source, "scalar_head": scalar_head}, placed)
         else:
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                name, **source, **placed, output_loading_info=True
-            )
+            with silenced_reports() if scalar_head else contextlib.nullcontext():
+                loaded: Any = _find_auto_class(scalar_head).from_pretrained(
+                    name, **source, **placed, **_list_outputs(scalar_head), output_loading_info=True
+                )
             model, loading = loaded
+            if scalar_head and WEIGHT in loading["missing_keys"]:  # of a language model
+                loading["missing_keys"].remove(WEIGHT)
+                with torch.no_grad():
+                    model.score.weight.copy_(draw_head(model, seed))
             refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
-    disable_dropout(model)
-    return model
+    return _complete(model, scalar_head)
 
 
-def _draw_weights(config: Any, options: Mapping[str, Any], seed: int, *, trust_remote_code: bool) -> Any:
+def _draw_weights(auto_class: Any, config: Any, options: Mapping[str, Any], seed: int, trust_remote_code: bool) -> Any:
     """A model with weights drawn from the seed, in float32.
 
     So models of the same seed and different dtypes are equal up to rounding. It is on the CPU.
@@ -133,17 +160,20 @@ def _draw_weights(config: Any, options: Mapping[str, Any], seed: int, *, trust_r
     float32_options = {**options, "dtype": torch.float32}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(
-            config, **float32_options, trust_remote_code=trust_remote_code
-        )
+        return auto_class.from_config(config, **float32_options, trust_remote_code=trust_remote_code)
 
 
 def _load_from_archive(
-    name: str, archive: str | Path, source: Mapping[str, Any], options: Mapping[str, Any]
+    name: str, archive: str | Path, source: Mapping[str, Any], options: Mapping[str, Any], seed: int
 ) -> transformers.PreTrainedModel:
-    """Load a model with an archive's weights in place of its own."""
+    """Load a model with an archive's weights in place of its own.
+
+    A scalar head that the archive lacks is drawn from the seed.
+    """
     structure = load_structure(name, dtype=options["dtype"], **source)
     weights = read_archive(archive, structure)  # checked before memory is taken for the model
+    if source["scalar_head"] and WEIGHT not in weights:
+        weights[WEIGHT] = draw_head(structure, seed)
     mapped_storages = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
     model = _load_weights(name, structure, weights, source, options)
     del weights  # frees what the model does not use
@@ -168,6 +198,21 @@ def _load_weights(
     refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
     model.name_or_path = model.config.name_or_path = name
     return model
+
+
+@contextlib.contextmanager
+def silenced_reports() -> Iterator[None]:
+    """Silence transformers' reports on loading inside, as problems are raised."""
+    logs = transformers.utils.logging
+    verbosity, had_bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(verbosity)
+        if had_bar:
+            logs.enable_progress_bar()
 
 
 def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError
+from dpo.models.scalar_head import find_scalar_head
 from dpo.system.host import release_freed_memory, silence_bitsandbytes
 
 BLOCK = 64  # weights that share a scale
@@ -142,7 +143,7 @@ def layers_to_quantize(model: Any) -> list[str]:
     check_bitsandbytes()
     if getattr(model.config, "quantization_config", None) is not None:
         raise InputError(f"{model.name_or_path} is quantized already: give the model that it was made from")
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() or find_scalar_head(model)
     names = [
         name
         for name, layer in model.named_modules()

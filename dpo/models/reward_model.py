@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG
 from dpo.models.answers import Answer
-from dpo.models.pretrained import disable_dropout, refuse_gaps
+from dpo.models.pretrained import disable_dropout, refuse_gaps, silenced_reports
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0
 from dpo.settings.choices import join_with_or
@@ -33,7 +32,9 @@ FORMATS = {  # values of online.reward_format, as a note says them
     "pair": "as two segments",
     "text_eos": "as one text, with EOS if the answer ended",
     "text": "as one text",
+    "policy": "as a policy reads them, with EOS if the answer ended",
 }
+MARK = "reward_format"  # the entry of an exported reward model's config that names its format
 
 
 class RewardModel:
@@ -81,6 +82,10 @@ class RewardModel:
 
         Raises InputError if the chat template rejects the prompt.
         """
+        if self.form == "policy":
+            parts = self.tokenizer([prompt.text, answer], add_special_tokens=False)["input_ids"]
+            token_ids = [*parts[0], *parts[1], *[self.tokenizer.eos_token_id] * ended]
+            return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
         texts = [prompt.text, answer] if self.form == "pair" else [prompt.text + answer]
         if self.appends_eos and ended:
             texts[-1] += self.tokenizer.eos_token
@@ -152,7 +157,7 @@ def find_reward_structure(plan: Plan) -> RewardModel:
 def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
     """Messages on a format that was guessed, and on truncated prompts."""
     notes = []
-    if plan.online.reward_format is None and reward_model.form != "chat":
+    if plan.online.reward_format is None and reward_model.form not in ("chat", "policy"):
         notes.append(
             f"the reward model gets prompt and answer {FORMATS[reward_model.form]}: if it was trained otherwise, give "
             f"online.reward_format={' or '.join(form for form in FORMATS if form not in ('chat', reward_model.form))}"
@@ -174,7 +179,7 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
     advice = "give a sequence classification model with one output"
     if (Path(name).expanduser() / CONFIG).is_file():
         raise InputError(f"{key} is an adapter: merge it into its base, and {advice}")
-    with explaining_load_errors("reward model", name), _silenced():
+    with explaining_load_errors("reward model", name), silenced_reports():
         model_config = transformers.AutoConfig.from_pretrained(name, **source)
         if model_config.num_labels != 1:
             model_class = ", ".join(model_config.architectures or ["model"])
@@ -187,9 +192,9 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
     with explaining_load_errors("tokenizer of the reward model", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     disable_dropout(model)
-    reward_model = RewardModel(
-        model, tokenizer, rows=rows, form=_find_format(tokenizer, plan.online.reward_format, key)
-    )
+    trained_in = "policy" if getattr(model_config, MARK, None) == "policy" else None
+    form = _find_format(tokenizer, plan.online.reward_format or trained_in, key)
+    reward_model = RewardModel(model, tokenizer, rows=rows, form=form)
     if reward_model.limit is not None and reward_model.limit <= plan.online.max_new_tokens:
         raise InputError(
             f"{key} sees {reward_model.limit:,} tokens, and an answer may have online.max_new_tokens="
@@ -202,13 +207,15 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
 def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
     """Find the form of a reward model's input, one of FORMATS.
 
-    `wanted` is `online.reward_format`. Raises InputError if the tokenizer lacks what it takes.
+    `wanted` is `online.reward_format`, or what the model's config says. Raises InputError if the tokenizer lacks what
+    it takes.
     """
     lacking = {
         "chat": None if tokenizer.chat_template else "has no chat template",
         "pair": None if _separates_segments(tokenizer) else "puts no separator between two texts",
         "text_eos": None if tokenizer.eos_token else "has no EOS token",
         "text": None,
+        "policy": None if tokenizer.eos_token else "has no EOS token",
     }
     possible = [form for form, problem in lacking.items() if problem is None]
     if wanted is None:
@@ -223,21 +230,6 @@ def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
 def _separates_segments(tokenizer: Any) -> bool:
     """Return whether a tokenizer puts its separator between two texts."""
     return tokenizer.sep_token_id is not None and tokenizer.sep_token_id in tokenizer("a", "b")["input_ids"][:-1]
-
-
-@contextlib.contextmanager
-def _silenced():
-    """Silence transformers' reports on loading inside, as problems are raised."""
-    logs = transformers.utils.logging
-    verbosity, had_bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
-    logs.set_verbosity_error()
-    logs.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logs.set_verbosity(verbosity)
-        if had_bar:
-            logs.enable_progress_bar()
 
 
 def _count_positions(model: Any, tokenizer: Any) -> int | None:

@@ -177,6 +177,9 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
     policies = [find_origin(path, model=choices.model, **options, alone=len(paths) == 1) for path in paths]
     if choices.model and all(origin.plan.model.name_or_path != choices.model for origin in policies):
         raise InputError(f"--model {choices.model} is not needed: every policy has a base model of its own")
+    for path, origin in zip(paths, policies, strict=True):
+        if origin.plan.loss.scalar_head:
+            raise InputError(f"{path} is a reward model, which gives no answers: give a policy")
     tokenizer = _load_tokenizer(policies[0])
     form = choose_format(choices.form, find_prompt_format(policies[0]), tokenizer)
     reference = None

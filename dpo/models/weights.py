@@ -17,7 +17,8 @@ import torch
 
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError
-from dpo.models.adapters import CONFIG, FACTOR_NAME, adapter_weights, base_weights, find_adapter, read_base
+from dpo.models.adapters import CONFIG, FACTOR_NAME, POLICY, adapter_weights, base_weights, find_adapter, read_base
+from dpo.models.scalar_head import LM_HEAD, WEIGHT, find_scalar_head
 
 # buffers that transformers stored in 2023, and computes today
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
@@ -63,8 +64,9 @@ def read_archive(
 ) -> dict[str, torch.Tensor]:
     """Read the weights in a `policy.pt`, with the names of transformers today.
 
-    `model` gives the expected names and shapes; its weights are not used. Raises InputError if the file is missing, is
-    not a `policy.pt`, or is for another architecture.
+    `model` gives the expected names and shapes; its weights are not used. For a reward model the weights of a language
+    model will do: then the scalar head is missing. Raises InputError if the file is missing, is not a `policy.pt`, or
+    is for another architecture.
     """
     path = find_archive(archive, key=key)
     try:
@@ -83,6 +85,9 @@ def read_archive(
         if old in state and new in expected:
             state = {new if name == old else name: tensor for name, tensor in state.items()}
     state = {name: tensor for name, tensor in state.items() if name in expected or not OBSOLETE_BUFFER.search(name)}
+    if find_scalar_head(model) is not None and WEIGHT not in state:
+        state = {name: tensor for name, tensor in state.items() if name not in (*LM_HEAD, *RENAMED)}
+        del expected[WEIGHT]
     if mismatches := _find_mismatches(state, expected):
         raise InputError(
             f"{key}{path} does not match the architecture of the model ({type(model).__name__}): "
@@ -131,6 +136,8 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
     weights = base_weights(model)
+    for name in adapter_weights(model, POLICY):
+        weights.pop(name, None)  # a scalar head, which is trained with the adapter
     if adapter:
         weights |= adapter_weights(model, adapter)
         adapter_config = model.peft_config[adapter]

@@ -195,9 +195,9 @@ def find_plan(model: Any) -> dict[str, Style]:
         raise InputError(f"{type(model).__name__} has no tensor-parallel plan; use trainer=FSDPTrainer")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     name_of = {module: name for name, module in model.named_modules()}
-    embedding_name, head_name = name_of[embedding], name_of[head]
+    embedding_name, head_name = name_of[embedding], name_of.get(head, "")  # a reward model has no such head
     style_names = {embedding_name: "embedding_rowwise", **style_names}  # the plan may name another style
-    if head.weight is embedding.weight:  # one matrix, which must be sharded in one way
+    if head is not None and head.weight is embedding.weight:  # one matrix, which must be sharded in one way
         style_names |= {embedding_name: "embedding_rowwise", head_name: "colwise_gather_output"}
     unknown = sorted(set(style_names.values()) - STYLES.keys())
     if unknown:

@@ -109,14 +109,15 @@ class Ledger(Appender):
             values = table[metric].tolist()
             return [value if role in example.roles else None for value, example in zip(values, examples, strict=True)]
 
+        score = "rewards" if self.context.plan.loss.scalar_head else "logps"
         columns: dict[str, Any] = {
             "example": [example.digest for example in examples],
             "dataset": [example.dataset for example in examples],
             "update": [update] * n_rows,
             "epoch": [n_updates_before // updates_per_epoch] * n_rows,
             "split": [split] * n_rows,
-            "policy_chosen": pick(f"logps_{split}/chosen", "chosen"),
-            "policy_rejected": pick(f"logps_{split}/rejected", "rejected"),
+            "policy_chosen": pick(f"{score}_{split}/chosen", "chosen"),
+            "policy_rejected": pick(f"{score}_{split}/rejected", "rejected"),
             "reference_chosen": pick("reference/chosen", "chosen"),
             "reference_rejected": pick("reference/rejected", "rejected"),
             "chosen_tokens": [n_tokens.get("chosen") for n_tokens in tokens_by_role],

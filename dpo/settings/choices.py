@@ -73,7 +73,7 @@ SCORERS = ("reward_model", "function", "keyword", "shorter")
 TIES = ("skip", "keep")
 LIST_PAIRS = ("all", "best_worst")
 LABELS = ("hard", "bradley_terry")
-REWARD_FORMATS = ("chat", "pair", "text_eos", "text")
+REWARD_FORMATS = ("chat", "pair", "text_eos", "text", "policy")
 HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
 SCHEDULES = ("constant", "linear", "cosine")
 LR_SCALINGS = ("none", "linear", "sqrt")
@@ -81,15 +81,25 @@ NAN_POLICIES = ("raise", "skip")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 # fields of custom data. A form is the fields of one record; FORMS has those from which each kind of examples is made
 PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
+CHAT_PAIR_FIELDS = ("messages", "rejected")  # the messages end with the chosen response
 PROMPT_FIELDS = ("prompt",)
 LABEL_FIELDS, LABELLED_CHAT_FIELDS = ("prompt", "completion", "label"), ("messages", "label")
 SCORED_FIELDS, RANKED_FIELDS = ("prompt", "responses", "scores"), ("prompt", "responses")
 FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss, and for prompts that a policy answers
-    "pairs": (PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS),
-    "prompts": (PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS, PROMPT_FIELDS),
+    "pairs": (PAIR_FIELDS, CHAT_PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS),
+    "prompts": (PAIR_FIELDS, CHAT_PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS, PROMPT_FIELDS),
     "targets": (PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS, TARGET_FIELDS, CHAT_FIELDS),
-    "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, PAIR_FIELDS),  # pairs with `unpair`
-    "lists": (SCORED_FIELDS, RANKED_FIELDS, PAIR_FIELDS),
+    "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),  # pairs with `unpair`
+    "lists": (SCORED_FIELDS, RANKED_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),
 }
-NUMBER_FIELDS = ("weight", "margin")  # which the records of any form may have
-FIELDS = tuple(dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form)) + NUMBER_FIELDS
+SYSTEM = "system"  # the field of a system turn, which the records of any form may have
+NUMBER_FIELDS = ("weight", "margin")  # which they may have too
+FIELDS = (
+    *dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form),
+    *(SYSTEM, *NUMBER_FIELDS),
+)
+DATA_FORMATS = (  # of custom data, in the order in which they are tried
+    "hh", "trl_standard", "trl_conversational", "trl_implicit", "ultrafeedback", "openrlhf", "alpaca", "sharegpt",
+    "axolotl_chat_template", "axolotl_prompt_pairs", "axolotl_intel", "axolotl_argilla", "axolotl_icr",
+    "ms_swift", "ms_swift_messages", "ranked",
+)  # fmt: skip

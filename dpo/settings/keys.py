@@ -300,6 +300,7 @@ KEYS: dict[str, Key] = {
     "loss.momentum": Key("number [0, 1]", KEEP),
     "loss.desirable_weight": Key("number [0, 1e30]", KEEP),
     "loss.undesirable_weight": Key("number [0, 1e30]", KEEP),
+    "loss.centering": Key("number [0, 1e30]", KEEP),
     "loss.sft_weight": Key("number [0, 1e30]", KEEP),
     "loss.wpo": Key("flag", KEEP),
     "loss.offset_by_margin": Key("flag", KEEP),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dpo.errors import InputError
-from dpo.settings.choices import FIELDS
+from dpo.settings.choices import DATA_FORMATS, FIELDS
 from dpo.settings.files import load_defaults
 from dpo.settings.keys import Problem, is_text
 
@@ -29,36 +29,48 @@ def find_suffix(name: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A local path or a Hub id, with a revision and columns."""
+    """A local path or Hub id, and how its records are read."""
 
     path: str
     revision: str | None = None  # of a Hub id: a branch, tag or commit
     columns: Mapping[str, str] = field(default_factory=dict)  # maps fields of choices.FIELDS to the source's columns
+    format: str | None = None  # one of choices.DATA_FORMATS; None: recognized
 
     @classmethod
     def parse(cls, name: str, value: Any) -> Source:
         """Parse the value of `dataset_sources.NAME`.
 
-        It is a path or Hub id, or `{path: ..., revision: ..., columns: ...}`. Raises InputError for anything else.
+        It is a path or Hub id, or `{path: ..., revision: ..., columns: ..., format: ...}`. Raises InputError for
+        anything else.
         """
         if isinstance(value, str) and value:
             return cls(value)
         key = f"dataset_sources.{name}"
-        if not isinstance(value, Mapping) or not value.get("path") or set(value) - {"path", "revision", "columns"}:
+        keys = {"path", "revision", "columns", "format"}
+        if not isinstance(value, Mapping) or not value.get("path") or set(value) - keys:
             raise InputError(
-                f"{key}={value} must be a directory, file or Hub id, or {{path: ..., revision: ..., columns: ...}}"
+                f"{key}={value} must be a directory, file or Hub id, or {{path: ..., revision: ..., columns: ..., "
+                f"format: ...}}"
             )
-        columns = value.get("columns") or {}
-        if columns and name in list_built_in():
-            raise InputError(
-                f"{key}.columns={columns}: {name} has columns of its own; choose another name for your data"
-            )
+        columns, data_format = value.get("columns") or {}, value.get("format")
+        if (columns or data_format) and name in list_built_in():
+            given = f"columns={columns}" if columns else f"format={data_format}"
+            raise InputError(f"{key}.{given}: {name} has columns of its own; choose another name for your data")
+        if data_format is not None and data_format not in DATA_FORMATS:
+            raise InputError(f"{key}.format={data_format} is not one of {', '.join(DATA_FORMATS)}")
+        if columns and data_format:
+            raise InputError(f"{key} has columns={columns} and format={data_format}, which names columns too: give one")
         if not isinstance(columns, Mapping) or set(columns) - set(FIELDS) or not all(map(is_text, columns.values())):
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to the names of your columns, such as "
                 f"{{prompt: question, chosen: best}}"
             )
-        return cls(str(value["path"]), value.get("revision"), columns)
+        return cls(str(value["path"]), value.get("revision"), columns, data_format)
+
+    @property
+    def reading(self) -> Mapping[str, str]:
+        """A JSON value that says how records are read."""
+        return {"format": self.format} if self.format else dict(self.columns)
 
     @property
     def local(self) -> Path | None:

@@ -67,7 +67,7 @@ def _list_losses(is_listed: Callable[[Loss], bool], separator: str = ", ") -> st
 # what several keys need
 SEVERAL_PROCESSES = "a trainer of several processes: trainer=FSDPTrainer"
 LOSS_WITH_REFERENCE = f"a loss with a reference: any but {_list_losses(lambda loss: not loss.reference)}"
-LOSS_OF_PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: loss.trains_on != 'pairs')}"
+LOSS_OF_PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: loss.trains_on != 'pairs' or loss.scalar_head)}"
 LOSS_OF_PAIRS_WITH_REFERENCE = (
     "a loss of pairs with a reference: any but "
     f"{_list_losses(lambda loss: loss.trains_on != 'pairs' or not loss.reference)}"
@@ -116,7 +116,8 @@ CHECKS = (
           lambda v, p: v["sample_during_eval"] or v["online.name"] == "online"),
     needs("do_first_sampling", "do_first_eval=true and sample_during_eval=true",
           lambda v, p: v["do_first_eval"] and v["sample_during_eval"]),
-    needs("loss.sft_weight", LOSS_OF_PAIRS, lambda v, p: p.loss.trains_on == "pairs", "error"),
+    needs("loss.sft_weight", LOSS_OF_PAIRS,
+          lambda v, p: p.loss.trains_on == "pairs" and not p.loss.scalar_head, "error"),
     needs("loss.wpo loss.ld_alpha", LOSS_OF_PAIRS_WITH_REFERENCE,
           lambda v, p: p.loss.trains_on == "pairs" and p.loss.reference, "error"),
     needs("loss.f_divergence", LOSS_OF_MARGIN, lambda v, p: p.loss.reference and p.loss.margin_only, "error"),
@@ -257,6 +258,15 @@ CHECKS = (
           "loss.label_smoothing=0 makes the loss infinite: set it above 0, such as loss.label_smoothing=0.001"),
     Check(lambda v, p: v["loss.reference_free"] and v["loss.f_divergence"] != "reverse_kl",
           "loss.f_divergence={loss.f_divergence} is a divergence from the reference: set loss.reference_free=false"),
+    Check(lambda v, p: p.loss.scalar_head and v["sample_during_eval"],
+          "sample_during_eval=true needs a policy, and loss={loss.name} trains a reward model, which writes no text: "
+          "set sample_during_eval=false"),
+    Check(lambda v, p: p.loss.scalar_head and v["online.name"] == "online",
+          "online=online needs a policy, and loss={loss.name} trains a reward model, which gives no answers: choose "
+          "loss=dpo or another, with online.reward_model"),
+    Check(lambda v, p: p.loss.scalar_head and p.trainer is PACKAGE,
+          "loss={loss.name} does not work with tensor_parallel.backend=tensor_parallel, which cannot split a reward "
+          "model: set tensor_parallel.backend=dtensor"),
     # --- online pairs
     Check(lambda v, p: v["online.name"] == "online" and p.loss.trains_on != "pairs",
           "online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
@@ -326,7 +336,7 @@ def _explain_missing(key: str, v: Values) -> str:
 def _may_weigh_pairs(key: str) -> bool:
     """Return whether a key weighs a loss of pairs or unknown loss."""
     loss = LOSSES.get(key.removeprefix(WEIGHTS))
-    return key.startswith(WEIGHTS) and (loss is None or loss.trains_on == "pairs")
+    return key.startswith(WEIGHTS) and (loss is None or (loss.trains_on == "pairs" and not loss.scalar_head))
 
 
 def _find_script(v: Values) -> Path:
@@ -448,7 +458,9 @@ def _explain_weight(key: str) -> str:
     """Explain why a key under `loss.weights` names no loss of a mix."""
     name = key.removeprefix(WEIGHTS)
     kind = LOSSES[name].trains_on if name in LOSSES else ""
-    if kind in ("labels", "lists"):
+    if name in LOSSES and LOSSES[name].scalar_head:
+        reason = f"{name} trains a reward model and a mix a policy, so it is trained alone, as loss={name}"
+    elif kind in ("labels", "lists"):
         reason = f"{name} trains on {kind} and a mix on pairs, so it is trained alone, as loss={name}"
     elif name in LOSSES and LOSSES[name].batch_statistic is not None:
         reason = f"{name} compares the examples of a batch with each other, so it is trained alone, as loss={name}"

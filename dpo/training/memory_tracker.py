@@ -35,7 +35,9 @@ class MemoryTracker(TorchDispatchMode):
     @classmethod
     def of(cls, model: Any) -> MemoryTracker:
         """Make a tracker that distinguishes gradients and logits from activations."""
-        tracker = cls((*model.parameters(), *model.buffers()), vocabulary=model.get_output_embeddings().weight.shape[0])
+        head = model.get_output_embeddings()  # None in a reward model
+        vocabulary = None if head is None else head.weight.shape[0]
+        tracker = cls((*model.parameters(), *model.buffers()), vocabulary=vocabulary)
         for parameter in trained_parameters(model):
             parameter.register_post_accumulate_grad_hook(tracker._reclassify_gradient)
         return tracker

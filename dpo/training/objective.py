@@ -215,6 +215,8 @@ class Objective:
                 metrics[f"rewards_{split}/accuracies"] = torch.zeros_like(chosen)
             metrics[f"rewards_{split}/margins"] = chosen - rejected
         roles = list(output.rewards) or ["chosen"]  # a loss without rewards is that of SFT
+        if self.loss.scalar_head:  # whose scores are the rewards
+            roles = []
         for role in reversed(roles):  # rejected first, as in the reference implementation's logs
             metrics[f"logps_{split}/{role}"] = getattr(scores, role).detach()
         metrics |= {f"{name}/{split}": values for name, values in output.metrics.items()}

@@ -76,7 +76,7 @@ def check_models(
     """
     policy_logps, reference_logps = _check_forwards(policy, forward, reference_forward, repeat_dtype)
     if reference_forward is None:
-        return ["self-test passed: finite log-probabilities, dropout off"]
+        return [f"self-test passed: finite {'rewards' if loss.scalar_head else 'log-probabilities'}, dropout off"]
 
     reference_logps_if_equal = {column: policy_logps[column] for column in reference_logps}
     scores_if_equal = make_scores(name_scores(policy_logps, lengths, reference_logps_if_equal, offsets))
@@ -132,7 +132,7 @@ def _check_forwards(
             )
     difference = _find_largest({name: values - eval_logps[name] for name, values in train_logps.items()})
     epsilon = torch.finfo(repeat_dtype or train_logps["chosen"].dtype).eps
-    if difference > MAX_EPSILONS * epsilon * _find_largest(train_logps):
+    if difference > MAX_EPSILONS * epsilon * max(1.0, _find_largest(train_logps)):  # a reward may be near 0
         raise InputError(
             f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}: "
             f"{type(policy).__name__} is random in train mode (dropout, router noise); disable that in its config"

@@ -416,6 +416,7 @@ def test_best_is_named_if_it_is_ranked_by_what_turned(loss, is_best):
 @pytest.mark.parametrize("name", [*OF_MARGIN, *OF_BOTH])
 def test_shapes_of_losses_are_the_losses_that_are_trained(name):
     given = {"beta": 0.4, "label_smoothing": 0.1, "reference_free": False, "tau": 0.5, "gamma": 1.0, "penalty": 5.0}
+    given["centering"] = 0.3
     parameters = inspect.signature(LOSSES[name].fn).parameters
     config = {"name": name, **{key: value for key, value in given.items() if key in parameters}}
     loss = find_loss(config)
@@ -427,9 +428,9 @@ def test_shapes_of_losses_are_the_losses_that_are_trained(name):
     shape = find_loss_shape(config)
     chosen, rejected = (sides[side].numpy() for side in ("chosen", "rejected"))
     assert shape.of_rewards(chosen, rejected) == pytest.approx(losses.detach().numpy())
-    # rewards are beta times log-ratios, or beta times means over tokens
+    # rewards are beta times log-ratios, or beta times means over tokens; or the scores themselves
     [gradient] = torch.autograd.grad(losses.sum(), logps)
-    scale = config["beta"] / (lengths.numpy() if loss.per_token else 1)
+    scale = config.get("beta", 1) / (lengths.numpy() if loss.per_token else 1)
     assert shape.gradient(chosen, rejected) == pytest.approx(np.hypot(*(gradient[:2].numpy() / scale)), abs=1e-6)
 
 

@@ -13,8 +13,9 @@ import yaml
 from support.runs import read_metrics, train, write_rows
 
 from dpo.analysis.ledger_file import read_ledger
-from dpo.data.custom import get_custom, split_shared_prompt
+from dpo.data.custom import get_custom
 from dpo.data.examples import list_examples
+from dpo.data.records import split_shared_prompt
 from dpo.data.sources import load_rows
 from dpo.data.table import iterate_prompts
 from dpo.errors import InputError
@@ -94,7 +95,7 @@ def test_texts_without_a_prompt_share_their_beginning(chosen, rejected, expected
 
 
 def test_texts_that_share_nothing_need_a_prompt(tokenizer):
-    with pytest.raises(InputError, match=r"chosen and rejected begin with no word in common, .*columns\.prompt=COL"):
+    with pytest.raises(InputError, match=r"chosen and rejected begin with no word in common, .*columns=\{prompt: COL"):
         get_custom([{"chosen": "yes", "rejected": "no"}], "mine", tokenizer)
 
 
@@ -223,10 +224,11 @@ def test_unpaired_pairs_are_a_desirable_and_an_undesirable_response_each(tokeniz
         list_texts()
 
 
-def test_columns_with_our_names_or_given_ones_need_no_note(tokenizer):
+def test_columns_with_our_names_or_given_ones_are_not_named(tokenizer):
     ours = get_custom([{"prompt": "Q:", "completion": " yes"}], "mine", tokenizer, trains_on="targets")
     given = get_custom(QA, "mine", tokenizer, {"prompt": "question", "completion": "answer"}, trains_on="targets")
-    assert ours.notes == given.notes == []
+    assert ours.notes == ["mine: format trl_standard"]
+    assert given.notes == []
 
 
 def test_the_last_message_of_a_chat_is_the_target_and_the_rest_is_prompt(chat):
@@ -255,7 +257,7 @@ def test_the_input_of_an_instruction_comes_below_it(tokenizer):
     row = {"instruction": "Sum up.", "output": " A"}
     rows = [{**row, "input": "Text"}, {**row, "input": ""}, {**row, "input": None}, row]
     data = get_custom(rows, "mine", tokenizer, trains_on="targets")
-    assert data.notes == ["mine: columns prompt=instruction, completion=output, input=input"]
+    assert data.notes == ["mine: format alpaca; columns prompt=instruction, completion=output, input=input"]
     assert {prompt: entry["responses"] for prompt, entry in data.items()} == {
         "Sum up.\n\nText": [" A"],
         "Sum up.": [" A", " A", " A"],
@@ -342,7 +344,8 @@ def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the
     assert pairs == [(" good", " ok"), (" good", " so"), (" good", " bad"), (" ok", " bad"), (" so", " bad")]
     assert take([RANKED], tokenizer, "pairs", list_pairs="best_worst") == [{"chosen": " good", "rejected": " bad"}]
     assert take([RANKED], tokenizer, "targets") == [{"chosen": " good"}]
-    assert get_custom([RANKED], "mine", tokenizer).notes == ["mine: 1 list with equal scores, which make no pair"]
+    notes = ["mine: format ranked", "mine: 1 list with equal scores, which make no pair"]
+    assert get_custom([RANKED], "mine", tokenizer).notes == notes
     all_equal = {**RANKED, "scores": [0] * 4}
     assert take([all_equal], tokenizer, "pairs") == take([all_equal], tokenizer, "pairs", list_pairs="best_worst") == []
     assert len(take([all_equal, {**RANKED, "prompt": "R:"}], tokenizer, "pairs")) == 5
@@ -429,7 +432,8 @@ def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
     assert read_numbers(renamed, tokenizer, "pairs") == [(None, None)] * 2
     assert read_numbers(renamed, tokenizer, "pairs", columns={"weight": "w"})[0] == ([2, 0.5], None)
     data = get_custom(pairs, "mine", tokenizer)
-    assert data.notes == ["mine: columns prompt=prompt, chosen=chosen, rejected=rejected, weight=weight"]
+    used = "columns prompt=prompt, chosen=chosen, rejected=rejected, weight=weight"
+    assert data.notes == [f"mine: format trl_standard; {used}"]
     parts = [data.select_split(split).weights for split in ("train", "test")]
     assert sorted(parts, key=str) == [{"Q:": [2, 0.5]}, {"R:": [1]}]
 
@@ -505,7 +509,7 @@ def test_an_empty_cell_of_a_table_is_an_empty_text_except_for_a_prompt(tmp_path)
     file.write_text("prompt,chosen,rejected\na:, yes,\n")
     assert get_custom(load_rows(Source(str(file)), "train"), "rows", None)["a:"]["responses"] == [" yes", ""]
     file.write_text("prompt,chosen,rejected\n,a,b\n")
-    with pytest.raises(InputError, match="record 1 of rows: the prompt is empty"):
+    with pytest.raises(InputError, match=r"record 1 of .*rows\.csv \(line 2\): the prompt is empty"):
         get_custom(load_rows(Source(str(file)), "train"), "rows", None)
 
 

@@ -96,9 +96,14 @@ def test_a_labelled_response_is_recognized(present, columns):
         ({**ANSWERS, **TALK, **NOTE}, {}, "prompt=conversations, chosen=chosen, rejected=rejected; not used: note"),
         # what else has words is named
         (
+            {"history": [["Hi you.", "Yes?"]], "question": "Hi?", **TEXTS, **LABELS},
+            {},
+            "prompt=question, chosen=chosen, rejected=rejected; not used: history",
+        ),
+        (
             {"system": "Be kind.", "question": "Hi?", **TEXTS, **LABELS},
             {},
-            "prompt=question, chosen=chosen, rejected=rejected; not used: system",
+            "prompt=question, chosen=chosen, rejected=rejected, system=system",
         ),
         ({"prompt": "Hi?", **TEXTS, **LABELS}, {}, ""),
     ],

@@ -171,7 +171,7 @@ def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path
         ),
         ({"train.jsonl": '{"a": 1}\n\n{"a": \n'}, ["line 3 of {dir}/train.jsonl is not JSON"]),
         ({"train.json": '[{"a": 1}, {]'}, ["{dir}/train.json cannot be read", "line 1 column"]),
-        ({"train.jsonl": '{"a": 1}\n7\n'}, ["record 2 of {dir}/train.jsonl is int, not an object"]),
+        ({"train.jsonl": '{"a": 1}\n7\n'}, ["record 2 of {dir}/train.jsonl (line 2) is int, not an object"]),
         ({"train.jsonl": "\n"}, ["{dir}/train.jsonl holds no records"]),
         ({"train.jsonl": ""}, ["{dir}/train.jsonl holds no records"]),
         ({"train.json": "[]"}, ["{dir}/train.json holds no records"]),

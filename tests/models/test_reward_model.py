@@ -133,8 +133,8 @@ def test_a_tokenizer_with_a_separator_gives_two_segments(family, tmp_path):
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ("chat", "has no chat template: give text_eos or text"),
-        ("pair", "puts no separator between two texts: give text_eos or text"),
+        ("chat", "has no chat template: give text_eos, text or policy"),
+        ("pair", "puts no separator between two texts: give text_eos, text or policy"),
     ],
 )
 def test_a_format_that_the_tokenizer_lacks_is_refused(wanted, said, tokenizer, tmp_path):

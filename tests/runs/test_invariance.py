@@ -75,6 +75,7 @@ FEATURES = {
     "lora from an adapter": f"{LORA} lora.reference=adapter model.archive=ADAPTER",
     "lora and a second model": f"{LORA} lora.reference=model model.archive=ADAPTER",
     "lora with sft": f"{LORA} loss=sft",
+    "lora with bradley_terry": f"{LORA} loss=bradley_terry loss.centering=0.1",
     "lora with dropout": f"{LORA} lora.dropout=0.3",
     "lora with dropout, aot": f"{LORA} lora.dropout=0.3 loss=aot",  # which scores a batch before its microbatches
     "lora with dropout, kto": f"{LORA} lora.dropout=0.3 {BY_LOSS['kto']}",  # and an estimate of the KL
@@ -161,7 +162,7 @@ WAYS = {
     "cut, resumed alone": Way(first=CUT),
 }
 QUICK = {
-    "padded, in parts": "dpo, aot, kto, mix, all options, lora with dropout, online mix",
+    "padded, in parts": "dpo, aot, kto, mix, all options, lora with bradley_terry, lora with dropout, online mix",
     "in parts": "sft",
     "recomputed": "lora and a second model",
     "references first": "lora from an adapter",
@@ -176,7 +177,20 @@ QUICK = {
     "resumed sharded": "dpo",
 }
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are
-KINDS = ("dpo", "sft", "ipo", "aot", "beta_dpo", "bco", "simpo", "kto", "plackett_luce", "mix", "all options")
+KINDS = (
+    "dpo",
+    "sft",
+    "ipo",
+    "aot",
+    "beta_dpo",
+    "bco",
+    "simpo",
+    "kto",
+    "plackett_luce",
+    "bradley_terry",
+    "mix",
+    "all options",
+)
 OF_DATA = ("pairs of lists", "best and worst of lists", "weights", "weights and margins", "weights and labels")
 IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS, *OF_DATA} - {*KINDS}
 WITH_FROZEN_WEIGHTS = ("dpo", "aot", *(name for name in FEATURES if "lora" in name), "online a following reference")
@@ -203,9 +217,10 @@ def is_trained(feature: str, settings: str, name: str) -> bool:
     if "frozen weights" in name:
         return feature in WITH_FROZEN_WEIGHTS
     if name == "references first":
-        return "online" not in settings and feature not in ("sft", "simpo", "lora with sft")
+        others = "sft", "simpo", "lora with sft", "bradley_terry", "lora with bradley_terry"  # without a reference
+        return "online" not in settings and feature not in others
     if "package" in name:
-        return not any(part in settings for part in ("online", "lora", "sample_during_eval"))
+        return not any(part in settings for part in ("online", "lora", "sample_during_eval", "bradley_terry"))
     if "cut" in name:
         return "qlora" not in settings
     return True
@@ -288,7 +303,7 @@ def assert_identical(expected: Path, found: Path) -> None:
 
 def assert_same(expected: Path, found: Path) -> None:
     lines = read_log(expected)
-    trained = "logps_eval/chosen" if "logps_eval/chosen" in lines[0] else "online_eval/kl"
+    trained = next(name for name in ("logps_eval/chosen", "rewards_eval/chosen", "online_eval/kl") if name in lines[0])
     assert lines[0][trained] != pytest.approx(lines[-1][trained], rel=1e-4)  # it trains
     assert_alike(found, expected, TOLERANCE)
 

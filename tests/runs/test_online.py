@@ -40,6 +40,7 @@ from dpo.settings.plan import resolve
 from dpo.system.signals import Stopped
 from dpo.training.batches import Batch
 from dpo.training.online import OnlineBatches, choose_pair, draw_label
+from scripts import demo
 
 ONLINE = (
     "online=online", "online.scorer=shorter", "online.max_new_tokens=8", "optimizer=SGD", "lr=0.3", "warmup_steps=0",
@@ -575,6 +576,29 @@ def test_a_template_that_rejects_a_prompt_of_the_data_ends_the_run_before_it_tra
 
 
 # --- wrapped models ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_reward_model_trained_on_pairs_raises_the_reward_of_held_out_prompts(tmp_path):
+    """The commands of docs/online.md: SFT, a reward model, online DPO."""
+    common = [*demo.COMMON, f"local_dirs=[{tmp_path}]"]
+    common.remove("do_first_sampling=true")
+    start = ("model.archive={sft}/LATEST", "warmup_steps=10", "batch_size=32", "n_examples=1024", "eval_every=512")
+    reward = ("loss=bradley_terry", "optimizer=AdamW", "lr=1e-3", "sample_during_eval=false", *start)
+    online = (
+        *("loss=dpo", "loss.beta=0.5", "online=online", "online.scorer=reward_model", "online.max_new_tokens=24"),
+        *("online.reward_model={reward}/LATEST/hf", "optimizer=SGD", "lr=0.2", *start),
+    )
+    run_dirs = {name: tmp_path / name for name in ("sft", "reward", "online")}
+    for (name, run_dir), stage in zip(run_dirs.items(), (demo.STAGES["sft"], reward, online), strict=True):
+        overrides = (override.format(**run_dirs) for override in stage)
+        runs.train_here([*common, *overrides, f"exp_name={name}", f"local_run_dir={run_dir}"])
+
+    assert read_metrics(run_dirs["reward"], "eval")[-1]["rewards_eval/accuracies"] > 0.95
+    before, *_, after = read_metrics(run_dirs["online"], "eval")
+    error = math.hypot(before["online_eval/score_se"], after["online_eval/score_se"])
+    assert after["online_eval/score"] - before["online_eval/score"] > 5 * error
+    assert after["online_eval/win_rate"] > 0.6
 
 
 def test_a_wrapped_policy_is_sampled_from(tmp_path):

@@ -57,10 +57,10 @@ REFUSED = [
         "write 'datasets=\"/data/we ird (1) é,x.jsonl\"'",
     ),
     ("hydra.sweeper.params.x=1", "hydra.sweeper.params.x=1 is not a valid override"),
-    ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but sft"),
+    ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but bradley_terry, sft"),
     (
         "loss=sft loss.wpo=true",
-        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unpaired, kto",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unpaired, br",
     ),
     ("loss=orpo loss.gamma=1", "loss.gamma does not exist here: it belongs to loss=mix and loss=simpo"),
     ("--cfg job loss.betta=1", "unknown key loss.betta: did you mean loss.beta?"),
@@ -127,8 +127,14 @@ REFUSED = [
     ("dataset_sources.a={path:a,columns:{chosen:3}}", "dataset_sources.a.columns={'chosen': 3} must map"),
     (
         "dataset_sources.a={path:a,columns:{best:chosen}}",
-        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, responses, ",
+        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, messages, ",
     ),
+    ("dataset_sources.a={path:a,format:trl}", "dataset_sources.a.format=trl is not one of hh, trl_standard, trl_con"),
+    (
+        "dataset_sources.a={path:a,format:hh,columns:{chosen:b}}",
+        "dataset_sources.a has columns={'chosen': 'b'} and format=hh, which names columns too: give one",
+    ),
+    ("dataset_sources.hh={path:a,format:alpaca}", "dataset_sources.hh.format=alpaca: hh has columns of its own; choo"),
     ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'}: hh has columns of"),
     # --- keys that contradict each other
     ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by gradient_accumulation_steps"),
@@ -196,8 +202,29 @@ REFUSED = [
     # --- losses
     ("loss=sft +loss.sft_weight=0.1", "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unp"),
     (
+        "loss=bradley_terry +loss.sft_weight=0.1 sample_during_eval=false",
+        "loss.sft_weight=0.1 needs a loss of pairs: any but sft, kto, apo_zero_unpaired, bco_unpaired, bradley_terry, ",
+    ),
+    (
+        "loss=bradley_terry",
+        "sample_during_eval=true needs a policy, and loss=bradley_terry trains a reward model, which writes no text",
+    ),
+    (
+        "loss=bradley_terry sample_during_eval=false online=online online.scorer=shorter",
+        "online=online needs a policy, and loss=bradley_terry trains a reward model, which gives no answers: choose ",
+    ),
+    (
+        f"{PACKAGE} loss=bradley_terry sample_during_eval=false",
+        "loss=bradley_terry does not work with tensor_parallel.backend=tensor_parallel, which cannot split a reward ",
+    ),
+    ("loss=bradley_terry sample_during_eval=false loss.centering=-1", "loss.centering=-1 must be a number from 0 to "),
+    (
+        "loss=mix loss.weights.dpo=1 +loss.weights.bradley_terry=1",
+        "loss.weights.bradley_terry: bradley_terry trains a reward model and a mix a policy, so it is trained alone, ",
+    ),
+    (
         "loss=kto loss.wpo=true",
-        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unpaired, kto",
+        "loss.wpo does not exist here: it belongs to any loss but apo_zero_unpaired, bco_unpaired, br",
     ),
     (
         "loss=kto +loss.wpo=true",
@@ -269,7 +296,7 @@ REFUSED = [
     (f"{DRAWN} cache_reference_logps=all", "cache_reference_logps=all needs pairs that are known before"),
     (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 are more than max_len"),
     (f"{DRAWN} online.labels=soft", "online.labels=soft is not one of bradley_terry, hard"),
-    (f"{DRAWN} online.reward_format=eos", "online.reward_format=eos is not one of chat, pair, text, text_eos"),
+    (f"{DRAWN} online.reward_format=eos", "online.reward_format=eos is not one of chat, pair, policy, text, text_eos"),
     (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4 gives 0 pairs of the data per batch; "),
     (f"{DRAWN} loss=simpo online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a refere"),
     (f"{DRAWN} {LORA} online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a reference"),
@@ -303,8 +330,11 @@ NO_EFFECT = [
     ("lr_scaling=linear", "it needs several processes that see different examples"),
     ("cache_reference_logps=all loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo"),
     (f"lora.reference=model loss=sft {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo"),
-    ("model.reference_dtype=float32 loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo, and a "),
-    (f"model.reference_dtype=bfloat16 {DPO} {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo, and"),
+    (
+        "model.reference_dtype=float32 loss=sft",
+        "it needs a loss with a reference: any but sft, simpo, orpo, bradley_te",
+    ),
+    (f"model.reference_dtype=bfloat16 {DPO} {LORA}", "it needs a loss with a reference: any but sft, simpo, orpo, bra"),
     (f"loss.f_alpha=0.1 {DPO} loss.f_divergence=js", "it needs loss.f_divergence=alpha"),
     ("list_pairs=best_worst loss=plackett_luce", "it needs a loss of pairs: any but sft, kto, apo_zero_unpaired, "),
     (f"online.reward_model=rm {DRAWN}", "it needs online.scorer=reward_model"),
@@ -343,6 +373,7 @@ ACCEPTED = [
     "loss=kto unpair=true loss.desirable_weight=0",
     "loss=plackett_luce",
     f"{DPO} list_pairs=best_worst loss.offset_by_margin=true",
+    "loss=bradley_terry loss.centering=0.01 sample_during_eval=false",
     "batch_size=64 gradient_accumulation_steps=16 eval_every=64",
     "max_length=2 max_prompt_length=1",
     "n_epochs=null n_examples=1",

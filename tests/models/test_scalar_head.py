@@ -1,0 +1,227 @@
+"""A reward model: its rewards are those of transformers, and its updates those of TRL."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from support.models import FAMILIES, list_examples
+from support.runs import GOLDEN, read_metrics
+from support.trainers import compose, make
+
+from dpo.analysis.findings import find_all
+from dpo.analysis.ledger_file import read_ledger
+from dpo.analysis.runs import read_run
+from dpo.checkpoint.files import read_state
+from dpo.data.examples import Example, text_digest
+from dpo.data.table import Prompt
+from dpo.data.tokenization import encode_texts
+from dpo.errors import InputError
+from dpo.models.answers import Answer
+from dpo.models.export import export
+from dpo.models.layouts import Padded, SharedPrefix, choose_layout
+from dpo.models.pretrained import disable_dropout, load_model
+from dpo.models.scalar_head import WEIGHT, find_scalar_head, install_scalar_head
+from dpo.models.scoring import load_scorer
+from dpo.models.side_by_side import Choices, load_panel
+from dpo.settings.plan import resolve
+from dpo.training.batches import Batch
+
+LLAMA = str(GOLDEN / "tiny-llama")
+QUICK = ("llama", "gpt2, tied", "gemma2")
+LORA = ("lora=lora", "lora.r=4", "lora.alpha=8", "lr=1e-2")
+
+
+def build(family: str) -> Any:
+    """A small reward model."""
+    config = FAMILIES[family]()
+    config.num_labels, config.pad_token_id = 1, None
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    disable_dropout(model)
+    install_scalar_head(model)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
+def test_each_response_gets_the_reward_of_its_text_alone(family):
+    model, examples = build(family), list_examples(6, shared=True)
+    texts = [[torch.tensor([[*e.prompt, *e.responses[side]]]) for e in examples] for side in (0, 1)]
+    alone = [[model(ids).logits.item() for ids in one_side] for one_side in texts]
+    packed, why = choose_layout("shared_prefix", model, max_length=40, compute_dtype=torch.float32)
+    assert isinstance(packed, SharedPrefix), why
+    for layout in (Padded(), Padded(masked=False), packed):
+        [microbatch] = layout.split(examples, 1)
+        rewards = layout.forward(model, microbatch.inputs).logps
+        assert rewards.shape == (2, 6, 1)
+        torch.testing.assert_close(rewards.squeeze(2), torch.tensor(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_a_response_of_one_token_and_an_empty_prompt_have_rewards():
+    model = build("llama")
+    layout, _ = choose_layout("shared_prefix", model, max_length=40, compute_dtype=torch.float32)
+    for examples in ([Example((1, 2, 3), ((9,), (5, 9)))], [Example((), ((9,), (5, 6, 9)))]):
+        found = [one.forward(model, one.split(examples, 1)[0].inputs).logps for one in (Padded(), layout)]
+        torch.testing.assert_close(*found)
+
+
+def test_in_half_precision_a_reward_keeps_the_digits_of_its_sum():
+    head = find_scalar_head(build("llama").bfloat16())
+    hidden = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rewards = head(hidden)
+    assert rewards.dtype == torch.float32
+    torch.testing.assert_close(rewards, hidden.float() @ head.weight.float().T)
+
+
+def test_a_model_without_such_a_head_is_refused(tiny_llama, tmp_path):
+    with pytest.raises(InputError, match=r"needs a sequence classification model .* LlamaForCausalLM is none"):
+        make(compose(tmp_path, "run", "loss=bradley_terry"), policy=tiny_llama)
+
+
+# --- TRL: benchmarks/trl_reward.py made the numbers -------------------------------------------------------------------
+
+TRL = json.loads((GOLDEN / "trl_reward.json").read_text())
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", pytest.param("padded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", TRL["losses"])
+def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
+    policy: Any = load_model(LLAMA, dtype=torch.float32, scalar_head=True)
+    with torch.no_grad():
+        policy.score.weight.copy_(torch.tensor([TRL["head"]]))
+    centering = TRL["centering"] if case == "centering" else 0
+    settings = (f"loss.centering={centering}", f"lr={TRL['lr']}", "max_grad_norm=inf", f"layout={layout}")
+    trainer = make(compose(tmp_path, "run", "loss=bradley_terry", *settings), policy=policy)
+    lengths = {"max_length": 160, "max_prompt_length": 80}
+
+    found, size = [], TRL["batch_size"]
+    for start in range(0, len(TRL["rows"]), size):
+        examples = []
+        for row in TRL["rows"][start : start + size]:
+            texts = row["prompt"], [row["chosen"], row["rejected"]]
+            prompt, responses = encode_texts(*texts, trainer.data.encode, truncation_mode="keep_end", **lengths)
+            examples.append(Example(tuple(prompt), tuple(map(tuple, responses))))
+        if case == "margin":
+            margins = [TRL["margins"][i % 3] for i in range(start, start + size)]
+            examples = [example._replace(margin=margin) for example, margin in zip(examples, margins, strict=True)]
+        batch = Batch(examples, [1.0] * size, trainer.batches.split(examples, 1), cache_rows=())
+        found.append(trainer.train_step(batch).metrics["loss/train"])
+    assert found == pytest.approx(TRL["losses"][case], rel=1e-4, abs=1e-4)
+    assert max(found) - min(found) > 0.1  # it has moved
+
+
+# --- what a run writes ------------------------------------------------------------------------------------------------
+
+
+def score_as_anyone_would(model: Any, folder: Path, texts: list[str]) -> list[float]:
+    """All at once, padded by the tokenizer of `folder`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return model.eval()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])[0][:, 0].tolist()
+
+
+def list_evaluated(run_dir: Path, rows: Path) -> tuple[list[Prompt], list[Answer], list[float]]:
+    """The held-out pairs, and their last rewards by the ledger."""
+    ledger = [row for row in read_ledger(run_dir).to_pylist() if row["split"] == "eval" and row["update"] == 6]
+    rewards = {row["example"]: row for row in ledger}
+    prompts, answers, found = [], [], []
+    for line in (rows / "hh" / "test.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        prompt, mark, _ = row["chosen"].rpartition("\n\nAssistant:")
+        texts = {side: row[side].removeprefix(prompt + mark) for side in ("chosen", "rejected")}
+        scored = rewards.get(text_digest(prompt + mark, texts))
+        for side, text in texts.items() if scored else ():
+            prompts.append(Prompt(prompt + mark, [], [], "keep_end", rendered=False))
+            answers.append(Answer(text, (), True))
+            found.append(scored[f"policy_{side}"])
+    assert len(found) == 8
+    return prompts, answers, found
+
+
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["whole", "adapter"])
+def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, rows, tmp_path):
+    run_dir = finished("loss=bradley_terry", "ledger=true", *(LORA if with_adapter else ()))
+    prompts, answers, rewards = list_evaluated(run_dir, rows)
+    texts = [f"{prompt.text}{answer.text}<|endoftext|>" for prompt, answer in zip(prompts, answers, strict=True)]
+    model_class = transformers.AutoModelForSequenceClassification
+    if with_adapter:
+        adapter = export(run_dir, tmp_path / "adapter")
+        base = model_class.from_pretrained(LLAMA, num_labels=1, dtype=torch.float32)
+        model = peft.PeftModel.from_pretrained(base, adapter)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
+        model.config.pad_token_id = tokenizer.pad_token_id
+        assert score_as_anyone_would(model, adapter, texts) == pytest.approx(rewards, rel=1e-4, abs=1e-5)
+
+    out = export(run_dir, tmp_path / "whole", merge=with_adapter)
+    model, loading = model_class.from_pretrained(out, output_loading_info=True)
+    assert not any(loading.values())
+    assert model.config.pad_token_id != model.config.eos_token_id
+    assert score_as_anyone_would(model, out, texts) == pytest.approx(rewards, rel=1e-4, abs=1e-5)
+    assert "AutoModelForSequenceClassification" in (out / "README.md").read_text()
+
+    online = ("loss=dpo", "loss.beta=0.1", "online=online", "online.scorer=reward_model", f"online.reward_model={out}")
+    plan = resolve(compose(tmp_path, "online", *online, "online.max_new_tokens=8"))
+    scorer = load_scorer(plan, torch.device("cpu"), rows=3)
+    assert scorer(prompts, answers) == pytest.approx(rewards, rel=1e-4, abs=1e-5)
+    assert scorer.notes == ()
+    cut_off = scorer(prompts, [answer._replace(ended=False) for answer in answers])
+    assert cut_off != pytest.approx(rewards, rel=1e-3)
+
+
+def test_the_body_of_a_policy_is_kept_and_the_head_is_drawn_from_the_seed(tiny_llama, tmp_path):
+    with torch.no_grad():
+        tiny_llama.model.norm.weight.add_(1)
+    body, archive = tiny_llama.state_dict(), tmp_path / "policy.pt"
+    torch.save({"step_idx": 0, "state": body, "metrics": {}}, archive)
+
+    def load(seed: int, file: Path | None = archive) -> dict[str, torch.Tensor]:
+        return load_model(LLAMA, dtype=torch.float32, archive=file, seed=seed, scalar_head=True).state_dict()
+
+    one, again, other, without = load(0), load(0), load(1), load(0, None)
+    assert one.keys() == without.keys() == body.keys() - {"lm_head.weight"} | {WEIGHT}
+    assert all(torch.equal(one[name], body[name]) for name in body.keys() & one.keys())
+    assert torch.equal(one[WEIGHT], again[WEIGHT])
+    assert torch.equal(one[WEIGHT], without[WEIGHT])
+    assert not torch.equal(one[WEIGHT], other[WEIGHT])
+    assert one[WEIGHT].std().item() == pytest.approx(0.02, rel=0.3)  # initializer_range
+    torch.save({"step_idx": 0, "state": other, "metrics": {}}, archive)  # of a reward model, whose head is kept
+    assert torch.equal(load(0)[WEIGHT], other[WEIGHT])
+
+
+@pytest.mark.slow
+def test_an_adapter_of_a_policy_goes_on_with_a_new_head(finished, run, tmp_path):
+    sft = finished("loss=sft", *LORA)
+    run("run", "loss=bradley_terry", *LORA, f"model.archive={sft}", "n_examples=4", "lr=1e-30")
+    policy, reward = (read_state(folder / "LATEST" / "policy.pt") for folder in (sft, tmp_path / "run"))
+    [head] = reward.keys() - policy.keys()
+    assert head.endswith(WEIGHT)
+    assert all(torch.equal(reward[name], tensor) for name, tensor in policy.items())
+
+
+def test_the_report_has_the_accuracy_with_its_interval(finished):
+    run_dir = finished("loss=bradley_terry", "ledger=true")
+    findings = {finding.title: finding for finding in find_all(read_run(run_dir))}
+    accuracy = read_metrics(run_dir, "eval")[-1]["rewards_eval/accuracies"]
+    value = findings["How often the reward model agrees with held-out preferences"].value
+    assert value.startswith(f"rewards_eval/accuracies {accuracy:g}")
+    assert "on 4 pairs, 95 % interval" in value
+    assert not any("margin comes from" in title or "less likely" in title for title in findings)
+
+
+def test_a_reward_model_is_not_sampled_from(finished):
+    run_dir = finished("loss=bradley_terry", "ledger=true")
+    with pytest.raises(InputError, match="is a reward model, which gives no answers: give a policy"):
+        load_panel([run_dir], Choices())
+
+
+def test_a_head_among_the_adapted_layers_is_refused(run):
+    with pytest.raises(InputError, match=r"^lora.target_modules names the scalar head `score`"):
+        run("run", "loss=bradley_terry", *LORA, "lora.target_modules=[q_proj,score]")

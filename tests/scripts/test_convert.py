@@ -1,0 +1,135 @@
+"""`python -m scripts.convert` writes data in another format."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from datetime import date
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from support.formats import ASK, PAIR, ROWS, SKY, TURNS, assistant, user
+from support.runs import write_rows
+
+from dpo.data.sources import load_rows
+from dpo.settings.places import SUFFIXES, Source
+from scripts.convert import main
+
+
+@pytest.fixture
+def convert(tmp_path, capsys):
+    """A function that converts a file, and returns status, output and error."""
+
+    def run(source: Path | str, out: str, to: str, *options: str) -> tuple[int, str, str]:
+        status = main([str(source), str(tmp_path / out), "--to", to, *options])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def read(file: Path) -> list:
+    return list(load_rows(Source(str(file)), "train"))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_kind_of_file_is_written_and_read_back(suffix, convert, tmp_path):
+    rows = [{**ROWS["alpaca"][0], "note": 'a "b",\n\u4e2d'}, {**ROWS["alpaca"][1], "note": "\t"}]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+
+    assert convert(source, f"out{suffix}", "axolotl_argilla")[0] == 0
+
+    argilla = {"instruction": "Who is right?", "chosen_response": "A is right.", "rejected_response": "B is right."}
+    [joined, plain] = read(tmp_path / f"out{suffix}")
+    assert joined == {**argilla, "instruction": "Sum it up.\n\nA long text.", "note": 'a "b",\n\u4e2d'}
+    assert plain == {**argilla, "note": "\t"}
+
+
+def test_there_and_back_keeps_every_column(convert, tmp_path):
+    rows = [{"id": i, "tags": ["x", "y"], "of": {"y": i}, **ROWS["sharegpt"][0]} for i in range(3)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+
+    status, said, warned = convert(source, "there.jsonl.gz", "ms_swift")
+    assert (status, warned) == (0, "")
+    assert said == f"3 records of {source} (sharegpt) written to {tmp_path}/there.jsonl.gz (ms_swift)\n"
+    with gzip.open(tmp_path / "there.jsonl.gz", "rt") as file:
+        assert json.loads(file.readline())["rejected_response"] == "B."
+    assert convert(tmp_path / "there.jsonl.gz", "back.parquet", "sharegpt")[0] == 0
+    assert read(tmp_path / "back.parquet") == rows
+
+
+def test_what_cannot_be_held_is_named_in_one_warning(convert, tmp_path):
+    keyed = [{**ASK[0], "name": "Eve"}]
+    rows = [
+        {"prompt": TURNS, "chosen": SKY, "rejected": SKY, "instruction": "mine"},
+        {"prompt": keyed, "chosen": SKY, "rejected": SKY, "instruction": "mine"},
+        {"prompt": ASK, "chosen": SKY, "rejected": SKY},
+    ]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+
+    status, said, warned = convert(source, "out.csv", "alpaca")
+
+    assert status == 0
+    assert said.startswith("2 records of ")
+    assert warned == (
+        f"warning: {tmp_path}/out.csv does not hold all of {source}: several turns before the response are left out "
+        f"(1 record, first record 1 of {source} (line 1)); chat messages are now text (2 records, first record 2 of "
+        f"{source} (line 2)); the column instruction is left out (1 record, first record 2 of {source} (line 2)); the "
+        f"key name of messages is left out (1 record, first record 2 of {source} (line 2))\n"
+    )
+    answers = {"chosen": "Blue.", "rejected": "Blue."}
+    assert read(tmp_path / "out.csv") == [{"instruction": "Which colour?", **answers}] * 2
+
+
+def test_values_that_a_file_cannot_hold_are_named(convert, tmp_path):
+    source = tmp_path / "rows.parquet"
+    row = {"prompt": "Q?", **PAIR, "day": date(2026, 1, 2), "tags": ["a"]}
+    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), source)
+
+    _, _, warned = convert(source, "out.jsonl", "axolotl_intel")
+    assert "the column day is now text (1 record, first " in warned
+    assert read(tmp_path / "out.jsonl") == [{"question": "Q?", **PAIR, "day": "2026-01-02", "tags": ["a"]}]
+    _, _, warned = convert(source, "out.tsv", "axolotl_intel")
+    assert "the column tags is left out (1 record, first " in warned
+    source = write_rows(tmp_path / "mixed.jsonl", [{"prompt": "Q?", **PAIR, "tags": ["a", 1]}])
+    status, _, error = convert(source, "out.parquet", "axolotl_intel")
+    assert status == 2
+    assert "a Parquet file cannot hold these columns (" in error
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "options", "message"),
+    [
+        (ROWS["hh"], "rows.jsonl", (), "{dir}/rows.jsonl exists: give another file, or remove it"),
+        (ROWS["hh"], "no/out.jsonl", (), "{dir}/no/out.jsonl: there is no directory {dir}/no"),
+        (ROWS["hh"], "out.txt", (), "{dir}/out.txt must end in one of .jsonl, .jsonl.gz, "),
+        (ROWS["hh"], "out.csv", (), "a .csv file cannot hold chat messages (record 1 of {dir}/rows.jsonl (line 1))"),
+        (ROWS["hh"], "out.jsonl", ("--format", "trl"), "--format=trl is not one of hh, trl_standard, "),
+        (ROWS["hh"], "out.jsonl", ("--columns", "{best: a}"), "--columns={{'best': 'a'}} must map some of prompt, "),
+        ([{"a": 1}], "out.jsonl", (), "name them with '--columns={{messages: COLUMN}}', or add them"),
+        ([{"prompt": "a", **PAIR, "chosen": 3}], "out.jsonl", (), "(line 1): chosen must be text or a list of "),
+        ([{"prompt": [{"role": "tool", "content": "3"}], "chosen": SKY, "rejected": SKY}], "out.jsonl", (),
+         "sharegpt holds no record of {dir}/rows.jsonl: messages of tool are left out (1 record, first record 1 of "),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_and_nothing_is_written(rows, out, options, message, convert, tmp_path):
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+
+    status, _, error = convert(source, out, "sharegpt", *options)
+
+    assert status == 2
+    assert message.format(dir=tmp_path) in error
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_columns_and_splits_may_be_given(convert, tmp_path):
+    for split in ("train", "test"):
+        write_rows(tmp_path / "data" / f"{split}.jsonl", [{"ask": f"{split}?", "yes": "A is.", "no": "B is."}])
+    columns = "{prompt: ask, chosen: yes, rejected: no}"
+
+    status, said, _ = convert(tmp_path / "data", "o.json", "trl_conversational", "--split=test", "--columns", columns)
+
+    assert (status, said.split(" of ")[0]) == (0, "1 record")
+    answers = {"chosen": [assistant("A is.")], "rejected": [assistant("B is.")]}
+    assert read(tmp_path / "o.json") == [{"prompt": [user("test?")], **answers}]

@@ -1,0 +1,93 @@
+"""Rows as the documentation of other tools shows them, by format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PAIR = {"chosen": "A is right.", "rejected": "B is right."}
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def system(content: str) -> dict[str, str]:
+    return {"role": "system", "content": content}
+
+
+def human(value: str) -> dict[str, str]:
+    return {"from": "human", "value": value}
+
+
+def gpt(value: str) -> dict[str, str]:
+    return {"from": "gpt", "value": value}
+
+
+ASK, SKY = [user("Which colour?")], [assistant("Blue.")]
+TURNS = [system("Be kind."), user("Hi!"), assistant("Yes?"), user("Who is right?")]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "hh": [{"chosen": "\n\nHuman: Hi!\n\nAssistant: Yes?", "rejected": "\n\nHuman: Hi!\n\nAssistant: No."}],
+    "trl_standard": [
+        {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
+        {"prompt": "The sky is", "completion": " blue.", "label": True},
+        {"prompt": "The sky is", "completion": " blue."},
+    ],
+    "trl_conversational": [
+        {"prompt": ASK, "chosen": SKY, "rejected": [assistant("Green.")]},
+        {"prompt": TURNS, "chosen": SKY, "rejected": [assistant("Green.")]},
+        {"prompt": ASK, "completion": SKY, "label": False},
+        {"prompt": ASK, "completion": SKY},
+    ],
+    "trl_implicit": [
+        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+        {"chosen": ASK + SKY, "rejected": [*ASK, assistant("Green.")]},
+        {"messages": [*TURNS, assistant("A.")]},
+    ],
+    "ultrafeedback": [
+        {
+            "prompt": "Which colour?",
+            "prompt_id": "f0e37e9f",
+            "chosen": ASK + SKY,
+            "rejected": [*ASK, assistant("Green.")],
+            "messages": ASK + SKY,
+            "score_chosen": 8.5,
+            "score_rejected": 3.0,
+        }
+    ],
+    "alpaca": [
+        {"instruction": "Sum it up.", "input": "A long text.", **PAIR},
+        {"instruction": "Who is right?", "input": "", **PAIR},
+        {"instruction": "Sum it up.", "input": "A long text.", "output": "Short.", "kto_tag": True},
+        {"instruction": "Sum it up.", "input": "A long text.", "output": "Short.", "system": "Be kind."},
+    ],
+    "sharegpt": [
+        {"conversations": [human("Hi!"), gpt("Yes?"), human("Who?")], "chosen": gpt("A."), "rejected": gpt("B.")},
+        {"conversations": [human("Hi!")], "chosen": gpt("A."), "rejected": gpt("B."), "system": "Be kind."},
+        {"conversations": [human("Hi!"), gpt("Yes?")], "kto_tag": False},
+        {"conversations": [{"from": "system", "value": "Be kind."}, human("Hi!"), gpt("Yes?")]},
+    ],
+    "axolotl_chat_template": [{"messages": TURNS, "chosen": assistant("A."), "rejected": assistant("B.")}],
+    "axolotl_prompt_pairs": [{"system": "Be kind.", "prompt": "Who is right?", **PAIR}],
+    "axolotl_intel": [
+        {"system": "Be kind.", "question": "Who is right?", **PAIR},
+        {"question": "Who is right?", "completion": "A is.", "label": True},
+    ],
+    "axolotl_argilla": [
+        {"system": "Be kind.", "instruction": "Who?", "chosen_response": "A is.", "rejected_response": "B is."},
+        {"instruction": "Who?", "completion": "A is.", "label": True},
+    ],
+    "axolotl_icr": [{"system": "Be kind.", "input": "Who is right?", **PAIR}],
+    "ms_swift": [
+        {"messages": [*TURNS, assistant("A.")], "rejected_response": "B."},
+        {"messages": [*ASK, *SKY], "label": True},
+    ],
+    "ranked": [
+        {"prompt": "Who is right?", "responses": [" A.", " B.", " C."], "scores": [3, 1, 2]},
+        {"prompt": ASK, "responses": [SKY, [assistant("Green.")]], "weight": 0.5},
+    ],
+    "ms_swift_messages": [{"messages": [*TURNS, assistant("A.")], "rejected_messages": [*TURNS, assistant("B.")]}],
+}
