@@ -44,7 +44,8 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=2000)
     options = parser.parse_args()
     n, append_secs = options.batch_size, []
-    data: Any = SimpleNamespace(report=SimpleNamespace(examples_per_epoch=n * options.updates))
+    train = SimpleNamespace(largest_weight=None, largest_margin=None)
+    data: Any = SimpleNamespace(report=SimpleNamespace(train=train, examples_per_epoch=n * options.updates))
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(RunContext(make_plan({"batch_size": n}), Path(folder), 0, data, print))
         ledger.on_start()

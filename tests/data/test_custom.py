@@ -301,18 +301,18 @@ def test_a_chat_without_a_last_answer_is_named(chat, messages, message):
         get_custom([{"messages": messages}], "mine", chat(ENDS_TURNS_WITH_SEMICOLON), trains_on="targets")
 
 
-def test_kto_trains_on_thumbs_up_and_down(command, tmp_path):
+def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
     file = tmp_path / "thumbs.csv"
     votes = "".join(f"What is {i % 30}?, It is {i}.,{'down' if i % 4 else 'up'}\n" for i in range(60))
     file.write_text(f"question,answer,thumbs\n{votes}", encoding="utf-8")
     settings = ("loss=kto", f"datasets={file}", "batch_size=4", "n_examples=16", "ledger=true", "report=true")
 
-    result = train(*command("run", *settings))
+    run("run", *settings)
 
-    assert result.returncode == 0, result.stderr
-    assert f"{file}: columns prompt=question, completion=answer, label=thumbs\n" in result.stdout
-    assert re.search(r"train: 54 examples of 27 prompts, \d+ desirable and \d+ undesirable; ", result.stdout)
-    assert "KTO advises 1 to 4/3: try loss.desirable_weight from " in result.stdout
+    said = capsys.readouterr().out
+    assert f"{file}: columns prompt=question, completion=answer, label=thumbs\n" in said
+    assert re.search(r"train: 54 examples of 27 prompts, \d+ desirable and \d+ undesirable; ", said)
+    assert "KTO advises 1 to 4/3: try loss.desirable_weight from " in said
     lines = read_metrics(tmp_path / "run", "train")
     assert all(line["kto/kl/train"] >= 0 for line in lines)
     assert any("rewards_train/chosen" in line for line in lines)
@@ -321,10 +321,10 @@ def test_kto_trains_on_thumbs_up_and_down(command, tmp_path):
         assert row["margin"] is None
     # one prompt has none that its response could be combined with
     file.write_text("question,answer,thumbs\n" + "".join(f"What is {i % 3}?, It is.,up\n" for i in range(60)))
-    result = train(*command("other", *settings))
-    assert result.returncode == 2
-    assert "the test split of thumbs has 1 prompt, and loss=kto combines each prompt with a response" in result.stderr
-    assert "a tenth of the prompts is the test split, so it needs 20" in result.stderr
+    with pytest.raises(
+        InputError, match=r"split of thumbs has 1 prompt, and loss=kto combines .* is the test split, so it needs 20"
+    ):
+        run("other", *settings)
 
 
 # ranked lists

@@ -42,9 +42,9 @@ def score_all(known: ReferenceLogps, batches, score=score, read: np.ndarray | No
 def test_a_batch_is_found_when_all_of_it_is_known():
     known = ReferenceLogps(2, 2)
     assert known.find([0, 1]) is None
-    known.add([1], LOGPS[1:])
+    known.store([1], LOGPS[1:])
     assert known.find([0, 1]) is None
-    known.add([0], LOGPS[:1])
+    known.store([0], LOGPS[:1])
     assert torch.equal(known.find([0, 1]), LOGPS.double())
     assert torch.equal(known.find([1, 0]), LOGPS.flip(0).double())
     assert known.find([]) is None
@@ -54,14 +54,14 @@ def test_a_batch_is_found_when_all_of_it_is_known():
 
 def test_values_that_are_not_finite_stay_unknown():
     known = ReferenceLogps(2, 2)
-    known.add([0, 1], torch.tensor([[-1.0, -torch.inf], [-1.0, -2.0]]))
+    known.store([0, 1], torch.tensor([[-1.0, -torch.inf], [-1.0, -2.0]]))
     assert known.find([0]) is None
     assert known.find([1]) is not None
 
 
 def test_a_file_holds_what_was_known_to_the_last_bit(tmp_path):
     known, logps = ReferenceLogps(3, 2), torch.tensor([[-1 / 3, -1e-30], [-12345.678, 0.0]])
-    known.add([0, 2], logps)
+    known.store([0, 2], logps)
     known.save(tmp_path / "new" / "file.npz")
 
     read = read_logps(tmp_path / "new" / "file.npz", (3, 2))
@@ -115,7 +115,7 @@ def test_a_checkpoint_has_what_was_known_of_the_same_data():
     known, again = ReferenceLogps(3, 2), ReferenceLogps(3, 2)
     again.load_state_dict(known.state_dict())
     assert again.find([0]) is None
-    known.add([0, 2], LOGPS)
+    known.store([0, 2], LOGPS)
     again.load_state_dict(known.state_dict())
     assert torch.equal(again.find([0, 2]), LOGPS.double())
     for other in (ReferenceLogps(2, 2), ReferenceLogps(3, 2, "another test split")):
