@@ -182,6 +182,7 @@ def hub_rows(monkeypatch, tmp_path):
     return give
 
 
+@pytest.mark.slow
 def test_many_se_rows_are_stripped_in_processes_as_in_one(hub_rows, monkeypatch, tmp_path):
     rows = [se_row(f"q{i}", ("x", i), ("y", 3), ("z", 5)) for i in range(60)]
     sources, used, mapping = hub_rows(rows), [], datasets.Dataset.map

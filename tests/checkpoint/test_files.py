@@ -96,6 +96,7 @@ write_checkpoint(run / "step-8", states.items(), step_idx=16, metrics=None, fact
 """
 
 
+@pytest.mark.slow
 def test_a_kill_while_saving_again_leaves_what_was_complete(tmp_path):
     result = run_script("-c", KILLED_WHILE_SAVING, str(tmp_path), PYTHONPATH=str(ROOT))
     assert result.returncode == -signal.SIGKILL, result.stderr

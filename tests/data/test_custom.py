@@ -305,7 +305,7 @@ def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
     file = tmp_path / "thumbs.csv"
     votes = "".join(f"What is {i % 30}?, It is {i}.,{'down' if i % 4 else 'up'}\n" for i in range(60))
     file.write_text(f"question,answer,thumbs\n{votes}", encoding="utf-8")
-    settings = ("loss=kto", f"datasets={file}", "batch_size=4", "n_examples=16", "ledger=true", "report=true")
+    settings = ("loss=kto", f"datasets={file}", "batch_size=4", "n_examples=16", "ledger=true")
 
     run("run", *settings)
 

@@ -187,7 +187,7 @@ def build_slowly(folder: Path, started) -> None:
     assert is_whole(find_or_build(folder, "key", build)[0])
 
 
-@pytest.mark.slow  # two interpreters start: the next test has one
+@pytest.mark.slow
 def test_two_that_build_at_once_leave_one_whole_table(tmp_path):
     context = multiprocessing.get_context("spawn")
     started = context.Event()
@@ -201,6 +201,7 @@ def test_two_that_build_at_once_leave_one_whole_table(tmp_path):
     assert is_whole(tmp_path / "key")
 
 
+@pytest.mark.slow
 def test_a_killed_builder_leaves_no_table_and_its_files_go_a_day_later(tmp_path, monkeypatch):
     context = multiprocessing.get_context("spawn")
     started = context.Event()

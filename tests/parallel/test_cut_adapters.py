@@ -124,7 +124,8 @@ def compare_families(rank: int, world_size: int, sizes: dict, families: list[str
 
 
 @pytest.mark.parametrize(
-    ("mesh", "frozen_whole"), [pytest.param("sharded", False, marks=SLOW), ("cut", False), ("sharded", True)]
+    ("mesh", "frozen_whole"),
+    [pytest.param("sharded", False, marks=SLOW), pytest.param("cut", False, marks=SLOW), ("sharded", True)],
 )
 def test_logps_and_gradients_are_those_of_one_process_to_1e5_and_none_is_of_the_base(mesh, frozen_whole):
     processes, sizes = MESHES[mesh]

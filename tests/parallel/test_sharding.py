@@ -401,9 +401,7 @@ COMMUNICATING_LESS = {f"{mesh}, less": (n, sizes, (*overrides, *LESS)) for mesh,
 SAMPLED = {**GRIDS, **COMMUNICATING_LESS}
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=[] if m in ("sharded", "sharded, less") else SLOW) for m in SAMPLED]
-)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[] if m == "sharded" else SLOW) for m in SAMPLED])
 def test_samples_metrics_and_checkpoints_are_those_of_one_process(mesh, greedy_model, of_one_process, tmp_path):
     processes, _, overrides = SAMPLED[mesh]
     overrides = (*overrides, f"model.name_or_path={greedy_model}")

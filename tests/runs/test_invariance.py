@@ -168,13 +168,12 @@ QUICK = {
     "references first": "lora from an adapter",
     "eager": "simpo",
     "sharded": "lora",
-    "sharded, padded, in parts": "all options, kto",
-    "frozen weights whole, in parts": "lora from an adapter, online a following reference",
+    "sharded, padded, in parts": "kto",
+    "frozen weights whole, in parts": "lora from an adapter",
     "cut": "lora with dropout",
-    "resumed": "much at once, kto, lora from an adapter, online a following reference",
-    "killed, resumed": "bco, online lora",
+    "resumed": "much at once, kto, online a following reference",
+    "killed, resumed": "online lora",
     "sharded, resumed": "dpo",
-    "resumed sharded": "dpo",
 }
 # a loss or an option by itself is not trained in every way, but those of each kind of loss are
 KINDS = (

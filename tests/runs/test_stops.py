@@ -146,7 +146,8 @@ def test_a_run_that_has_a_checkpoint_says_how_to_continue(run, command, tmp_path
     assert len(read_metrics(tmp_path / "run", "train")) == 2
 
 
-@pytest.mark.parametrize("closed", [pytest.param(n, marks=pytest.mark.slow) for n in ((1,), (2,))] + [(0, 1, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
 def test_closed_standard_streams_change_nothing(closed, command, tmp_path):
     """As under some daemons: `>&-`, `2>&-`."""
     process = start_interpreter(

@@ -129,6 +129,7 @@ def test_jobs_get_the_keys_that_do_not_vary():
     assert not any("exclude_keys" in argument for argument in parse(["loss=dpo", "seed=1"]).arguments)
 
 
+@pytest.mark.slow
 def test_a_sweep_into_one_directory_names_its_jobs_and_ends_with_a_table(command, tmp_path):
     settings = command("sweep", "n_examples=8", "loss.beta=0.1,0.5", "seed=0", f"hydra.sweep.dir={tmp_path}/hydra")
     result = train("-m", *settings)

@@ -94,6 +94,7 @@ def backend(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_trained_compiled_also_after_sampling(make_trainer, backend):  # noqa: F811
     set_up_torch(deterministic=False, compiles=True)
     assert torch._dynamo.config.recompile_limit >= 32  # torch's own is 8: policy and reference share the blocks' code
