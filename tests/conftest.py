@@ -27,11 +27,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores, as many tests wait.
+    """One more than there are cores, as many tests wait.
 
     Each takes a gigabyte of memory.
     """
-    return min(len(os.sched_getaffinity(0)) + 2, 6)
+    return min(len(os.sched_getaffinity(0)) + 1, 5)
 
 
 @pytest.fixture(scope="session")
