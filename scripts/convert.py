@@ -37,7 +37,7 @@ KINDS = ("pairs", "labels", "targets")  # the first one that the columns hold is
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
-class Losses:
+class Report:
     """Counts of records by what OUT cannot hold of them."""
 
     def __init__(self) -> None:
@@ -94,19 +94,19 @@ def convert(source: Source, split: str, out: Path, to: str) -> str:
         raise InputError(f"{out} exists: give another file, or remove it")
     if not out.absolute().parent.is_dir():
         raise InputError(f"{out}: there is no directory {out.parent}")
-    losses = Losses()
-    rows, data_format = convert_rows(source, split, to, losses)
-    fit_file(rows, suffix, FORMATS[to].columns.values(), losses)
+    report = Report()
+    rows, data_format = convert_rows(source, split, to, report)
+    fit_file(rows, suffix, FORMATS[to].columns.values(), report)
     if not rows:
-        raise InputError(f"{to} holds no record of {source.path}: {losses}")
+        raise InputError(f"{to} holds no record of {source.path}: {report}")
     with replacing(out) as temporary:
         write_rows([row for _, row in rows], temporary, suffix)
-    if text := str(losses):
+    if text := str(report):
         print(f"warning: {out} does not hold all of {source.path}: {text}", file=sys.stderr)
     return f"{count(len(rows), 'record')} of {source.path} ({data_format}) written to {out} ({to})"
 
 
-def convert_rows(source: Source, split: str, to: str, losses: Losses) -> tuple[list[tuple[str, dict[str, Any]]], str]:
+def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[list[tuple[str, dict[str, Any]]], str]:
     """Convert the rows of a split.
 
     Returns them, each with the place that it is from, and the name of the source's format.
@@ -123,14 +123,14 @@ def convert_rows(source: Source, split: str, to: str, losses: Losses) -> tuple[l
         try:
             written, changes = write_record(record, target)
         except CannotHoldError as error:
-            losses.add(f"{error} are left out", where)
+            report.add(f"{error} are left out", where)
             continue
         taken = [name for name in target_columns if name not in used.values() and row.get(name)]
         changes += [f"the column {name} is left out" for name in taken]
         lost_keys = _find_other_keys(row[column] for column in used.values() if column in row)
         lost_keys -= _find_other_keys(written.values())
         for change in [*changes, *(f"the key {key} of messages is left out" for key in sorted(lost_keys))]:
-            losses.add(change, where)
+            report.add(change, where)
         converted.append((where, written | {key: value for key, value in row.items() if key not in own_columns}))
     return converted, data_format or ""
 
@@ -165,7 +165,7 @@ def _find_other_keys(values: Iterable[Any]) -> set[str]:
     }
 
 
-def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collection[str], losses: Losses) -> None:
+def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collection[str], report: Report) -> None:
     """Change the values that a kind of file cannot hold.
 
     Raises InputError if they are of `needed` columns.
@@ -178,10 +178,10 @@ def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collec
             if is_table and isinstance(value, (list, dict)):
                 if key in needed:
                     raise InputError(f"a {suffix} file cannot hold chat messages ({where}): write .jsonl or .parquet")
-                losses.add(f"the column {key} is left out", where)
+                report.add(f"the column {key} is left out", where)
                 del row[key]
             elif not isinstance(value, (str, bool, int, float, list, dict, type(None))):
-                losses.add(f"the column {key} is now text", where)
+                report.add(f"the column {key} is now text", where)
                 row[key] = str(value)
 
 

@@ -280,9 +280,9 @@ def scores(run: Run) -> Iterator[Finding]:
         yield warning(
             "Scores have not risen",
             f"{value}; best minus worst answer {figure(gap)}",
-            "If scores rose, it was by less than a tenth of what lies between two answers to a prompt. The policy has "
-            "not learned what the scorer rewards: lr may be too low, loss.beta too high, the run too short, or most "
-            "pairs ties.",
+            "If scores rose, it was by less than a tenth of the difference between the best and the worst answer to a "
+            "prompt. The policy has not learned what the scorer rewards: lr may be too low, loss.beta too high, the "
+            "run too short, or most pairs ties.",
         )
     else:
         yield note(

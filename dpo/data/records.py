@@ -242,7 +242,7 @@ WHOLE = "the prompt and the response"
 
 
 class Format(NamedTuple):
-    """How rows hold records.
+    """The form in which rows hold records.
 
     Without a column for the prompt, responses are WHOLE, or `messages` has the prompt with the chosen response or the
     only one. The prompt of WHOLE messages is the last question's text.

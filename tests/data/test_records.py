@@ -77,7 +77,7 @@ def test_all_formats_are_read_as_one_form(name, index, record):
 
 @pytest.mark.parametrize("target", FORMATS)
 def test_a_record_that_a_format_holds_as_it_is_comes_back_from_it(target):
-    """What changes is named, and changes once."""
+    """A change is named, and made once."""
     reasons = set()
     for name, row in EVERY_ROW:
         record, _ = read(row)
