@@ -302,7 +302,7 @@ def evaluated_pairs(run: Run, n_updates: float) -> dict[str, np.ndarray] | None:
 
 
 def compare_evaluations(run: Run, name: str, first: float, last: float) -> tuple[float, float] | None:
-    """Compare two evaluations pair by pair: mean difference, standard error.
+    """Mean change per pair from the first evaluation, and its standard error.
 
     `name` is loss, margin or right, which is 1 for a margin above 0; `first` and `last` are numbers of updates. None
     unless the ledger has both evaluations of the same pairs.

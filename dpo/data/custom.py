@@ -52,7 +52,7 @@ def get_custom(
     options["format_columns"] = format_columns
     recognized = recognize_columns(find_columns(rows), columns, **options)
     used = recognized.used
-    if trains_on == "prompts":  # answers that a policy draws are of no record
+    if trains_on == "prompts":  # weights belong to a record's responses, and a policy draws others
         used.pop("weight", None)
     if "responses" in used:  # the pairs of a list have different margins
         used.pop("margin", None)

@@ -192,10 +192,11 @@ class Objective:
         columns, reference = self._compute_scores(microbatch, cached_reference, with_reference=loss.reference)
         statistic = None
         if context is not None:
-            # a tie has no gradient: it would be NaN where the loss is infinite, as 0 times infinity is
+            # Examples of weight 0, such as an online run's ties, are detached: multiplied by 0 alone, the gradient of
+            # an infinite loss would be NaN.
             has_weight = context.weights[microbatch.indices] > 0
-            trained = {name: values for name, values in columns.items() if values.requires_grad}
-            columns |= {name: values.where(has_weight, values.detach()) for name, values in trained.items()}
+            with_gradient = {name: values for name, values in columns.items() if values.requires_grad}
+            columns |= {name: values.where(has_weight, values.detach()) for name, values in with_gradient.items()}
             if context.statistic is not None:
                 statistic = context.statistic[microbatch.indices]
         scores = make_scores(columns)
