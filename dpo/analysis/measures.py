@@ -121,6 +121,15 @@ def n_evaluated(run: Run, what: str = "examples") -> float:
     return min(n, n_available) if n_available > 0 else n
 
 
+def n_effective(run: Run) -> float:
+    """Number of evaluated examples; if they have weights, fewer.
+
+    As many examples of equal weight give weighted means of the same variance: (sum w)^2 / sum w^2.
+    """
+    share = run.count("test.effective_examples") / run.count("test.examples")
+    return n_evaluated(run) * (share if share > 0 else 1)
+
+
 def evaluation_loss_error(run: Run) -> float:
     """Standard error of `loss/eval`; 0 with fewer than 20 updates.
 
@@ -133,7 +142,7 @@ def evaluation_loss_error(run: Run) -> float:
     batch_size = max(1.0, number(run.setting("batch_size", 1)))
     batch_deviation = max(float(tenth.std(ddof=1)) for tenth in np.array_split(losses, 10))
     example_deviation = batch_deviation * math.sqrt(batch_size)
-    return example_deviation / math.sqrt(n_evaluated(run))
+    return example_deviation / math.sqrt(n_effective(run))
 
 
 def find_start(run: Run) -> Means | None:

@@ -15,7 +15,7 @@ from dpo.analysis.measures import (
     find_change,
     is_below,
     margin_parts,
-    n_evaluated,
+    n_effective,
 )
 from dpo.analysis.rules import NOTE, WARNING, WAYS_TO_HOLD_CHOSEN_UP, Finding, note
 from dpo.analysis.runs import Run, last_tenth, number
@@ -80,7 +80,7 @@ def _bound_fall(run: Run, *, in_nats: bool) -> float:
     if len(sums) < 10 or not scale > 0:
         return math.inf
     deviation = float(sums.std(ddof=1)) * math.sqrt(number(run.setting("batch_size", 1)))
-    return Z_98 * deviation / math.sqrt(n_evaluated(run)) / scale
+    return Z_98 * deviation / math.sqrt(n_effective(run)) / scale
 
 
 def _describe_sides(parts: MarginParts) -> str:
