@@ -147,7 +147,7 @@ def test_rows_without_a_run_of_their_own_are_of_every_scale_beta_and_n(sweep):
 
 def test_policies_along_a_run_are_measured_after_each_third(sweep):
     """4 updates: after 1, 2, and at the end."""
-    for method in (*SWEPT, "unlikelihood", "exact_rl"):
+    for method in (*SWEPT, "exact_rl"):
         along = [row for row in sweep.rows if row["method"] == method and "share" in row]
         assert [row["share"] for row in along] == [0.25, 0.5]
         assert len({row["kl"] for row in [*along, sweep.row(method)]}) == 3
