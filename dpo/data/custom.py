@@ -103,7 +103,7 @@ def get_custom(
         note = f"format {data_format}" + (f"; {note}" if note else "")
     if note:
         data.notes.append(f"{origin}: {note}")
-    data.notes += [f"{origin}: {note}" for note in template.describe()]
+    data.notes += template.describe(origin)
     if n_texts_with_tools:
         data.notes.append(
             f"warning: {origin}: {count(n_texts_with_tools, 'text has', 'texts have')} tools, which only a chat "

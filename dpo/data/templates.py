@@ -20,6 +20,7 @@ from dpo.numbers import count
 
 N_CHECKED = 100  # first conversations whose tokens and tools are checked
 SHOWN = 60  # characters of a text that the template leaves out
+EARLIER = "earlier turns"
 OTHER = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
 
 
@@ -85,7 +86,7 @@ class ChatTemplate:
             if not answer:  # a prompt to answer has earlier turns alone
                 earlier.append(last)
             self._counts["conversations"] += 1
-            for turns, messages in (("earlier turns", earlier), ("the last turn", [last])):
+            for turns, messages in ((EARLIER, earlier), ("the last turn", [last])):
                 lost = next(filter(None, (_find_dropped(part, text) for part in _list_parts(messages))), None)
                 if lost is not None:
                     self._counts[turns] += 1
@@ -97,26 +98,27 @@ class ChatTemplate:
             without = _Conversation(self.tokenizer, [], conversation.where)
             self._counts["tools ignored"] += without.render(prompt, is_open=True) == open_prompt
 
-    def describe(self) -> list[str]:
-        """Sentences on what the template does; none without messages."""
-        total, counts = count(self._counts["conversations"], "conversation"), self._counts
-        notes = [
-            f"the chat template leaves out or changes text of {turns} in {counts[turns]:,} of {total}, such as {text!r}"
-            for turns, text in self._dropped.items()
-        ]
+    def describe(self, origin: str) -> list[str]:
+        """Describe what the template does to the conversations of `origin`."""
+        counts, notes = self._counts, []
+        for turns, text in self._dropped.items():
+            notes.append(
+                f"{'' if turns == EARLIER else 'warning: '}{origin}: the chat template leaves out or changes text of "
+                f"{turns} in {counts[turns]:,} of {count(counts['conversations'], 'conversation')}, such as {text!r}"
+            )
         if counts["tools ignored"]:
             notes.append(
-                f"the chat template ignores tools: in {counts['tools ignored']:,} of "
+                f"warning: {origin}: the chat template ignores tools: in {counts['tools ignored']:,} of "
                 f"{count(counts['with tools'], 'prompt')} with tools the model does not see them"
             )
         if self._checked:
             differing = [n for n in self._count_differing_tokens() if n]
-            text = f"in tokens, the prompt as it is rendered for generation begins {{}} of {len(self._checked):,} "
-            text += "conversations checked"
+            notes.append(
+                f"{origin}: the prompt, as rendered for generation, is a prefix of prompt and response, in tokens, in "
+                f"{len(self._checked) - len(differing):,} of {count(len(self._checked), 'conversation')} checked"
+            )
             if differing:
-                text = text.format(f"{len(self._checked) - len(differing):,}")
-                text += f"; in the others up to {count(max(differing), 'token')} at its end differ, and are not in it"
-            notes.append(text.format("all"))
+                notes[-1] += f"; up to {count(max(differing), 'token')} at its end differ, and are left out"
         return notes
 
     def _count_differing_tokens(self) -> Iterator[int]:

@@ -34,7 +34,7 @@ CALL = {
     **{"role": "assistant", "content": ""},
     "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}],
 }
-RESULT = {"role": "tool", "content": "It is blue."}
+RESULT = {"role": "tool", "content": "A clear day"}
 ASK, SKY = [user("Which colour?")], [assistant("Blue.")]
 TURNS = [system("Be kind."), user("Hi!"), assistant("Yes?"), user("Who is right?")]
 ROWS: dict[str, list[dict[str, Any]]] = {
