@@ -26,7 +26,7 @@ from dpo.settings.choices import (
     LABEL_FIELDS,
     NUMBER_FIELDS,
     PAIR_FIELDS,
-    PARTS,
+    PROMPT_PARTS,
     SCORED_FIELDS,
     SYSTEM,
     TARGET_FIELDS,
@@ -148,7 +148,7 @@ def recognize_columns(
         given = {field: column for field, column in format_columns.items() if column in present}
         candidates = {field: [given[field]] if field in given else [] for field in FIELDS}
         candidates |= {field: _find_candidates(field, present, configured) for field in NUMBER_FIELDS}
-        optional = {field: given[field] for field in (*PARTS, SYSTEM, TOOLS) if field in given}
+        optional = {field: given[field] for field in (*PROMPT_PARTS, SYSTEM, TOOLS) if field in given}
     all_forms = dict.fromkeys(chain.from_iterable(FORMS.values()))
     complete_forms = [
         form
@@ -182,7 +182,7 @@ def recognize_columns(
             raise ColumnsError(f"{origin}: the column of {field} may be {columns}: choose one, as in {fix}")
     numbers = NUMBER_FIELDS if with_margins else ("weight",)
     used = {field: candidates[field][0] for field in (*form, *numbers) if candidates[field]}
-    used |= {field: column for field, column in optional.items() if field not in PARTS or "prompt" in form}
+    used |= {field: column for field, column in optional.items() if field not in PROMPT_PARTS or "prompt" in form}
     unused = [column for column, kind in present.items() if kind != OTHER and column not in used.values()]
     if form == PAIR_FIELDS and "prompt" not in used and unused and not responses_hold_prompt:
         raise ColumnsError(_explain_unknown_prompt(unused, candidates, name=name, origin=origin))

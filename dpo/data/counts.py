@@ -304,9 +304,9 @@ class SplitCounter:
         sample_ids = _sample_examples(counts)
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             examples = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
-            ids = self.encode(text for example in examples for text in (example.prompt.text, *chain(*example.segments)))
+            ids = self.encode(text for example in examples for text in (example.prompt.text, *chain(*example.pieces)))
             for example in examples:
-                joined = ([*chain(*(ids[text] for text in segments))] for segments in example.segments)
+                joined = ([*chain(*(ids[text] for text in pieces))] for pieces in example.pieces)
                 digest.update(repr([ids[example.prompt.text], *joined]).encode())
                 prompt_ids, responses = self._truncate(example, ids, max_length, max_prompt_length)
                 prompt_lengths.append(len(prompt_ids))
@@ -339,11 +339,11 @@ class SplitCounter:
 
         `ids` has the token ids of each text. Returns the prompt's token ids, and those of each response.
         """
-        prompt, _, texts, segments = example
+        prompt, _, texts, pieces = example
         tokenizer = self.encode.tokenizer
-        untruncated = append_eos(prompt.text, segments, ids, tokenizer, rendered=prompt.rendered)
+        untruncated = append_eos(prompt.text, pieces, ids, tokenizer, rendered=prompt.rendered)
         prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
-        cut_tokens(segments, ids, responses)  # refuses a response of which nothing is scored
+        cut_tokens(pieces, ids, responses)  # refuses a response of which nothing is scored
         untruncated_prompt, untruncated_responses = untruncated
         self.counts["truncated_prompts"] += prompt_ids != untruncated_prompt
         self.counts["truncated_responses"] += responses != untruncated_responses

@@ -31,7 +31,7 @@ class TextExample(NamedTuple):
     prompt: Prompt
     example_index: int  # among the prompt's examples
     texts: dict[str, str]  # of the responses, by role
-    segments: list[list[str]]  # of the same responses: see `list_segments`
+    pieces: list[list[str]]  # of the same responses: see `split_at_cuts`
 
 
 class Example(NamedTuple):
@@ -72,7 +72,7 @@ class Example(NamedTuple):
 
 
 def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
-    """Make a response's labels: its token ids, or -100 where they are not scored."""
+    """Make a response's labels: token ids, -100 where not scored."""
     labels = [*response]
     for start, end in zip(cuts[::2], cuts[1::2], strict=True):
         labels[start:end] = [IGNORE_INDEX] * (end - start)
@@ -96,7 +96,7 @@ def list_examples(prompt: Prompt) -> list[TextExample]:
 
 
 def _read_example(prompt: Prompt, index: int) -> TextExample:
-    return TextExample(prompt, index, prompt.texts(index), prompt.segments(index))
+    return TextExample(prompt, index, prompt.texts(index), prompt.pieces(index))
 
 
 def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[TextExample]:
@@ -185,10 +185,10 @@ def encode_examples(
 
     Raises InputError for a text that contains EOS.
     """
-    token_ids = encode(text for example in examples for text in (example.prompt.text, *chain(*example.segments)))
+    token_ids = encode(text for example in examples for text in (example.prompt.text, *chain(*example.pieces)))
     encoded = []
-    for prompt, example_index, texts, segments in examples:
-        untruncated = append_eos(prompt.text, segments, token_ids, encode.tokenizer, rendered=prompt.rendered)
+    for prompt, example_index, texts, pieces in examples:
+        untruncated = append_eos(prompt.text, pieces, token_ids, encode.tokenizer, rendered=prompt.rendered)
         prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
         encoded.append(
             Example(
@@ -201,29 +201,28 @@ def encode_examples(
                 roles=tuple(texts),
                 weight=1.0 if prompt.weights is None else prompt.weights[example_index],
                 margin=None if prompt.margins is None else prompt.margins[example_index],
-                cuts=cut_tokens(segments, token_ids, responses),
+                cuts=cut_tokens(pieces, token_ids, responses),
             )
         )
     return encoded
 
 
 def cut_tokens(
-    segments: Sequence[Sequence[str]], ids: Mapping[str, list[int]], responses: Sequence[Sequence[int]]
+    pieces: Sequence[Sequence[str]], ids: Mapping[str, list[int]], responses: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Find the cuts of truncated responses in tokens; none if all tokens are scored.
+    """Find the cuts of truncated responses, in tokens.
 
-    Raises InputError if truncation leaves no token that is scored.
+    There are none if all tokens are scored. `pieces` has those of each response. Raises InputError if truncation leaves no token that is scored.
     """
-    if all(len(of_response) == 1 for of_response in segments):
+    if all(len(texts) == 1 for texts in pieces):
         return ()
-    cuts = tuple(
-        tuple(min(end, len(response)) for end in accumulate(len(ids[segment]) for segment in of_response[:-1]))
-        for of_response, response in zip(segments, responses, strict=True)
-    )
-    for of_response, response, ends in zip(segments, responses, cuts, strict=True):
-        if sum(ends[1::2]) - sum(ends[::2]) == len(response):
+    cuts = []
+    for texts, response in zip(pieces, responses, strict=True):
+        ends = accumulate(len(ids[text]) for text in texts[:-1])
+        cuts.append(tuple(min(end, len(response)) for end in ends))
+        if sum(cuts[-1][1::2]) - sum(cuts[-1][::2]) == len(response):
             raise InputError(
-                f"the response that begins with {''.join(of_response)[:80]!r} is cut off before the assistant's first "
-                f"word: raise max_length, or remove the record"
+                f"the response that begins with {''.join(texts)[:80]!r} is cut off before the assistant's first word: "
+                f"raise max_length, or remove the record"
             )
-    return cuts
+    return tuple(cuts)

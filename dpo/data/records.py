@@ -16,7 +16,7 @@ from dpo.data.asking import HH, find_format, render_dialogue, split_turns
 from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, get_field, is_sharegpt, read_message, read_tools
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.settings.choices import NUMBER_FIELDS, PARTS, SYSTEM, TOOLS
+from dpo.settings.choices import NUMBER_FIELDS, PROMPT_PARTS, SYSTEM, TOOLS
 
 # the role of each speaker in ShareGPT's messages
 SHAREGPT_ROLES = {
@@ -70,7 +70,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
     values = {
         field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
         for field, column in used.items()
-        if field not in (SYSTEM, TOOLS, *PARTS, "label", "responses", *NUMBERS)
+        if field not in (SYSTEM, TOOLS, *PROMPT_PARTS, "label", "responses", *NUMBERS)
     }
     system, below = (_read_optional(row, used, field, where) for field in (SYSTEM, "input"))
     if below:
@@ -181,14 +181,14 @@ def _as_messages(value: Any, where: str) -> str | list[Any]:
 
 
 def _read_swift(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with a role of ours, if it has one of ms-swift's."""
+    """Return a message with a role of ours for ms-swift's."""
     if message.get("role") in CALLERS:
         return _read_call(get_field(message, "content", where), where)
     return {**message, "role": "tool"} if message.get("role") == "tool_response" else message
 
 
 def _read_call(text: str, where: str) -> dict[str, Any]:
-    """Read JSON of a call, or of a list of calls, as the assistant's message."""
+    """Read JSON of one or several calls as an assistant's message."""
     try:
         calls = json.loads(text)
     except ValueError:
@@ -368,10 +368,10 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
     """
     columns = target.columns
     record, changes = _change_values(record, target)
-    separate = {field: getattr(record, field) for field in (SYSTEM, *PARTS) if field in columns}
+    separate = {field: getattr(record, field) for field in (SYSTEM, *PROMPT_PARTS) if field in columns}
     rest = record._replace(**dict.fromkeys(separate, ""))
     if not record.is_chat:
-        changes += [f"the {field} is now in the prompt" for field in (SYSTEM, *PARTS) if getattr(rest, field)]
+        changes += [f"the {field} is now in the prompt" for field in (SYSTEM, *PROMPT_PARTS) if getattr(rest, field)]
     prompt, responses = rest.join_prompt(), rest.responses
     row = {columns[field]: value for field, value in separate.items() if value}
     if record.tools and TOOLS in columns:
@@ -511,7 +511,9 @@ def _split_last(dialogue: str) -> tuple[str, str]:
 
 
 def _as_turns(record: Record, target: Format) -> Record:
-    """Make texts of a chat with one question, or with a history if there is a column for it."""
+    """Make texts of a chat with one question.
+
+    There may be turns before it if the format has a column for them."""
     system = [message for message in record.prompt[:1] if message["role"] == SYSTEM]
     *before, question = record.prompt[len(system) :] or [{"role": ""}]
     roles = [message["role"] for message in (*before, question)]

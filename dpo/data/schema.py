@@ -55,7 +55,7 @@ class PreferenceData(dict[str, Entry]):
         # from which the chat template rendered each prompt: its messages, and the tools that they may call
         self.messages: dict[str, Messages] = {}
         self.tools: dict[str, list[Any]] = {}
-        # by prompt and response, for responses that are not scored whole: see `list_segments`
+        # by prompt and response, for responses that are not scored whole: see `split_at_cuts`
         self.cuts: dict[str, dict[str, list[int]]] = {}
         self.notes: list[str] = []
         # of the records with each prompt, in order; both are empty if the data has no column for them
@@ -185,7 +185,7 @@ def is_sharegpt(message: Any) -> bool:
 
 
 def read_message(message: Any, where: str) -> dict[str, Any]:
-    """Check a chat message, and return it in the form that chat templates expect.
+    """Check a chat message, and return it as chat templates expect.
 
     A message that calls tools may have no content. The arguments of a call may be JSON, as OpenAI's are. Fields that
     are null, as in Parquet files where only other messages have them, are left out.
@@ -208,9 +208,9 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:
-    """Read the tools of a chat: a list of objects, or JSON of one.
+    """Read the tools of a chat, which rows may lack.
 
-    Rows may lack them.
+    They are a list of objects, or JSON of one.
     """
     value = row.get(column)
     tools = value

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from dpo.data.schema import Messages, PreferenceData
-from dpo.data.tokenization import TruncationMode, list_segments
+from dpo.data.tokenization import TruncationMode, split_at_cuts
 from dpo.errors import InputError, RunError
 from dpo.losses import TRAINS_ON
 from dpo.system.plain_files import read_json, remove
@@ -80,10 +80,10 @@ class Prompt(NamedTuple):
         roles = self.examples[example_index] if self.examples else {}
         return {role: self.responses[i] for role, i in roles.items()}
 
-    def segments(self, example_index: int) -> list[list[str]]:
-        """The segments of each response of an example (`list_segments`)."""
+    def pieces(self, example_index: int) -> list[list[str]]:
+        """The pieces of each response of an example (`split_at_cuts`)."""
         roles = self.examples[example_index] if self.examples else {}
-        return [list_segments(self.responses[i], self.cuts[i] if self.cuts else ()) for i in roles.values()]
+        return [split_at_cuts(self.responses[i], self.cuts[i] if self.cuts else ()) for i in roles.values()]
 
 
 def iterate_prompts(

@@ -1,4 +1,4 @@
-"""Chat messages rendered by a chat template: what of them is scored, and what the template changes.
+"""Chats rendered by a chat template; what of them is scored.
 
 A response may have several messages. Those of the assistant are scored, each with the end of its turn. Results of
 tools, questions and the headers of turns are not.
@@ -29,7 +29,7 @@ class Chat(NamedTuple):
 
     prompt: str
     responses: list[str]
-    cuts: list[list[int]]  # of each response: see `list_segments`
+    cuts: list[list[int]]  # of each response: see `split_at_cuts`
     messages: Messages
     tools: list[dict[str, Any]]
 
@@ -122,7 +122,7 @@ class ChatTemplate:
         return notes
 
     def _count_differing_tokens(self) -> Iterator[int]:
-        """Yield the tokens of each prompt from the first one that its conversation has not."""
+        """Count the last tokens of each prompt that its conversation lacks."""
         texts = list(dict.fromkeys(text for texts in self._checked for text in texts))
         ids = dict(zip(texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
         for prompt, dialogue in self._checked:
@@ -201,7 +201,7 @@ def _list_parts(messages: Messages) -> Iterator[str]:
 
 
 def _find_dropped(text: str, rendered: str) -> str:
-    """The beginning of a text that is not in the rendered one; empty if all is."""
+    """The beginning of a text that a rendered text lacks, if any."""
     text = text.strip()
     if text in rendered:
         return ""

@@ -74,11 +74,11 @@ def truncate(
     return prompt, list(responses)
 
 
-def list_segments(text: str, cuts: Sequence[int]) -> list[str]:
-    """Cut a response into segments, which are scored and not scored in turn.
+def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
+    """Split a response into pieces, scored and not scored in turn.
 
-    The first is scored, and empty if a response begins with what is not. Segments are tokenized one by one, as prompt
-    and response are: so no token is partly scored, and a response whose tokens are all scored is one segment.
+    The first is scored, and empty if a response begins with what is not. Pieces are tokenized one by one, as prompt
+    and response are: so no token is partly scored, and a response whose tokens are all scored is one piece.
     """
     return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
 
@@ -93,7 +93,7 @@ def append_eos(
 ) -> tuple[list[int], list[list[int]]]:
     """Look up token ids, and append EOS to those of each response.
 
-    A response is a list of segments. `ids` has the token ids of each text. Returns the prompt's ids, and a list of each
+    A response is a list of pieces. `ids` has the token ids of each text. Returns the prompt's ids, and a list of each
     response's. Raises InputError if a text contains EOS, unless a chat template has `rendered` the texts: there EOS
     ends a turn.
     """
@@ -103,7 +103,7 @@ def append_eos(
     for kind, text in (("prompt", prompt), *(("response", text) for text in chain(*responses))):
         if eos in ids[text] and not rendered:
             raise InputError(f"EOS token {tokenizer.eos_token!r} inside a {kind}: remove it from {text!r}")
-    return ids[prompt], [[*chain(*(ids[text] for text in segments)), eos] for segments in responses]
+    return ids[prompt], [[*chain(*(ids[text] for text in pieces)), eos] for pieces in responses]
 
 
 def encode_texts(
@@ -118,6 +118,6 @@ def encode_texts(
 ) -> tuple[list[int], list[list[int]]]:
     """Tokenize a prompt and its responses, append EOS, and truncate them together."""
     token_ids = encode([prompt, *responses])
-    segments = [[response] for response in responses]
-    untruncated = append_eos(prompt, segments, token_ids, encode.tokenizer, rendered=rendered)
+    pieces = [[response] for response in responses]
+    untruncated = append_eos(prompt, pieces, token_ids, encode.tokenizer, rendered=rendered)
     return truncate(*untruncated, truncation_mode, max_length, max_prompt_length)

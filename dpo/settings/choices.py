@@ -93,7 +93,7 @@ FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss, a
     "lists": (SCORED_FIELDS, RANKED_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),
 }
 SYSTEM = "system"  # the field of a system turn, which the records of any form may have
-PARTS = ("input", "history")  # of a prompt in Alpaca's data, beside the instruction
+PROMPT_PARTS = ("input", "history")  # of a prompt in Alpaca's data, beside the instruction
 TOOLS = "tools"  # the field of the tools that a chat may call, which records may have too
 NUMBER_FIELDS = ("weight", "margin")  # and these
 FIELDS = (

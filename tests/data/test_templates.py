@@ -183,8 +183,8 @@ def test_tools_reach_the_template_and_make_another_prompt(chat):
         (
             {"prompt": ASK, "chosen": [assistant("<think>So.</think>Blue.")], "rejected": SKY},
             WITHOUT_TOOLS.replace("m.content", "m.content.split('</think>')[-1]"),
-            "warning: mine: the chat template leaves out or changes text of the last turn in 1 of 2 conversations, such as "
-            "'<think>So.</think",
+            "warning: mine: the chat template leaves out or changes text of the last turn in 1 of 2 conversations, "
+            "such as '<think>So.</think",
         ),
         (
             {"prompt": "Q", "chosen": " a", "rejected": " b", "tools": TOOLS},
