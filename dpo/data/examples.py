@@ -212,7 +212,8 @@ def cut_tokens(
 ) -> tuple[tuple[int, ...], ...]:
     """Find the cuts of truncated responses, in tokens.
 
-    There are none if all tokens are scored. `pieces` has those of each response. Raises InputError if truncation leaves no token that is scored.
+    There are none if all tokens are scored. `pieces` has those of each response. Raises InputError if truncation
+    leaves no token that is scored.
     """
     if all(len(texts) == 1 for texts in pieces):
         return ()
