@@ -204,6 +204,7 @@ def test_many_se_rows_are_stripped_in_processes_as_in_one(hub_rows, monkeypatch,
     assert multiprocess.get_start_method(allow_none=True) == before
 
 
+@pytest.mark.slow
 def test_a_bad_se_row_is_named_by_a_worker_too(hub_rows, monkeypatch):
     monkeypatch.setattr(preference_datasets, "ROWS_PER_WORKER", 10)
     rows = [se_row(f"q{i}", ("x", i), ("y", 3)) for i in range(40)]

@@ -109,6 +109,7 @@ assert (numpy.random.get_state()[1] == states[2]).all()
 """
 
 
+@pytest.mark.slow
 def test_importing_prints_and_changes_nothing(tmp_path):
     result = run_python("-c", IMPORT_ALL, *FILES, cwd=tmp_path, PYTHONPATH=str(ROOT))
 

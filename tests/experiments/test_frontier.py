@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from support.models import plain_logps
+from support.runs import ROOT
 
 from dpo.data.examples import Example
 from dpo.data.tokenization import TextEncoder, encode_texts
 from dpo.data.tokenizer import load_tokenizer
 from dpo.models.pretrained import load_model
+from experiments.frontier import __main__ as frontier
 from experiments.frontier import exact, plain, runs
 from experiments.frontier.picture import draw as draw_picture
 from experiments.frontier.reading import (
@@ -420,3 +422,10 @@ def test_settings_are_those_of_the_highest_score(made_rows):
     assert "| method | 0.002, 2 | 0.001, 4 |" in format_trials(worse + made_rows)
     sft = [{**row, "method": "preferred_sft", "beta": 16, "passes": 32} for row in made_rows if row["beta"] == 0.1]
     assert choose_settings(sft + made_rows)["preferred_sft"] == {"lr": 1e-3, "passes": 2}
+
+
+def test_the_tables_of_the_document_are_those_of_its_rows():
+    tables = frontier.read_rows([ROOT / "docs" / "frontier.json"]).split("\n\n")
+    planned, *_ = frontier.read_rows([ROOT / "docs" / "frontier-task1.json"]).split("\n\n")
+    text = (ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8")
+    assert [table for table in (*tables, planned) if table not in text] == []

@@ -263,6 +263,7 @@ def hold_the_reference_whole(rank: int, world_size: int, sizes: dict, families: 
         assert hold_the_same(policy.parameters(), whole.parameters(), mesh), family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[] if mesh == "sharded" else SLOW) for mesh in GRIDS])
 def test_a_whole_reference_gives_the_numbers_of_a_sharded_one_and_follows_the_policy(mesh):
     processes, sizes, _ = GRIDS[mesh]
@@ -401,6 +402,7 @@ COMMUNICATING_LESS = {f"{mesh}, less": (n, sizes, (*overrides, *LESS)) for mesh,
 SAMPLED = {**GRIDS, **COMMUNICATING_LESS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[] if m == "sharded" else SLOW) for m in SAMPLED])
 def test_samples_metrics_and_checkpoints_are_those_of_one_process(mesh, greedy_model, of_one_process, tmp_path):
     processes, _, overrides = SAMPLED[mesh]

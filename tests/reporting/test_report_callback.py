@@ -138,6 +138,7 @@ def test_what_one_that_is_ended_was_writing_is_removed(writer, program):
     assert ".report.html.1" in os.listdir(folder)
 
 
+@pytest.mark.slow
 def test_while_it_trains_the_report_says_so(tmp_path):
     """The page is written beside a run that holds its lock."""
     run_dir = write_run(tmp_path / "run", [evaluation(0, 0.69), update(1)], updates=4)

@@ -60,6 +60,7 @@ def test_a_run_is_exported_verified_and_trained_further(run, command, tmp_path, 
     assert not (tmp_path / "further" / "LATEST" / "hf").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["FSDPTrainer", pytest.param("TensorParallelTrainer", marks=pytest.mark.slow)])
 def test_several_processes_export_once(trainer, command, tmp_path):
     several = ("world_size=2", "eval_batch_size=8", "n_eval_examples=8", "n_examples=8", "do_first_eval=false")

@@ -271,6 +271,7 @@ def test_what_is_redacted(text, redacted, monkeypatch):
     assert redact(text) == redacted
 
 
+@pytest.mark.slow
 def test_hydras_hints_on_a_sweep_without_m_are_not_redacted(command):
     result = train(*command("run", "lora=lora", "lora.dropout=0,1"))
     assert result.returncode == 2

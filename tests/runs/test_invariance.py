@@ -164,14 +164,11 @@ WAYS = {
     "cut, resumed alone": Way(first=CUT),
 }
 QUICK = {
-    "padded, in parts": "dpo, aot, kto, mix, all options, lora with bradley_terry, lora with dropout, online mix",
+    "padded, in parts": "aot, kto, mix, all options, lora with bradley_terry, lora with dropout, online mix",
     "in parts": "sft",
     "recomputed": "lora and a second model",
     "references first": "lora from an adapter",
     "eager": "simpo",
-    "sharded": "lora",
-    "sharded, padded, in parts": "kto",
-    "frozen weights whole, in parts": "lora from an adapter",
     "cut": "lora with dropout",
     "resumed": "much at once, kto, online a following reference",
     "killed, resumed": "online lora",

@@ -90,7 +90,8 @@ def adapter_of(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reference"), [("lora", "base"), pytest.param("lora", "adapter", marks=SLOW), ("qlora", "adapter")]
+    ("kind", "reference"),
+    [("lora", "base"), *(pytest.param(kind, "adapter", marks=SLOW) for kind in ("lora", "qlora"))],
 )
 def test_a_reference_that_shares_the_base_is_a_second_model(kind, reference, finished, sft, command, tmp_path):
     needs_bitsandbytes(kind)

@@ -222,6 +222,7 @@ def test_best_is_the_checkpoint_with_the_highest_score(run, tmp_path):
     assert best != lines[-1]
 
 
+@pytest.mark.slow
 def test_prompts_without_responses_are_enough(run, capsys, tmp_path):
     prompts_alone = runs.write_prompts(tmp_path / "prompts")
     settings = (*ONLINE, f"datasets={prompts_alone}", "sample_during_eval=true", "ledger=true", "eval_every=4")
@@ -329,7 +330,13 @@ def test_a_random_scorer_gives_a_killed_run_and_several_processes_the_scores_of_
     assert len({*one}) == 4
 
 
-@pytest.mark.parametrize("during", ["an update", "an evaluation", "an evaluation's answers by the reference"])
+@pytest.mark.parametrize(
+    "during",
+    [
+        "an update",
+        *(pytest.param(f"an evaluation{part}", marks=pytest.mark.slow) for part in ("", "'s answers by the reference")),
+    ],
+)
 def test_a_stop_breaks_sampling_off_and_saves(during, finished, run, tmp_path, monkeypatch):
     """And the run continues as if it had not been stopped."""
     settings = (*ONLINE, "do_first_eval=false", "eval_every=8", "eval_batch_size=8")
@@ -367,7 +374,7 @@ def test_a_reference_that_follows_is_the_policy_and_is_saved(run, tmp_path):
 SYNC = (*ONLINE, "online.sync_reference_every=2", "loss.beta=0.1", "optimizer=AdamW", "lr=1e-2", "eval_every=12")
 
 
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("resumed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("why", ["ties alone", "refused"])
 def test_a_sync_comes_at_its_time_though_the_update_was_not_taken(why, resumed, run, tmp_path, monkeypatch):
     """After update 2, which is not taken, the reference is a copy.

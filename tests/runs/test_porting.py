@@ -27,6 +27,7 @@ from utils import get_remote_file
 PAGE = (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs(tmp_path):
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 20

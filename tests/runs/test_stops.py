@@ -34,7 +34,7 @@ STEPS = {
     "self-test": "trainers:self_test",
     "first evaluation": "dpo.training.evaluation:Evaluator.metrics",
 }
-QUICK = ("tokenizer", "dataset", "model", "optimizer", "first evaluation")
+QUICK = ("dataset", "model", "first evaluation")
 
 
 def assert_stopped_before_training(number: int, status: int, said: str, run_dir: Path) -> None:

@@ -77,10 +77,10 @@ TOOLS = {  # and whether they need the code for what they do
 }
 
 
-SLOW = ("export of an adapter", "sample of an adapter", "sample of an export", "report")
+QUICK = ("sample", "ledger")
 
 
-@pytest.mark.parametrize("tool", [pytest.param(t, marks=pytest.mark.slow) if t in SLOW else t for t in TOOLS])
+@pytest.mark.parametrize("tool", [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in TOOLS])
 def test_no_tool_runs_code_that_a_directory_brings_unless_its_command_line_says_so(tool, elsewhere, tmp_path):
     name, arguments, needs_it = TOOLS[tool]
     places = {"run": elsewhere / name, "folder": elsewhere, "out": tmp_path / "out"}

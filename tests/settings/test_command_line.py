@@ -139,6 +139,7 @@ def test_code_that_the_command_line_names_is_run_beside_own_config_files(guarded
     assert guarded(*line) == ""
 
 
+@pytest.mark.slow
 def test_no_job_of_a_sweep_runs_if_own_files_name_code_in_one(command, tmp_path):
     own, more = tmp_path / "own" / "experiment", tmp_path / "own" / "more"
     own.mkdir(parents=True)

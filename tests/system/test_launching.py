@@ -174,6 +174,7 @@ def test_a_launcher_that_makes_no_sense_is_one_sentence(environ, message, monkey
         find_rank_env()
 
 
+@pytest.mark.slow
 def test_tasks_of_a_slurm_step_join(tmp_path):
     script = (
         "import pathlib, sys; from dpo.system.launching import launch; from test_launching import add_up;"
@@ -201,7 +202,7 @@ def test_tasks_of_a_slurm_step_join(tmp_path):
         ("raise", WorkerFailed, r"(?s)^rank 1 failed:.*in divide_by_zero.*ZeroDivisionError"),
         ("bad input", InputError, r"^beta=-1 must be above 0$"),
         ("kill", WorkerFailed, "^rank 1 was killed by SIGKILL"),
-        ("leave", WorkerFailed, "^rank 1 exited with status 0 before it was done"),
+        pytest.param("leave", WorkerFailed, "^rank 1 exited with status 0 before it was done", marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_that_fails_ends_all_and_is_named(how, error, message, tmp_path):
@@ -223,6 +224,7 @@ def test_a_worker_that_hangs_ends_all_within_the_timeout_and_shows_where_it_was(
     assert_all_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_of_a_hanging_rank_nccl_aborts_the_victims_and_the_one_that_hangs_is_named(tmp_path, capfd):
     constants = {"ABORT_SECS": 2}
     with pytest.raises(WorkerFailed, match=r"^rank 0 did not answer within collective_timeout_secs=3\n") as error:

@@ -125,6 +125,7 @@ OF_PROCESSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name == "2 sharded, in threes" else pytest.mark.slow) for name in OF_PROCESSES],

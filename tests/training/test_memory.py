@@ -194,11 +194,23 @@ def test_torch_updates_all_shards_at_once_where_it_does_so_with_whole_tensors(mo
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (1, ("model.autocast=bfloat16",)),
         (1, ("model.policy_dtype=bfloat16", *ONLINE)),
-        (1, ("trainer=TensorParallelTrainer", "tensor_parallel.backend=tensor_parallel", "tensor_parallel_size=2")),
         (2, (*FSDP, "model.fsdp_policy_mp=float16")),
-        (2, ("trainer=TensorParallelTrainer", *FSDP[1:])),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (
+                (1, ("model.autocast=bfloat16",)),
+                (
+                    1,
+                    (
+                        "trainer=TensorParallelTrainer",
+                        "tensor_parallel.backend=tensor_parallel",
+                        "tensor_parallel_size=2",
+                    ),
+                ),
+                (2, ("trainer=TensorParallelTrainer", *FSDP[1:])),
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize("attention", ["flex_attention", pytest.param("flash_attention_2", marks=pytest.mark.slow)])
@@ -534,7 +546,10 @@ def test_the_peak_of_sampling_is_that_of_real_tensors(settings, compose, tokeniz
     assert temporary == pytest.approx(tracker.peak.total(), rel=0.1)
 
 
-@pytest.mark.parametrize(("family", "positions"), [*((family, 64) for family in REWARD_MODELS), ("gpt2", 512)])
+@pytest.mark.parametrize(
+    ("family", "positions"),
+    [*(pytest.param(family, 64, marks=pytest.mark.slow) for family in REWARD_MODELS), ("gpt2", 512)],
+)
 def test_the_peak_of_scoring_is_that_of_real_tensors(family, positions, compose, tokenizer, tmp_path):
     """Whole prompts are scored, up to the reward model's positions."""
     folder = save_reward_model(tmp_path / "reward", family, tokenizer, template=None, max_position_embeddings=positions)
@@ -559,6 +574,7 @@ def test_microbatches_are_of_prompts_with_the_longest_answers(compose):
     assert lengths[:4] == [2] * 4 != lengths[4:]
 
 
+@pytest.mark.slow
 def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
     online = [
         row for row in memory.SUGGESTIONS if row[0] in ("eval_batch_size", "online.batch_size", "online.max_new_tokens")

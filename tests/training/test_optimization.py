@@ -139,6 +139,7 @@ def test_the_rate_is_scaled_by_processes_that_see_different_rows(scaling, factor
     assert schedule.notes == ([] if scaling == "none" else [note])
 
 
+@pytest.mark.slow
 def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(command, run, tmp_path, capsys):
     settings = ("lr_scaling=linear", "warmup_steps=0", "do_first_eval=false", "eval_batch_size=8", "n_eval_examples=8")
     shared = ("trainer=FSDPTrainer", "world_size=2", "n_examples=8")
