@@ -18,7 +18,6 @@ from experiments.runs import CONTINUE, QUIET
 
 # the base in float32, its forward passes in bfloat16
 ADAPTER = ("lora=lora", "lora.r=8", "lora.alpha=16", "model.autocast=bfloat16", "warmup_steps=5")
-REFERENCE_DTYPE = "model.reference_dtype=float32"
 SAMPLED_AT_ONCE, SCORED_AT_ONCE = 64, 8
 
 

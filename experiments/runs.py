@@ -213,14 +213,29 @@ def make_parser(name: str, document: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"where to write (default: .cache/{name}, and -quick)")
     parser.add_argument("--quick", action="store_true", help="a trial of minutes, too small to conclude anything from")
-    parser.add_argument("--methods", help="the methods to run, with commas between them; the order is theirs")
+    parser.add_argument("--methods", help="the methods to run, with commas between them (default: all)")
     parser.add_argument("overrides", nargs="*", help="of train.py for all runs, such as lr=1e-4")
     return parser
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Exit if train.py would refuse these overrides, before the first run."""
+    from dpo.settings.command_line import check_command_line
+
+    check_command_line(["exp_name=experiment", "model.name_or_path=MODEL", *overrides])
 
 
 def find_out(name: str, options: argparse.Namespace) -> Path:
     default = ROOT / ".cache" / (f"{name}-quick" if options.quick else name)
     return (options.out or default).expanduser().resolve()
+
+
+def select_jobs(runs: Mapping[Job, Any], names: Sequence[str]) -> list[Job]:
+    """Select the jobs to run: those of the methods in `names`, and those that are done.
+
+    `runs` has (method, ...) of each job.
+    """
+    return [job for job, (method, *_) in runs.items() if method in names or job.result.exists()]
 
 
 def choose_methods(parser: argparse.ArgumentParser, methods: Sequence[str], wanted: str | None) -> list[str]:

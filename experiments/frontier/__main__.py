@@ -24,7 +24,7 @@ from typing import Any
 from experiments.frontier.methods import NOISE
 from experiments.frontier.sweep import Size, Sweep, list_runs, list_tuning_runs
 from experiments.frontier.task import Task
-from experiments.runs import Row, run_command, write_rows, write_whole
+from experiments.runs import Row, check_overrides, run_command, write_rows, write_whole
 
 OUT = Path(__file__).resolve().parents[2] / ".cache" / "frontier"
 SIZES = {
@@ -111,10 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     if not 0 <= options.label_noise < 0.5:
         parser.error(f"--label-noise {options.label_noise} must be in [0, 0.5): at 0.5 labels say nothing")
-    from dpo.settings.command_line import check_command_line
-
-    # wrong overrides are refused before the first run
-    check_command_line(["exp_name=frontier", "model.name_or_path=MODEL", *options.overrides])
+    check_overrides(options.overrides)
     name = next((name for name in ("quick", "night", "tune") if getattr(options, name)), "default")
     default_out = OUT if name == "default" else OUT.with_name(f"{OUT.name}-{name}")
     out = (options.out or default_out).expanduser().resolve()

@@ -15,7 +15,7 @@ from dpo.errors import InputError
 from dpo.models.answers import Sampling
 from experiments import language
 from experiments.hh.pairs import Pair, split_folds
-from experiments.runs import Job, Row, import_all, iterate_rows, keep_settings, write_records, write_rows
+from experiments.runs import Job, Row, import_all, iterate_rows, keep_settings, select_jobs, write_records, write_rows
 
 ROLES = ("chosen", "rejected")
 COURSE = 3  # parts of a run; the policy is evaluated after each
@@ -96,8 +96,8 @@ class Sweep:
             self.root / "runs" / f"{method}-fold-{fold}",
             (
                 *language.list_overrides(self.model, self.root),
-                *("datasets=[hh]", f"dataset_sources.hh={self.root / 'data' / str(fold)}", language.REFERENCE_DTYPE),
-                *(f"max_length={MAX_LENGTH}", f"max_prompt_length={MAX_PROMPT}", "lr=1e-4", "ledger=true"),
+                *("datasets=[hh]", f"dataset_sources.hh={self.root / 'data' / str(fold)}"),
+                *(f"max_length={MAX_LENGTH}", f"max_prompt_length={MAX_PROMPT}", "lr=2e-4", "ledger=true"),
                 *(f"batch_size={self.size.batch * per_pair}", f"n_examples={course[-1] * per_pair}"),
                 *(f"eval_every={course[0] * per_pair}", "n_eval_examples=1000000", f"eval_batch_size={8 * per_pair}"),
                 *("cache_reference_logps=all", "gradient_accumulation_steps=2"),
@@ -107,8 +107,11 @@ class Sweep:
         )
 
     def train_all(self, methods: Sequence[str]) -> Iterator[list[Row]]:
-        """Train all methods, one after another, on all folds; yield the rows of each run."""
-        runs = {self.make_job(method, fold): (method, fold) for method in methods for fold in range(self.size.folds)}
+        """Train methods, one after another, on all folds; yield the rows of each run.
+
+        Those of other methods that are there already are yielded too.
+        """
+        runs = {self.make_job(method, fold): (method, fold) for method in METHODS for fold in range(self.size.folds)}
 
         def finish(job: Job) -> None:
             write_rows(job.result, self.make_rows(job, *runs[job]))
@@ -117,7 +120,7 @@ class Sweep:
             gaps = np.subtract(rows[-1]["chosen"], rows[-1]["rejected"])
             return f"{(gaps > 0).mean():.2f} of {len(gaps)} pairs right at KL {np.mean(rows[-1]['kl']):.2f}"
 
-        for _, rows in iterate_rows([*runs], finish, describe, name="hh"):
+        for _, rows in iterate_rows(select_jobs(runs, methods), finish, describe, name="hh"):
             yield rows
 
     # --- rows ---------------------------------------------------------------------------------------------------------

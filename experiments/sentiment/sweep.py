@@ -25,6 +25,7 @@ from experiments.runs import (
     iterate_rows,
     keep_settings,
     read_rows,
+    select_jobs,
     write_records,
     write_rows,
     write_whole,
@@ -32,7 +33,7 @@ from experiments.runs import (
 from experiments.sentiment import data
 from experiments.sentiment.data import OPENINGS, PROMPT_TOKENS, RESPONSE_TOKENS, Scale
 
-DPO = ("loss=dpo", "loss.beta={knob}", language.REFERENCE_DTYPE)
+DPO = ("loss=dpo", "loss.beta={knob}")
 ONLINE = (
     "online=online", "online.scorer=function", "online.function={scorer}", f"online.max_new_tokens={RESPONSE_TOKENS}",
     "online.labels=bradley_terry", "online.ties=keep",
@@ -56,7 +57,7 @@ class Method(NamedTuple):
 METHODS = {
     "dpo": Method("DPO", DPO, (0.1, 0.3, 0.03, 1.0)),
     "online_dpo": Method("online DPO", (*DPO, *ONLINE), (0.1, 0.3, 0.03, 1.0)),
-    "ipo": Method("IPO", ("loss=ipo", "loss.beta={knob}", language.REFERENCE_DTYPE), (0.1, 0.2, 0.03, 0.5)),
+    "ipo": Method("IPO", ("loss=ipo", "loss.beta={knob}"), (0.1, 0.2, 0.03, 0.5)),
     "sft_chosen": Method("SFT on the chosen", ("loss=sft", "n_epochs={knob}"), (1, 4)),
 }
 
@@ -210,7 +211,7 @@ class Sweep:
                 *language.list_overrides(self.model, self.root),
                 *("datasets=[sentiment]", f"dataset_sources.sentiment={self.root / 'data'}"),
                 *(f"max_length={PROMPT_TOKENS + RESPONSE_TOKENS}", f"max_prompt_length={PROMPT_TOKENS}"),
-                *(f"batch_size={BATCH}", f"n_eval_examples={self.size.validation}", "lr=2e-4"),
+                *(f"batch_size={BATCH}", f"n_eval_examples={self.size.validation}", "lr=5e-4"),
                 *("eval_every=1000000000", f"save_every={SAVE_EVERY}", "keep_checkpoints=2"),
                 *overrides,
                 *self.overrides,
@@ -218,11 +219,14 @@ class Sweep:
         )
 
     def train_all(self, methods: Sequence[str]) -> Iterator[list[Row]]:
-        """Train and measure all policies; yield each one's rows."""
+        """Train and measure the policies of these methods; yield each one's rows.
+
+        Those of other methods that are there already are yielded too.
+        """
         runs = {
             self.make_job(method, METHODS[method].knobs[i]): (method, METHODS[method].knobs[i])
             for i in range(self.size.knobs)
-            for method in methods
+            for method in METHODS
             if i < len(METHODS[method].knobs)
         }
 
@@ -234,7 +238,7 @@ class Sweep:
         def describe(job: Job, rows: list[Row]) -> str:
             return f"reward {rows[0]['reward']:.3f} at KL {rows[0]['kl']:.3f}"
 
-        for _, rows in iterate_rows([*runs], finish, describe, name="sentiment"):
+        for _, rows in iterate_rows(select_jobs(runs, methods), finish, describe, name="sentiment"):
             yield rows
 
     # --- rows ---------------------------------------------------------------------------------------------------------
