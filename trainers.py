@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+# concatenated_inputs, _get_batch_logps and preference_loss are unused: the reference code has them in its trainers.py
 from dpo.checkpoint.parts import ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
-from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401  (the reference has one here)
+from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
-from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401  (the reference has two here)
+from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models import adapters
 from dpo.models.layouts import Microbatch
 from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_base

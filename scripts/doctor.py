@@ -82,7 +82,10 @@ class Finding(NamedTuple):
 
 
 def judge(check: str, text: str, value: float, *, ok: float = 1, warning: float = 0, fix: str | None = None) -> Finding:
-    """Judge a value: at least `ok`, at least `warning`, or a problem."""
+    """Judge a value: OK from `ok` on, warning from `warning` on.
+
+    By default `value` is true or false, and false is a warning; with `warning=1` false is a problem.
+    """
     level = OK if value >= ok else WARNING if value >= warning else PROBLEM
     return Finding(check, level, text, None if level == OK else fix or FIXES[check])
 

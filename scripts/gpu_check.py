@@ -22,7 +22,12 @@ NAMES = ("layouts", "features", "speed", "syncs", "demo", "memory", "fsdp", "rep
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_check", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer models, shapes and updates")
-    parser.add_argument("--minutes", type=float, default=30, help="tests that might exceed it are skipped")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=30,
+        help="limit of the whole check (30); tests that might exceed it are skipped",
+    )
     parser.add_argument("--only", metavar="NAME,NAME", default=",".join(NAMES), help=f"some of {', '.join(NAMES)}")
     options, pytest_options = parser.parse_known_args()
     names = options.only.replace("-", "_").split(",")

@@ -121,6 +121,15 @@ def n_evaluated(run: Run, what: str = "examples") -> float:
     return min(n, n_available) if n_available > 0 else n
 
 
+def n_effective(run: Run) -> float:
+    """Number of evaluated examples; if they have weights, fewer.
+
+    As many examples of equal weight give weighted means of the same variance: (sum w)^2 / sum w^2.
+    """
+    share = run.count("test.effective_examples") / run.count("test.examples")
+    return n_evaluated(run) * (share if share > 0 else 1)
+
+
 def evaluation_loss_error(run: Run) -> float:
     """Standard error of `loss/eval`; 0 with fewer than 20 updates.
 
@@ -133,7 +142,7 @@ def evaluation_loss_error(run: Run) -> float:
     batch_size = max(1.0, number(run.setting("batch_size", 1)))
     batch_deviation = max(float(tenth.std(ddof=1)) for tenth in np.array_split(losses, 10))
     example_deviation = batch_deviation * math.sqrt(batch_size)
-    return example_deviation / math.sqrt(n_evaluated(run))
+    return example_deviation / math.sqrt(n_effective(run))
 
 
 def find_start(run: Run) -> Means | None:
@@ -302,7 +311,7 @@ def evaluated_pairs(run: Run, n_updates: float) -> dict[str, np.ndarray] | None:
 
 
 def compare_evaluations(run: Run, name: str, first: float, last: float) -> tuple[float, float] | None:
-    """Compare two evaluations pair by pair: mean difference, standard error.
+    """Mean change per pair from the first evaluation, and its standard error.
 
     `name` is loss, margin or right, which is 1 for a margin above 0; `first` and `last` are numbers of updates. None
     unless the ledger has both evaluations of the same pairs.

@@ -15,7 +15,7 @@ from dpo.analysis.measures import (
     find_change,
     is_below,
     margin_parts,
-    n_evaluated,
+    n_effective,
 )
 from dpo.analysis.rules import NOTE, WARNING, WAYS_TO_HOLD_CHOSEN_UP, Finding, note
 from dpo.analysis.runs import Run, last_tenth, number
@@ -80,7 +80,7 @@ def _bound_fall(run: Run, *, in_nats: bool) -> float:
     if len(sums) < 10 or not scale > 0:
         return math.inf
     deviation = float(sums.std(ddof=1)) * math.sqrt(number(run.setting("batch_size", 1)))
-    return Z_98 * deviation / math.sqrt(n_evaluated(run)) / scale
+    return Z_98 * deviation / math.sqrt(n_effective(run)) / scale
 
 
 def _describe_sides(parts: MarginParts) -> str:
@@ -218,7 +218,7 @@ DATA_COUNTS = {  # of the preflight: what each is a share of, the least share th
     "joined_words": ("examples", 0.0, "Responses follow their prompts without a space: add one where they meet."),
     "contradictory_pairs": (
         "examples", 0.01,
-        "Pairs contradict an earlier pair of the same prompt: leave out one of both, or use loss.label_smoothing.",
+        "Pairs contradict an earlier pair of the same prompt: leave one of the two out, or use loss.label_smoothing.",
     ),
     "identical_pairs": (
         "tokenized", 0.01,
@@ -236,8 +236,8 @@ DATA_COUNTS = {  # of the preflight: what each is a share of, the least share th
 
 
 def data_counts(run: Run) -> Iterator[Finding]:
-    for key, (all_of_them, least_share, text) in DATA_COUNTS.items():
-        n_found, total = run.count(f"train.{key}"), run.count(f"train.{all_of_them}")
+    for key, (total_key, least_share, text) in DATA_COUNTS.items():
+        n_found, total = run.count(f"train.{key}"), run.count(f"train.{total_key}")
         if n_found > 0 and total > 0 and n_found / total >= least_share:
             value = f"{key} {n_found:,.0f} of {total:,.0f} ({percent(n_found / total)}) in the training split"
             yield note("Worth a look in the data", value, text)

@@ -22,6 +22,7 @@ from dpo.analysis.measures import (
     is_inconclusive,
     mean_error,
     mean_near,
+    n_effective,
     n_evaluated,
     student_quantile,
     wilson_interval,
@@ -170,7 +171,7 @@ def _bound_excess_loss(run: Run, last_loss: float, start: Means) -> tuple[float,
     The ledger gives both pair by pair. Without it, the loss must be a function of the margin: then it is the same for
     all pairs where policy and reference are equal, and its deviation follows from the mean loss and margin.
     """
-    n, first, last = n_evaluated(run), run.eval.updates[0], run.eval.updates[-1]
+    n, first, last = n_effective(run), run.eval.updates[0], run.eval.updates[-1]
     by_pair = compare_evaluations(run, "loss", first, last) if first == 0 else None
     if n < 2:
         return math.nan, math.nan
@@ -246,7 +247,7 @@ def reward_accuracy(run: Run) -> Iterator[Finding]:
     if not run.trains_reward_model:
         return
     accuracy, n = run.eval.last(EVAL_ACCURACY), n_evaluated(run)
-    low, high = wilson_interval(accuracy, n)
+    low, high = wilson_interval(accuracy, n_effective(run))
     yield note(
         "How often the reward model agrees with held-out preferences",
         f"{EVAL_ACCURACY} {figure(accuracy)} on {count(n, 'pair')}, 95 % interval {figure(low)} to {figure(high)}; "
@@ -260,7 +261,7 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
     if run.updates < 20:
         return
     accuracy, n = run.eval.last(EVAL_ACCURACY), n_evaluated(run)
-    low, high = wilson_interval(accuracy, n)
+    low, high = wilson_interval(accuracy, n_effective(run))
     value = f"{EVAL_ACCURACY} {figure(accuracy)} on {count(n, 'pair')}, 95 % interval {figure(low)} to {figure(high)}"
     if low > 0.5 and high < USEFUL:
         yield note(
@@ -290,7 +291,7 @@ def new_training_pairs(run: Run) -> Iterator[Finding]:
     examples, accuracies = run.train.points(TRAIN_ACCURACY)
     accuracies = accuracies[examples <= run.count("epoch")]  # none if the count is lost
     late = accuracies[len(accuracies) // 2 :]
-    if len(late) < 20 or not is_inconclusive(run.eval.last(EVAL_ACCURACY), n_evaluated(run)):
+    if len(late) < 20 or not is_inconclusive(run.eval.last(EVAL_ACCURACY), n_effective(run)):
         return
     accuracy, bound = float(late.mean()), student_quantile(len(late) - 1) * mean_error(late)
     if accuracy - bound > 0.5:
@@ -341,7 +342,7 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
         start = find_start(run)
         has_learned = train_at_last < (start.loss if start is not None else run.train.first(train_name))
     else:
-        error, has_learned = math.sqrt(2) * accuracy_error(best, n_evaluated(run)), True
+        error, has_learned = math.sqrt(2) * accuracy_error(best, n_effective(run)), True
     by_pair = compare_evaluations(run, "loss" if kind == "loss" else "right", updates[best_index], updates[-1])
     if by_pair is not None:
         _, error = by_pair
@@ -388,12 +389,12 @@ def _accuracy_did_not_fall(run: Run, *, since: float) -> bool:
     fall = float(earlier_accuracies[0] - accuracies[-1])
     # an evaluation with the best loss has a lucky accuracy too
     errors = best_of_many_quantile(len(accuracies) - 1) * math.sqrt(2)
-    return fall <= errors * accuracy_error(float(accuracies[-1]), n_evaluated(run))
+    return fall <= errors * accuracy_error(float(accuracies[-1]), n_effective(run))
 
 
 def accuracy_gap(run: Run) -> Iterator[Finding]:
     train, held_out = run.tail("train", TRAIN_ACCURACY), run.tail("eval", EVAL_ACCURACY)
-    if train - held_out > max(0.15, 2 * accuracy_error(held_out, n_evaluated(run))):
+    if train - held_out > max(0.15, 2 * accuracy_error(held_out, n_effective(run))):
         yield note(
             "Training pairs are ranked better than held-out ones",
             f"accuracy {figure(train)} against {figure(held_out)}",

@@ -294,7 +294,8 @@ def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
 def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
     """Find the state of a run.
 
-    `locked`: a process holds its lock. `ended`: it has told that it ended in order.
+    `locked`: a process holds its lock. `ended`: the caller knows that the run ended in order, though its process may
+    still hold the lock.
     """
     done, total = run.updates, run.total_updates
     progress = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpo.analysis.measures import Cost, MarginParts, is_inconclusive, n_evaluated
+from dpo.analysis.measures import Cost, MarginParts, is_inconclusive, n_effective, n_evaluated
 from dpo.analysis.rules import WARNING, Finding
 from dpo.analysis.runs import Run, number, rank_answers
 from dpo.losses import LOSSES
@@ -64,7 +64,7 @@ def give_verdict(run: Run, findings: Sequence[Finding]) -> str:
     """Sum up a run in a few short sentences."""
     n_warnings = sum(finding.level == WARNING for finding in findings)
     accuracy = run.eval.last("rewards_eval/accuracies")
-    is_unclear = math.isfinite(accuracy) and is_inconclusive(accuracy, n_evaluated(run))
+    is_unclear = math.isfinite(accuracy) and is_inconclusive(accuracy, n_effective(run))
     if not len(run.train) and not len(run.eval):
         judgement = ""
     elif n_warnings:
@@ -88,7 +88,7 @@ def _describe_result(run: Run) -> str:
         return "It was not evaluated after an update yet."
     if math.isfinite(accuracy):
         n = n_evaluated(run)
-        too_few = ", too few to tell from chance," if is_inconclusive(accuracy, n) else ""
+        too_few = ", too few to tell from chance," if is_inconclusive(accuracy, n_effective(run)) else ""
         right = f"{percent(accuracy)} of {count(n, 'held-out pair')} are ranked right"
         return f"{right}{too_few} by a mean reward margin of {figure(margin)}."
     if len(losses) == 1:
@@ -313,6 +313,9 @@ DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "mean_responses": "mean responses of a list",
     "smallest_weight": "smallest weight",
     "largest_weight": "largest weight",
+    "effective_examples": "examples of equal weight that say as much",
+    "smallest_margin": "smallest margin",
+    "largest_margin": "largest margin",
     "mean_chosen_tokens": "mean tokens, chosen",
     "mean_rejected_tokens": "mean tokens, rejected",
     "chosen_longer": "pairs with chosen longer",

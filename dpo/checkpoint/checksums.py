@@ -74,6 +74,7 @@ class HashedFile:
             wait(updates)  # also after an error, as the caller may then free the memory of `piece`
 
     def flush(self) -> None:
+        """Flush after the sync in the background, whose error is raised here."""
         if self._syncing is not None:
             self._syncing.result()  # the system reports a failed sync only once
         self._file.flush()

@@ -70,6 +70,9 @@ class SplitReport:
     mean_responses: float | None = None
     smallest_weight: float | None = None  # of data with weights
     largest_weight: float | None = None
+    effective_examples: float | None = None  # as many of equal weight give means of the same variance
+    desirable_weights: float | None = None  # their sum over labelled examples
+    undesirable_weights: float | None = None
     smallest_margin: float | None = None  # of data with margins
     largest_margin: float | None = None
     contradictory_labels: int | None = None  # responses that an earlier example of their prompt has with another label
@@ -202,6 +205,7 @@ class SplitCounter:
         if trains_on == "labels":
             self.counts.update(desirable=0, undesirable=0)
         self._numbers = {"weight": array("d"), "margin": array("d")}
+        self._weights_by_label = {"desirable": 0.0, "undesirable": 0.0}
         self._n_responses: Counter[int] = Counter()  # of ranked lists
         self.digest = hashlib.sha256()  # of prompts, responses and examples, in order
         self._formats: dict[str, str] = {}  # of prompts, by dataset
@@ -230,8 +234,10 @@ class SplitCounter:
             self._prompt_hashes.append(hash(prompt.text))
             self._first_turn_hashes.append(hash(_find_first_turn(prompt.text)))
             examples = [prompt.texts(index) for index in range(len(prompt.examples))]
-            for texts in examples:
+            for index, texts in enumerate(examples):
                 self._count_texts(prompt, texts)
+                if prompt.weights is not None and self.trains_on == "labels":
+                    self._weights_by_label["desirable" if "chosen" in texts else "undesirable"] += prompt.weights[index]
             if not prompt.rendered:  # in a rendered chat EOS ends turns
                 self._find_eos(prompt.text, examples or [{}] * (self.trains_on == "prompts"))
             yield prompt
@@ -318,6 +324,7 @@ class SplitCounter:
             mean_responses=fmean(self._n_responses.elements()) if self._n_responses else None,
             **{f"smallest_{name}": min(values, default=None) for name, values in self._numbers.items()},
             **{f"largest_{name}": max(values, default=None) for name, values in self._numbers.items()},
+            **self._sum_weights(),
             joined_example=self._joined_example,
             tokenized=len(prompt_lengths),
             longest=max(map(operator.add, prompt_lengths, longest_responses), default=0),
@@ -328,6 +335,16 @@ class SplitCounter:
             prompt_formats=self._formats,
             token_digest=digest.hexdigest(),
         )
+
+    def _sum_weights(self) -> dict[str, float]:
+        weights = np.array(self._numbers["weight"])
+        if not len(weights):
+            return {}
+        relative_weights = weights / weights.max()  # whose squares are numbers
+        sums = {"effective_examples": float(relative_weights.sum() ** 2 / (relative_weights**2).sum())}
+        if self.trains_on == "labels":
+            sums |= {f"{label}_weights": total for label, total in self._weights_by_label.items()}
+        return sums
 
     def _truncate(
         self, example: TextExample, ids: Mapping[str, list[int]], max_length: int, max_prompt_length: int

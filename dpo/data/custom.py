@@ -46,13 +46,13 @@ def get_custom(
     which names the record and `origin`.
     """
     data: PreferenceData | None = None
-    n_tied_lists = 0
+    n_tied_lists = n_pairless_lists = 0
     format_columns = FORMATS[data_format].columns if data_format else None
     options: dict[str, Any] = {"name": name, "origin": origin, "trains_on": trains_on, "with_margins": with_margins}
     options["format_columns"] = format_columns
     recognized = recognize_columns(find_columns(rows), columns, **options)
     used = recognized.used
-    if trains_on == "prompts":  # answers that a policy draws are of no record
+    if trains_on == "prompts":  # weights belong to a record's responses, and a policy draws others
         used.pop("weight", None)
     if "responses" in used:  # the pairs of a list have different margins
         used.pop("margin", None)
@@ -83,6 +83,7 @@ def get_custom(
         if record.is_list:
             scores = _read_scores(row, used, len(responses), where, trains_on=trains_on)
             n_tied_lists += len(set(scores)) < len(scores)
+            n_pairless_lists += len(set(scores)) == 1
             data.add_list(prompt, responses, scores)
         elif record.label is not None:
             data.add_labelled(prompt, *responses, is_desirable=record.label)
@@ -98,6 +99,11 @@ def get_custom(
         note = f"format {data_format}" + (f"; {note}" if note else "")
     if note:
         data.notes.append(f"{origin}: {note}")
+    if trains_on == "pairs" and n_pairless_lists and n_pairless_lists == len(rows):
+        raise InputError(
+            f"{origin}: the responses of each list have equal scores, which make no pair: score them, or train with "
+            f"loss=sft"
+        )
     if n_tied_lists:
         data.notes.append(f"{origin}: {count(n_tied_lists, 'list')} with equal scores, which make no pair")
     return data

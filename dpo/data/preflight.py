@@ -284,7 +284,7 @@ def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> lis
     """Return a warning about labels of one kind alone, or KTO's weights.
 
     The weighted number of desirable examples should be 1 to 4/3 times that of undesirable ones (arXiv 2402.01306,
-    section 4).
+    section 4). An example of data with weights counts as its weight.
     """
     weights = [options.get(f"{label}_weight", 1) for label in ("desirable", "undesirable")]
     if report.desirable is None or not all(weights):  # another loss, or one that is to learn from one kind alone
@@ -294,17 +294,20 @@ def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> lis
         return [f"the train split has no {missing} response, and a loss of labels learns from both kinds: add some"]
     if "desirable_weight" not in options:
         return []
-    desirable, undesirable = weights[0] * report.desirable, weights[1] * report.undesirable
+    counts, number = (report.desirable, report.undesirable), "number"
+    if report.desirable_weights and report.undesirable_weights:
+        counts, number = (report.desirable_weights, report.undesirable_weights), "weight"
+    desirable, undesirable = (weight * n for weight, n in zip(weights, counts, strict=True))
     if 0.99 * undesirable <= desirable <= 1.01 * 4 / 3 * undesirable:  # the advised weights are rounded
         return []
     if desirable < undesirable:
-        fix = "loss.desirable_weight", undesirable / report.desirable, 4 / 3 * undesirable / report.desirable
+        fix = "loss.desirable_weight", undesirable / counts[0], 4 / 3 * undesirable / counts[0]
     else:
-        fix = "loss.undesirable_weight", 3 / 4 * desirable / report.undesirable, desirable / report.undesirable
+        fix = "loss.undesirable_weight", 3 / 4 * desirable / counts[1], desirable / counts[1]
     return [
-        "loss.desirable_weight times the number of desirable responses is {:.3g} times loss.undesirable_weight times "
+        "loss.desirable_weight times the {} of desirable responses is {:.3g} times loss.undesirable_weight times "
         "that of undesirable ones, and the paper of KTO advises 1 to 4/3: try {} from {:.3g} to {:.3g}".format(
-            desirable / undesirable, *fix
+            number, desirable / undesirable, *fix
         )
     ]
 

@@ -1,7 +1,7 @@
 """The table of losses, and what each of them needs.
 
-The functions are in `formulas.py`, and the options that all losses have in `options.py`. Imports no torch, so that a
-config is checked quickly.
+The functions are in `formulas.py`, and the options that losses of pairs share in `options.py`. Imports no
+torch, so that a config is checked quickly.
 """
 
 from __future__ import annotations

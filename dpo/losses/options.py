@@ -1,4 +1,4 @@
-"""Options that all losses of pairs have.
+"""Options that losses of pairs share.
 
 They change the scores that a loss gets, or the losses that it returns. Pure tensor functions, as in `formulas.py`. The
 keys of the options are in `config/loss/options/`.
@@ -14,7 +14,8 @@ from dpo.losses.formulas import Scores
 if TYPE_CHECKING:
     from torch import Tensor
 
-# the margins are in the scores, and the formulas subtract them. The others but the first need a reference
+# All but sft_weight and offset_by_margin need a reference. offset_by_margin is not applied here: the formulas subtract
+# the margin, which is in the scores as `offset`.
 OPTIONS = ("sft_weight", "wpo", "ld_alpha", "f_divergence", "f_alpha", "offset_by_margin")
 
 

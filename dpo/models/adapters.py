@@ -468,7 +468,7 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """The number of a model's parameters, with all shards and 4-bit weights."""
+    """Count parameters, trainable and all, with all shards and 4-bit weights."""
     n_trainable = sum(parameter.numel() for parameter in trained_parameters(model))
     n_total = sum(parameter.numel() for parameter in model.parameters())
     for layer in model.modules():

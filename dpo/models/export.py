@@ -45,11 +45,12 @@ def export(
 ) -> Path:
     """Write a directory for `AutoModelForCausalLM.from_pretrained`, and return it.
 
-    That of a reward model is for `AutoModelForSequenceClassification.from_pretrained` and `online.reward_model`. It is
-    written whole or not at all. `checkpoint` is the path of a run, checkpoint or adapter; `model` is the path of its
-    base, if that has moved (see `find_origin`). If `dtype` is None, the weights keep their dtype. An adapter is written
-    as an adapter, which names its base, or with `merge` as the sum of both. With `verify`, a checkpoint that has
-    checksums is first compared with them.
+    The directory of a reward model is for `AutoModelForSequenceClassification.from_pretrained` and
+    `online.reward_model` instead. A directory is written whole or not at all.
+    `checkpoint` is the path of a run, checkpoint or adapter; `model` is the path of its base, if the base has moved
+    (see `find_origin`). If `dtype` is None, the weights keep their dtype. An adapter is written as an adapter that
+    names its base, or with `merge` as one model, base plus adapter. With `verify`, the files to be exported are first
+    compared with the checkpoint's checksums, if it has any.
     Raises InputError if the checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()

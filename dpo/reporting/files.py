@@ -53,14 +53,14 @@ class Appender(Callback):
     def _truncate(self, path: Path, size: int | None) -> None:
         """Truncate a file to its size at the checkpoint, or less.
 
-        A damaged file is truncated to its complete records. `size` is None if the checkpoint does not know the file,
+        A damaged file is truncated to its complete records. `size` is None if the checkpoint did not record the file,
         which is then renamed.
         """
         size_now = path.stat().st_size if path.exists() else 0
         if size is None:
             if size_now:
                 aside = self._move_aside(path)
-                self.context.log(f"warning: no checkpoint knows {path}: it is renamed to {aside.name}")
+                self.context.log(f"warning: no checkpoint recorded {path}: it is renamed to {aside.name}")
             return
         n_bytes_left = min(size, size_now)  # of those logged before the checkpoint
         end = self.find_end(path, n_bytes_left)

@@ -15,6 +15,7 @@ from dpo.data.examples import Example
 from dpo.models.answers import Drawn
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.files import Appender
+from dpo.settings.choices import NUMBER_FIELDS
 from dpo.system.run_directory import PARQUET, STREAM
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ class Ledger(Appender):
         super().__init__(context)
         self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
         self.online = context.plan.online is not None
-        train = context.data.report.train
-        self.weighted = train.largest_weight is not None or train.largest_margin is not None
+        report = context.data.report
+        largest = [getattr(split, f"largest_{name}") for split in (report.train, report.test) for name in NUMBER_FIELDS]
+        self.weighted = any(number is not None for number in largest)
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:

@@ -33,7 +33,9 @@ class TensorBoardLogger(Callback):
         folder = self.context.run_dir / "tensorboard"
         try:
             if self._n_examples is None and folder.is_dir():
-                self.context.log(f"warning: no checkpoint knows {folder}: it is renamed to {move_aside(folder).name}")
+                self.context.log(
+                    f"warning: no checkpoint recorded {folder}: it is renamed to {move_aside(folder).name}"
+                )
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{folder} cannot be written: {error}; choose another local_run_dir") from error

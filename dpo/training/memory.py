@@ -642,7 +642,10 @@ SUGGESTIONS = (  # settings that may save memory: the key, and the value to try 
 
 
 def suggest(plan: Plan, data: TrainingData) -> list[str]:
-    """The three settings that save most, with the memory then needed."""
+    """Find the three settings that save most, with the memory then needed.
+
+    The memory of each is that of the plan with this setting alone changed.
+    """
     memory, suggestions = predict(plan, data), []
     min_saved = MIN_SAVED_SHARE * (memory.total() - memory["process"])
     for key, choose_value in SUGGESTIONS:
@@ -658,7 +661,7 @@ def suggest(plan: Plan, data: TrainingData) -> list[str]:
             continue
         if memory.total() - total > min_saved:
             value_text = str(value).lower() if isinstance(value, bool) else value  # as on the command line
-            suggestions.append((total, f"{key}={value_text} (then {total / 1e9:.2f} GB in all)"))
+            suggestions.append((total, f"{key}={value_text} (then {total / 1e9:.2f} GB per process)"))
     suggestions.sort()  # by the memory then needed
     return [text for _, text in suggestions[:3]]
 
@@ -771,7 +774,7 @@ def find_fewest_steps(steps: int, *, held: int, peak: int, total: int) -> int:
 
 
 def _join(suggestions: list[str]) -> str:
-    return ", ".join(suggestions) or "a smaller model, or more processes with trainer=FSDPTrainer"
+    return ", or ".join(suggestions) or "a smaller model, or more processes with trainer=FSDPTrainer"
 
 
 def _find_device_memory(plan: Plan) -> int:

@@ -36,7 +36,7 @@ class Reduced(NamedTuple):
         if not self.examples:
             return {}
         n_examples = len(next(iter(self.examples.values())))
-        all_weights = torch.tensor(weights if any(weights) else [1.0] * n_examples)  # (B,)
+        all_weights = torch.tensor(weights if any(weights) else [1.0] * n_examples, dtype=torch.float64)  # (B,)
         names = [name for name in self.examples if not name.startswith(REFERENCE)]
         weights_by_role = {}
         if examples:

@@ -6,7 +6,7 @@ The frozen reference's log-probabilities are cached by example, so that each exa
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,19 +78,31 @@ def make_scores(columns: NamedTensors) -> Scores:
     return Scores(**fields)
 
 
-def rank_labelled(chosen: torch.Tensor, rejected: torch.Tensor, is_chosen: torch.Tensor) -> torch.Tensor:
-    """Share of the other kind that each response is ranked right against.
+def _note_weights(batches: Iterable[Batch], weights: list[float]) -> Iterator[Batch]:
+    """Yield the batches, and add the weights of their examples to `weights`."""
+    for batch in batches:
+        weights += batch.weights
+        yield batch
 
-    All are (B,); an example has a reward of one kind, `chosen` if `is_chosen`. A tie counts half. The mean over either
-    kind, and so over all examples, is the area under the ROC curve.
+
+def rank_labelled(
+    chosen: torch.Tensor, rejected: torch.Tensor, is_chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Share of the other kind, by weight, that each ranks right.
+
+    All are (B,); an example has a reward of one kind, `chosen` if `is_chosen`. A tie counts half. The weighted mean
+    over either kind, and so over all examples, is the area under the ROC curve.
     """
-    desirable, undesirable = chosen[is_chosen].sort().values, rejected[~is_chosen].sort().values
 
-    def find_share_below(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        n_below, n_up_to = (torch.searchsorted(others, values, right=right) for right in (False, True))
-        return (n_below + n_up_to).to(values) / (2 * len(others))
+    def find_share_below(values: torch.Tensor, others: torch.Tensor, other_weights: torch.Tensor) -> torch.Tensor:
+        others, order = others.sort()
+        sums = torch.cat([weights.new_zeros(1), other_weights[order].cumsum(0)])  # of the k lowest, at index k
+        below, up_to = (sums[torch.searchsorted(others, values, right=right)] for right in (False, True))
+        return (below + up_to) / (2 * sums[-1])
 
-    return find_share_below(chosen, undesirable).where(is_chosen, 1 - find_share_below(rejected, desirable))
+    below_chosen = find_share_below(chosen, rejected[~is_chosen], weights[~is_chosen])
+    below_rejected = find_share_below(rejected, chosen[is_chosen], weights[is_chosen])
+    return below_chosen.where(is_chosen, 1 - below_rejected)
 
 
 class BatchContext(NamedTuple):
@@ -99,7 +111,7 @@ class BatchContext(NamedTuple):
     B is the number of examples of the global batch. Tensors are on the device.
     """
 
-    weights: torch.Tensor  # (B,), from `Batch.weights`
+    weights: torch.Tensor  # (B,), `Batch.weights` over the largest of them
     total_weight: float  # the sum of the weights, or 1 if all are 0
     reference: torch.Tensor | None = None  # (B, columns of `Loss.reference_columns`), log-probabilities if known
     statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
@@ -192,10 +204,11 @@ class Objective:
         columns, reference = self._compute_scores(microbatch, cached_reference, with_reference=loss.reference)
         statistic = None
         if context is not None:
-            # a tie has no gradient: it would be NaN where the loss is infinite, as 0 times infinity is
+            # Examples of weight 0, such as an online run's ties, are detached: multiplied by 0 alone, the gradient of
+            # an infinite loss would be NaN.
             has_weight = context.weights[microbatch.indices] > 0
-            trained = {name: values for name, values in columns.items() if values.requires_grad}
-            columns |= {name: values.where(has_weight, values.detach()) for name, values in trained.items()}
+            with_gradient = {name: values for name, values in columns.items() if values.requires_grad}
+            columns |= {name: values.where(has_weight, values.detach()) for name, values in with_gradient.items()}
             if context.statistic is not None:
                 statistic = context.statistic[microbatch.indices]
         scores = make_scores(columns)
@@ -250,7 +263,9 @@ class Objective:
         A batch statistic costs a forward pass of policy and reference on every microbatch, or on every mismatched one.
         Otherwise the microbatches themselves compute what the reference's cache lacks.
         """
-        weights, total_weight = self._to_device(torch.tensor(batch.weights)), sum(batch.weights) or 1.0
+        largest = max(batch.weights) or 1.0
+        relative_weights = [weight / largest for weight in batch.weights]  # float32 may not hold the weights themselves
+        weights, total_weight = self._to_device(torch.tensor(relative_weights)), sum(relative_weights) or 1.0
         # a loss that sees the whole batch at once computes its statistic itself
         sees_whole_batch = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if self.loss.batch_statistic is None or batch.mismatched is not None or sees_whole_batch:
@@ -277,7 +292,7 @@ class Objective:
         """
         if not any(weights):
             return None
-        has_weight = torch.tensor(weights) > 0
+        has_weight = torch.tensor([weight > 0 for weight in weights])
         # fields of `Scores` that are not tensors are None, or the running average
         weighted = Scores(*(field[has_weight] if torch.is_tensor(field) else field for field in scores))
         values = self.loss.find_batch_statistic(weighted._replace(average=self.average.value))
@@ -293,7 +308,8 @@ class Objective:
         examples. With `loss.momentum=1`, which disables the average, it stays 0. `mismatched` are those of the batches,
         if the loss needs them.
         """
-        scores, reference = self._compute_all_scores(batches)
+        weights: list[float] = []
+        scores, reference = self._compute_all_scores(_note_weights(batches, weights))
         if self.loss.mismatched:
             mismatched_scores, _ = self._compute_all_scores(mismatched)
             scores = scores._replace(batch_statistic=self.loss.find_batch_statistic(mismatched_scores))
@@ -309,7 +325,9 @@ class Objective:
             chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
             # rewards of equal models differ only by rounding, which must not count as ranking
             factor = 0 if self.models_are_equal else 1
-            metrics["rewards_eval/auc"] = rank_labelled(factor * chosen, factor * rejected, has_role["chosen"])
+            metrics["rewards_eval/auc"] = rank_labelled(
+                factor * chosen, factor * rejected, has_role["chosen"], torch.tensor(weights, dtype=chosen.dtype)
+            )
         return Reduced(metrics, {})
 
     @torch.no_grad()

@@ -133,7 +133,7 @@ def grow_scores(trunk: Any, head: Any, task: Task, prompts: Any, *, per_token: b
 
 
 def leaf_values(grow: Any, prompts: np.ndarray) -> np.ndarray:
-    """Values of all leaves, (prompts, leaves), by `grow` for a few prompts."""
+    """Values of all leaves, (prompts, leaves); `grow` takes a few prompts."""
     import torch
 
     with torch.no_grad():

@@ -58,26 +58,27 @@ ONLINE = ("online=online", *SCORER, "online.ties=skip")  # a tie here is a respo
 IPO_BETAS = (0.5, 0.2, 0.1, 0.03, 0.01)
 REWARD_MODELS = ("rm_last", "rm_tokens")  # runs that train no policy
 
+# learning rates and passes are those that --tune chose
 METHODS = {
-    "dpo": Method("DPO", DPO, BETAS, 2e-3, between=(0.55,), core=(1.0, 0.3, 0.1, 0.01), control=True),
+    "dpo": Method("DPO", DPO, BETAS, 1e-3, between=(0.55,), core=(1.0, 0.3, 0.1, 0.01), control=True),
     "cdpo": Method("conservative DPO", CDPO, BETAS, 2e-3, between=(0.55,)),
     "ipo": Method("IPO", IPO, IPO_BETAS, 2e-3, between=(0.055,)),
-    "simpo": Method("SimPO", SIMPO, (30.0, 10.0, 3.0, 1.0, 0.3), 2e-3),
-    "apo_zero": Method("APO-zero", APO, (3.0, 1.0, 0.3, 0.1, 0.03), 1e-3),
+    "simpo": Method("SimPO", SIMPO, (30.0, 10.0, 3.0, 1.0, 0.3), 1e-3),
+    "apo_zero": Method("APO-zero", APO, (3.0, 1.0, 0.3, 0.1, 0.03), 2e-3, 2),
     "kto": Method("KTO", KTO, BETAS, 1e-3, examples=2, core=(0.3, 0.1)),
     "online_dpo": Method(
         "online DPO", (*DPO, *ONLINE), BETAS, 2e-3,
         fresh=True, between=(0.17,), core=(1.0, 0.3, 0.1, 0.01), control=True,
     ),
-    "dpo_once": Method("DPO, each pair seen once", DPO, BETAS, 2e-3, fresh=True),
-    "preferred_sft": Method("SFT on the chosen", ("loss=sft",), (1, 4, 16), 1e-3, 1, "passes", core=(1, 16)),
-    "unlikelihood": Method("Unlikelihood", (), (0.01, 0.03, 0.1, 0.3, 1.0), 1e-3, 4, "alpha", core=(0.01, 0.1, 1.0)),
-    "reinforce": Method("REINFORCE, true reward", (), BETAS, 2e-3, fresh=True),
+    "dpo_once": Method("DPO, each pair seen once", DPO, BETAS, 4e-3, 1, fresh=True),
+    "preferred_sft": Method("SFT on the chosen", ("loss=sft",), (1, 4, 16), 5e-4, 2, "passes", core=(1, 16)),
+    "unlikelihood": Method("Unlikelihood", (), (0.01, 0.03, 0.1, 0.3, 1.0), 4e-3, 1, "alpha", core=(0.01, 0.1, 1.0)),
+    "reinforce": Method("REINFORCE, true reward", (), BETAS, 1e-3, fresh=True),
     # an update has 4 prompts in place of 16, with all their responses
-    "exact_rl": Method("exact RL, true reward", (), BETAS, 2e-3, fresh=True, pairs=16, core=(0.3, 0.1)),
-    "rm_last": Method("reward model, last token", (), (None,), 2e-3, core=(None,)),
-    "rm_tokens": Method("reward model, per token", (), (None,), 2e-3, core=(None,)),
-    "dpo_noisy": Method("DPO", DPO, BETAS, 2e-3, noisy=True, between=(0.55,)),
+    "exact_rl": Method("exact RL, true reward", (), BETAS, 5e-4, fresh=True, pairs=16, core=(0.3, 0.1)),
+    "rm_last": Method("reward model, last token", (), (None,), 1e-3, core=(None,)),
+    "rm_tokens": Method("reward model, per token", (), (None,), 1e-3, core=(None,)),
+    "dpo_noisy": Method("DPO", DPO, BETAS, 1e-3, noisy=True, between=(0.55,)),
     "cdpo_noisy": Method("conservative DPO", CDPO, BETAS, 2e-3, noisy=True, between=(0.55,)),
     "ipo_noisy": Method("IPO", IPO, IPO_BETAS, 2e-3, noisy=True, between=(0.055,)),
 }  # fmt: skip

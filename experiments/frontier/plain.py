@@ -57,7 +57,7 @@ class RewardModel(torch.nn.Module):
     def leaf_scores(self, task: Task, prompts: np.ndarray) -> np.ndarray:
         """Score of every response to every prompt, (prompts, leaves)."""
 
-        def grow(part: Any) -> Any:
+        def grow(part: Any) -> Any:  # some of the prompts
             return exact.grow_scores(self.trunk, self.head, task, part, per_token=self.per_token)
 
         return exact.leaf_values(grow, prompts)

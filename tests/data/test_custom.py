@@ -347,7 +347,8 @@ def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the
     notes = ["mine: format ranked", "mine: 1 list with equal scores, which make no pair"]
     assert get_custom([RANKED], "mine", tokenizer).notes == notes
     all_equal = {**RANKED, "scores": [0] * 4}
-    assert take([all_equal], tokenizer, "pairs") == take([all_equal], tokenizer, "pairs", list_pairs="best_worst") == []
+    with pytest.raises(InputError, match="mine: the responses of each list have equal scores, which make no pair"):
+        get_custom([all_equal], "mine", tokenizer)
     assert len(take([all_equal, {**RANKED, "prompt": "R:"}], tokenizer, "pairs")) == 5
 
 

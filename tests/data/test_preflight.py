@@ -72,6 +72,10 @@ def test_weights_that_leave_labels_out_of_balance_are_warned_about(counts, weigh
     assert len(warnings) == (advice is not None)
     assert all(warning.endswith(advice) for warning in warnings)
     assert find_weight_warnings(SplitReport(), {"beta": 0.1}) == []  # another loss
+    by_weight = SplitReport(desirable=50, undesirable=50, desirable_weights=counts[0], undesirable_weights=counts[1])
+    if all(counts):
+        found = find_weight_warnings(by_weight, options)
+        assert found == [warning.replace("the number", "the weight") for warning in warnings]
 
 
 def prepare(folder, *, trains_on: str = "pairs", batch_size: int = 2, batch_parts: int = 1) -> TrainingData:

@@ -152,7 +152,7 @@ EXAMPLES = [Example((1,), ((2, 3), (4,)), (i, 0), "hh", f"{i}", truncated=False)
 
 
 def ledger_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> Ledger:
-    data = SimpleNamespace(report=SimpleNamespace(examples_per_epoch=8, train=SplitReport()))
+    data = SimpleNamespace(report=SimpleNamespace(examples_per_epoch=8, train=SplitReport(), test=SplitReport()))
     ledger = Ledger(
         RunContext(resolve(OmegaConf.create({"batch_size": 4, "online": {"name": "none"}})), run_dir, 0, data, print)
     )

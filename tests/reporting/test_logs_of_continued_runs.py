@@ -58,8 +58,8 @@ def test_what_no_checkpoint_knows_is_moved_aside_and_the_warning_names_it(run, t
 
     said = capsys.readouterr().out
     folder = tmp_path / "run"
-    assert f"warning: no checkpoint knows {folder / STREAM}: it is renamed to {STREAM}.old.1" in said
-    assert f"warning: no checkpoint knows {folder / 'tensorboard'}: it is renamed to tensorboard.old" in said
+    assert f"warning: no checkpoint recorded {folder / STREAM}: it is renamed to {STREAM}.old.1" in said
+    assert f"warning: no checkpoint recorded {folder / 'tensorboard'}: it is renamed to tensorboard.old" in said
     assert (folder / f"{STREAM}.old").read_text() == "precious"
     assert (folder / f"{STREAM}.old.1").read_bytes() == (tmp_path / "other" / STREAM).read_bytes()
     assert (folder / f"{PARQUET}.old").read_bytes() == (tmp_path / "other" / PARQUET).read_bytes()

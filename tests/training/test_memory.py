@@ -274,7 +274,7 @@ def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
     found = suggest(resolve(config), load_data(resolve(config), silent=True))
 
     assert 1 <= len(found) <= 3
-    sizes = [float(re.search(r"\(then ([\d.]+) GB in all\)", text)[1]) for text in found]
+    sizes = [float(re.search(r"\(then ([\d.]+) GB per process\)", text)[1]) for text in found]
     assert sizes == sorted(sizes)
     tried = compose("batch_size=16", "n_examples=16", "eval_every=16", "gradient_accumulation_steps=16")
     assert all(
