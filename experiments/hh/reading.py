@@ -48,9 +48,8 @@ def collect(rows: Sequence[Row], method: str) -> dict[float, Evaluation]:
     found = {}
     for share in sorted({row["share"] for row in rows if row["method"] == method}):
         own = sorted((r for r in rows if (r["method"], r["share"]) == (method, share)), key=lambda row: row["fold"])
-        columns = (np.concatenate([row[key] for row in own]) for key in ("pairs", *ROLES))
-        kls = np.concatenate([row["kl"] for row in own])
-        found[share] = Evaluation(*columns, estimate_mean(kls, range(len(kls))))
+        pairs, chosen, rejected, kls = (np.concatenate([row[key] for row in own]) for key in ("pairs", *ROLES, "kl"))
+        found[share] = Evaluation(pairs, chosen, rejected, estimate_mean(kls, range(len(kls))))
     return found
 
 

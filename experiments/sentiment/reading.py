@@ -13,7 +13,7 @@ from experiments.runs import Row
 from experiments.sentiment.sweep import METHODS
 
 REFERENCE, BEST = "reference", "best_of_n"
-PLANNED_KLS = (0.5, 1.0, 2.0)
+PLANNED_KLS = (0.2, 0.5, 1.0, 2.0)
 PLANNED = (  # the first method's reward less the second's at equal KL, planned before the runs
     ("ipo", "dpo"),
     ("online_dpo", "dpo"),
