@@ -104,6 +104,6 @@ def best_of(n: int, rewards: np.ndarray) -> np.ndarray:
     return np.sort(rewards, axis=1) @ shares
 
 
-def bound_kl_of_best(n: int) -> float:
+def bound_best_kl(n: int) -> float:
     """log n - (n - 1) / n, at most which the KL of best-of-n is."""
     return float(np.log(n) - (n - 1) / n)

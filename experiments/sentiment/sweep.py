@@ -291,6 +291,6 @@ class Sweep:
         n_samples = rewards.shape[1]
         for n in [2**k for k in range(n_samples.bit_length()) if 2**k <= n_samples]:
             method = "reference" if n == 1 else "best_of_n"
-            kl = {"kl": data.bound_kl_of_best(n), "kl_half_width": 0.0}
+            kl = {"kl": data.bound_best_kl(n), "kl_half_width": 0.0}
             rows.append({"method": method, "knob": n, **self.make_row(data.best_of(n, rewards)), **kl})
         return rows

@@ -126,8 +126,8 @@ def test_best_of_n_is_the_mean_over_all_subsets():
     for n in (1, 2, 5, 6):
         subsets = [rewards[:, list(chosen)].max(1) for chosen in itertools.combinations(range(6), n)]
         assert data.best_of(n, rewards) == pytest.approx(np.mean(subsets, axis=0))
-    assert data.bound_kl_of_best(1) == 0
-    assert data.bound_kl_of_best(4) == pytest.approx(np.log(4) - 3 / 4)
+    assert data.bound_best_kl(1) == 0
+    assert data.bound_best_kl(4) == pytest.approx(np.log(4) - 3 / 4)
 
 
 def test_labels_follow_bradley_and_terry():
