@@ -225,9 +225,9 @@ def get_dataset(
 
     `dataset_sources[name]` says where a dataset is; only built-in datasets need none. For custom data, `tokenizer`
     renders chat messages, `trains_on` says what kind of examples its columns must provide, and `with_margins` whether a
-    column `margin` is read. A source without splits,
-    such as one file, is split by prompt: a tenth, at least one, drawn with seed 42, is the test split. Raises
-    InputError for an unknown name, a missing split, a row without a field, and empty data.
+    column `margin` is read. A source without splits, such as one file, is split by prompt: a tenth, at least one,
+    drawn with seed 42, is the test split. Raises InputError for an unknown name, a missing split, a row without a
+    field, and empty data.
     """
     configured_source = (dataset_sources or {}).get(name)
     if name == "demo":

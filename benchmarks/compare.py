@@ -244,7 +244,7 @@ def write_pairs(overrides: Sequence[str], updates: int, folder: Path) -> dict[st
     """Write the pairs of our batches in order, and return TRL's settings."""
     config = compose([*COMMON, f"local_run_dir={folder}/run", *overrides])
     config.n_examples = (updates + 1) * config.batch_size
-    rows = [{"prompt": prompt.text, **texts} for prompt, _, texts in read_pairs(config)]
+    rows = [{"prompt": prompt.text, **texts} for prompt, _, texts, _ in read_pairs(config)]
     (folder / "train.json").write_text(json.dumps(rows))
     return {
         "model": config.model.name_or_path,

@@ -107,7 +107,7 @@ def train_with_trl(out: Path, name: str, python: str, config: Any) -> None:
         **{"save_strategy": "steps", "save_steps": 20, "save_total_limit": 1},
     }
     rows = {
-        split: [{"prompt": prompt.text, **texts} for prompt, _, texts in read_pairs(config, split)]
+        split: [{"prompt": prompt.text, **texts} for prompt, _, texts, _ in read_pairs(config, split)]
         for split in ("train", "test")
     }
     folder = find_folder(out, name)

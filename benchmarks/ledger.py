@@ -45,7 +45,7 @@ def main() -> None:
     options = parser.parse_args()
     n, append_secs = options.batch_size, []
     train = SimpleNamespace(largest_weight=None, largest_margin=None)
-    data: Any = SimpleNamespace(report=SimpleNamespace(train=train, examples_per_epoch=n * options.updates))
+    data: Any = SimpleNamespace(report=SimpleNamespace(train=train, test=train, examples_per_epoch=n * options.updates))
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(RunContext(make_plan({"batch_size": n}), Path(folder), 0, data, print))
         ledger.on_start()

@@ -28,7 +28,7 @@ from dpo.data.schema import SURROGATE, is_sharegpt
 from dpo.data.sources import iterate_places, load_rows
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.settings.choices import DATA_FORMATS
+from dpo.settings.choices import DATA_FORMATS, TOOLS
 from dpo.settings.places import SUFFIXES, Source, find_suffix
 from dpo.system.plain_files import replacing
 
@@ -127,8 +127,8 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
             continue
         taken = [name for name in target_columns if name not in used.values() and row.get(name)]
         changes += [f"the column {name} is left out" for name in taken]
-        lost_keys = _find_other_keys(row[column] for column in used.values() if column in row)
-        lost_keys -= _find_other_keys(written.values())
+        lost_keys = _find_other_keys(row[column] for field, column in used.items() if field != TOOLS and column in row)
+        lost_keys -= _find_other_keys(written.values()) | {"tool_calls"}  # which a format holds in its own way
         for change in [*changes, *(f"the key {key} of messages is left out" for key in sorted(lost_keys))]:
             report.add(change, where)
         converted.append((where, written | {key: value for key, value in row.items() if key not in own_columns}))
@@ -177,7 +177,9 @@ def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collec
         for key, value in list(row.items()):
             if is_table and isinstance(value, (list, dict)):
                 if key in needed:
-                    raise InputError(f"a {suffix} file cannot hold chat messages ({where}): write .jsonl or .parquet")
+                    raise InputError(
+                        f"a {suffix} file cannot hold chat messages or turns ({where}): write .jsonl or .parquet"
+                    )
                 report.add(f"the column {key} is left out", where)
                 del row[key]
             elif not isinstance(value, (str, bool, int, float, list, dict, type(None))):

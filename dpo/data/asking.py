@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from dpo.data.schema import ASSISTANT, Messages, get_field
+from dpo.data.schema import ASSISTANT, Messages, read_message
 from dpo.data.sources import HUB_IDS
 from dpo.data.table import Prompt
 from dpo.errors import InputError
@@ -74,7 +74,7 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str) -
         if prompt_format == RAW or is_dialogue:
             return prompt
         prompt = [{"role": "user", "content": prompt}]
-    messages = [{key: get_field(message, key, where) for key in ("role", "content")} for message in prompt]
+    messages = [read_message(message, where) for message in prompt]
     if not messages:
         raise InputError(f"{where}: the prompt has no messages")
     if prompt_format == RAW:
@@ -94,7 +94,7 @@ def render_dialogue(messages: Messages, where: str) -> str:
     return "".join(turns) + ASSISTANT
 
 
-def _render_chat(messages: list[dict[str, str]], tokenizer: Any, where: str) -> str:
+def _render_chat(messages: Messages, tokenizer: Any, where: str) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on unusual content

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from dpo.data.examples import Example, TextExample, encode_examples
+from dpo.data.examples import Example, TextExample, encode_examples, make_labels
 from dpo.data.tokenization import TextEncoder, TruncationMode, encode_texts
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
@@ -39,19 +40,22 @@ class PaddedBatch(TypedDict):
 
 
 def make_batch_element(
-    prompt: str, texts: Mapping[str, str], prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]
+    prompt: str,
+    texts: Mapping[str, str],
+    prompt_ids: Sequence[int],
+    responses: Sequence[tuple[Sequence[int], Sequence[int]]],
 ) -> dict[str, Any]:
     """Make a row of a `PaddedBatch`, before padding.
 
-    `texts` has the responses by role, and `responses` their token ids.
+    `texts` has the responses by role, and `responses` their token ids and cuts.
     """
     element: dict[str, Any] = {"prompt": prompt}
-    for (role, text), response_ids in zip(texts.items(), responses, strict=True):
+    for (role, text), (response_ids, cuts) in zip(texts.items(), responses, strict=True):
         element[role] = prompt + text
         element[f"{role}_response_only"] = text
         element[f"{role}_input_ids"] = [*prompt_ids, *response_ids]
         element[f"{role}_attention_mask"] = [1] * (len(prompt_ids) + len(response_ids))
-        element[f"{role}_labels"] = [IGNORE_INDEX] * len(prompt_ids) + [*response_ids]
+        element[f"{role}_labels"] = [IGNORE_INDEX] * len(prompt_ids) + make_labels(response_ids, cuts)
     element["prompt_input_ids"] = list(prompt_ids)
     element["prompt_attention_mask"] = [1] * len(prompt_ids)
     return element
@@ -83,7 +87,7 @@ def tokenize_batch_element(
         max_length=max_length,
         max_prompt_length=max_prompt_length,
     )
-    return make_batch_element(prompt, texts, prompt_ids, responses)
+    return make_batch_element(prompt, texts, prompt_ids, [(response, ()) for response in responses])
 
 
 def find_examples(batch: PaddedBatch) -> list[Example]:
@@ -92,16 +96,22 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
     roles = tuple(role for role in ("chosen", "rejected") if f"{role}_input_ids" in rows)
     examples = []
     for row in range(len(rows["chosen_input_ids"])):
-        prompts, responses = [], []
+        scored = {role: (rows[f"{role}_labels"][row] != IGNORE_INDEX).tolist() for role in roles}
+        # a batch that is made by hand may have no prompts of its own: then all responses begin with a scored token
+        if "prompt_attention_mask" in rows:
+            prompt_length = int(rows["prompt_attention_mask"][row].sum())
+        else:
+            prompt_length = scored["chosen"].index(True)
+        prompts, responses, cuts = [], [], []
         for role in roles:
-            ids, mask, labels = (rows[f"{role}_{key}"][row] for key in ("input_ids", "attention_mask", "labels"))
-            length = int(mask.sum())
-            # prompt tokens come first, and are those that are not padding and labelled -100
-            prompt_length = int(((labels == IGNORE_INDEX) & (mask == 1)).sum())
-            prompts.append(tuple(ids[:prompt_length].tolist()))
-            responses.append(tuple(ids[prompt_length:length].tolist()))
+            length = int(rows[f"{role}_attention_mask"][row].sum())
+            ids = rows[f"{role}_input_ids"][row][:length].tolist()
+            prompts.append(tuple(ids[:prompt_length]))
+            responses.append(tuple(ids[prompt_length:]))
+            changes = pairwise([True, *scored[role][prompt_length:length], True])
+            cuts.append(tuple(i for i, (before, after) in enumerate(changes) if before != after))
         assert all(prompt == prompts[0] for prompt in prompts), "chosen and rejected have one prompt"
-        examples.append(Example(prompts[0], tuple(responses), roles=roles))
+        examples.append(Example(prompts[0], tuple(responses), roles=roles, cuts=tuple(cuts) if any(cuts) else ()))
     return examples
 
 
@@ -111,7 +121,7 @@ def padded_batch(
     """Tokenize, truncate and pad the examples of a batch."""
     encoded = encode_examples(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
     elements = [
-        make_batch_element(example.prompt.text, example.texts, token_ids.prompt, token_ids.responses)
+        make_batch_element(example.prompt.text, example.texts, token_ids.prompt, token_ids.cut_responses)
         for example, token_ids in zip(examples, encoded, strict=True)
     ]
     return collate(elements, find_pad_token(encode.tokenizer))

@@ -26,9 +26,11 @@ from dpo.settings.choices import (
     LABEL_FIELDS,
     NUMBER_FIELDS,
     PAIR_FIELDS,
+    PROMPT_PARTS,
     SCORED_FIELDS,
     SYSTEM,
     TARGET_FIELDS,
+    TOOLS,
     join_with_or,
 )
 
@@ -46,7 +48,7 @@ UNQUOTED = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accept
 DIALOGUE, PROSE, OTHER = "dialogue", "prose", "other"  # kinds of columns; see `_find_kind`
 N_INSPECTED = 100  # records that decide the kind of a column
 RESPONSES = ("chosen", "rejected")
-OPTIONAL_FIELDS = (SYSTEM, *NUMBER_FIELDS)  # which the records of any form may have
+OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)  # which the records of any form may have
 
 
 class ColumnsError(InputError):
@@ -135,14 +137,18 @@ def recognize_columns(
     _check_configured(present, configured, name, origin)
     if format_columns is None:
         candidates = {field: _find_candidates(field, present, configured) for field in FIELDS}
-        candidates["prompt"], optional = _separate_input(candidates["prompt"])
+        optional = {}
+        if "prompt" not in configured:
+            candidates["prompt"], optional = _separate_parts(candidates["prompt"], present)
         if SYSTEM in configured or ("prompt" not in configured and _has_prose(candidates[SYSTEM], present)):
             optional[SYSTEM] = candidates[SYSTEM][0]
+        if len(candidates[TOOLS]) == 1:
+            optional[TOOLS] = candidates[TOOLS][0]
     else:
         given = {field: column for field, column in format_columns.items() if column in present}
         candidates = {field: [given[field]] if field in given else [] for field in FIELDS}
         candidates |= {field: _find_candidates(field, present, configured) for field in NUMBER_FIELDS}
-        optional = {field: given[field] for field in ("input", SYSTEM) if field in given}
+        optional = {field: given[field] for field in (*PROMPT_PARTS, SYSTEM, TOOLS) if field in given}
     all_forms = dict.fromkeys(chain.from_iterable(FORMS.values()))
     complete_forms = [
         form
@@ -176,7 +182,7 @@ def recognize_columns(
             raise ColumnsError(f"{origin}: the column of {field} may be {columns}: choose one, as in {fix}")
     numbers = NUMBER_FIELDS if with_margins else ("weight",)
     used = {field: candidates[field][0] for field in (*form, *numbers) if candidates[field]}
-    used |= {field: column for field, column in optional.items() if field == SYSTEM or "prompt" in form}
+    used |= {field: column for field, column in optional.items() if field not in PROMPT_PARTS or "prompt" in form}
     unused = [column for column, kind in present.items() if kind != OTHER and column not in used.values()]
     if form == PAIR_FIELDS and "prompt" not in used and unused and not responses_hold_prompt:
         raise ColumnsError(_explain_unknown_prompt(unused, candidates, name=name, origin=origin))
@@ -216,16 +222,19 @@ def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str
     return [column for column in free if re.sub(r"[\s-]+", "_", column.strip().lower()) in names]
 
 
-def _separate_input(candidates: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Separate `input` from `instruction`, if these two may be the prompt.
+def _separate_parts(candidates: list[str], present: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """Separate `input` and `history` from `instruction`, if that may be the prompt.
 
-    In Alpaca's data the prompt is an instruction with an input below it. Returns the candidates for the prompt, and
-    the column of the input by field.
+    In Alpaca's data the prompt is an instruction with an input below it, after a history of turns. Returns the
+    candidates for the prompt, and the columns of its other parts by field.
     """
     by_name = {column.strip().lower(): column for column in candidates}
-    if len(candidates) == 2 and by_name.keys() == {"instruction", "input"}:
-        return [by_name["instruction"]], {"input": by_name["input"]}
-    return candidates, {}
+    if "instruction" not in by_name or by_name.keys() - {"instruction", "input"} or len(by_name) < len(candidates):
+        return candidates, {}
+    parts = {"input": by_name["input"]} if "input" in by_name else {}
+    if "history" in present:
+        parts["history"] = "history"
+    return [by_name["instruction"]], parts
 
 
 def _has_prose(candidates: Sequence[str], present: Mapping[str, str]) -> bool:

@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +20,7 @@ from typing import NoReturn
 import numpy as np
 
 from dpo.data.asking import RAW, find_format
-from dpo.data.examples import ExampleId, TextExample, read_examples
+from dpo.data.examples import ExampleId, TextExample, cut_tokens, read_examples
 from dpo.data.schema import ASSISTANT
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder, append_eos, truncate
@@ -226,6 +227,8 @@ class SplitCounter:
             if self._formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
                 self._formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
             self.digest.update(repr((prompt.text, prompt.responses, prompt.examples)).encode())
+            if prompt.cuts is not None:
+                self.digest.update(repr(prompt.cuts).encode())
             for name, values in (("weight", prompt.weights), ("margin", prompt.margins)):
                 if values is not None:
                     self.digest.update(repr((name, values)).encode())
@@ -307,10 +310,10 @@ class SplitCounter:
         sample_ids = _sample_examples(counts)
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             examples = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
-            ids = self.encode(text for example in examples for text in (example.prompt.text, *example.texts.values()))
+            ids = self.encode(text for example in examples for text in (example.prompt.text, *chain(*example.pieces)))
             for example in examples:
-                texts = (example.prompt.text, *example.texts.values())
-                digest.update(repr([ids[text] for text in texts]).encode())
+                joined = ([*chain(*(ids[text] for text in pieces))] for pieces in example.pieces)
+                digest.update(repr([ids[example.prompt.text], *joined]).encode())
                 prompt_ids, responses = self._truncate(example, ids, max_length, max_prompt_length)
                 prompt_lengths.append(len(prompt_ids))
                 response_lengths.append(dict(zip(example.texts, map(len, responses), strict=True)))
@@ -353,10 +356,11 @@ class SplitCounter:
 
         `ids` has the token ids of each text. Returns the prompt's token ids, and those of each response.
         """
-        prompt, _, texts = example
+        prompt, _, texts, pieces = example
         tokenizer = self.encode.tokenizer
-        untruncated = append_eos(prompt.text, list(texts.values()), ids, tokenizer, rendered=prompt.rendered)
+        untruncated = append_eos(prompt.text, pieces, ids, tokenizer, rendered=prompt.rendered)
         prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
+        cut_tokens(pieces, ids, responses)  # refuses a response of which nothing is scored
         untruncated_prompt, untruncated_responses = untruncated
         self.counts["truncated_prompts"] += prompt_ids != untruncated_prompt
         self.counts["truncated_responses"] += responses != untruncated_responses

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
-
 from dpo.data.columns import find_columns, recognize_columns
-from dpo.data.records import FORMATS, common_start, name_kind, read_record, recognize_format
-from dpo.data.schema import Messages, PreferenceData, get_field
+from dpo.data.records import FORMATS, name_kind, read_record, recognize_format
+from dpo.data.schema import PreferenceData, get_field
 from dpo.data.sources import iterate_places
+from dpo.data.templates import ChatTemplate
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST
 from dpo.numbers import count
@@ -36,7 +35,7 @@ def get_custom(
     from `{messages}`, where the last message is the target; labelled responses from either of these with `label`.
     Ranked lists come from `{prompt, responses, scores}`, or from `{prompt, responses}` in order, best first; pairs and
     targets are made of them too. Prompts to answer come from `{prompt}`. Any record may have a system turn in `system`,
-    a `weight` and, `with_margins`, a `margin`.
+    a `weight` and, `with_margins`, a `margin`. A chat may have `tools`, which the template gets.
 
     All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
     `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
@@ -46,7 +45,8 @@ def get_custom(
     which names the record and `origin`.
     """
     data: PreferenceData | None = None
-    n_tied_lists = n_pairless_lists = 0
+    n_tied_lists = n_pairless_lists = n_texts_with_tools = 0
+    template = ChatTemplate(tokenizer)
     format_columns = FORMATS[data_format].columns if data_format else None
     options: dict[str, Any] = {"name": name, "origin": origin, "trains_on": trains_on, "with_margins": with_margins}
     options["format_columns"] = format_columns
@@ -68,9 +68,14 @@ def get_custom(
             )
         prompt, responses = record.join_prompt(), record.responses
         if record.is_chat:
-            messages = prompt
-            prompt, responses = _render(messages, responses, tokenizer, where)
-            data.messages[prompt] = [{key: message[key] for key in ("role", "content")} for message in messages]
+            chat = template.render(prompt, responses, record.tools, where)
+            prompt, responses = chat.prompt, chat.responses
+            data.messages[prompt] = chat.messages
+            if chat.tools:
+                data.tools[prompt] = chat.tools
+            if cuts := {text: ends for text, ends in zip(responses, chat.cuts, strict=True) if ends}:
+                data.cuts[prompt] = data.cuts.get(prompt, {}) | cuts
+        n_texts_with_tools += bool(record.tools) and not record.is_chat
         if not (record.prompt or record.input):
             raise InputError(
                 f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
@@ -99,6 +104,13 @@ def get_custom(
         note = f"format {data_format}" + (f"; {note}" if note else "")
     if note:
         data.notes.append(f"{origin}: {note}")
+    data.notes += template.describe(origin)
+    if n_texts_with_tools:
+        data.notes.append(
+            f"warning: {origin}: {count(n_texts_with_tools, 'text has', 'texts have')} tools, which only a chat "
+            f"template shows to the model: `python -m scripts.convert IN OUT --to trl_conversational` makes messages "
+            f"of texts"
+        )
     if trains_on == "pairs" and n_pairless_lists and n_pairless_lists == len(rows):
         raise InputError(
             f"{origin}: the responses of each list have equal scores, which make no pair: score them, or train with "
@@ -146,39 +158,3 @@ def _read_scores(
             f"{LONGEST_LIST}: remove some, or train with a loss of pairs, such as loss=dpo"
         )
     return scores
-
-
-def _render(prompt: Messages, responses: Sequence[Messages], tokenizer: Any, where: str) -> tuple[str, list[str]]:
-    """Render a prompt and its responses as texts, with the chat template."""
-    for message in (*prompt, *(message for response in responses for message in response)):
-        if tokenizer.eos_token and tokenizer.eos_token in message["content"]:
-            raise InputError(
-                f"{where}: a message contains the EOS token {tokenizer.eos_token!r}: remove it from {message!r}"
-            )
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError(
-            f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
-            f"model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
-        )
-    try:
-        closed_prompt = tokenizer.apply_chat_template(prompt, tokenize=False)
-        open_prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        dialogues = [tokenizer.apply_chat_template(prompt + r, tokenize=False) for r in responses]
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on unusual content
-        raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
-    # the generation prompt may have what a finished turn lacks, such as a thinking tag: keep what all begin with
-    prompt_text = common_start(open_prompt, *dialogues)
-    if not prompt_text.startswith(closed_prompt):
-        raise InputError(
-            f"{where}: the chat template renders the prompt differently once a response follows it, so the two cannot "
-            f"be told apart: name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL, or "
-            f"use text instead"
-        )
-    response_texts = [dialogue[len(prompt_text) :] for dialogue in dialogues]
-    return prompt_text, [_remove_final_eos(text, tokenizer.eos_token) for text in response_texts]
-
-
-def _remove_final_eos(text: str, eos: str | None) -> str:
-    """Remove the EOS that ends a turn, because tokenization appends one."""
-    stripped = text.rstrip()
-    return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text

@@ -9,7 +9,7 @@ import hashlib
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, append_eos, truncate
 from dpo.errors import InputError
-from dpo.losses import TRAINS_ON
+from dpo.losses import IGNORE_INDEX, TRAINS_ON
 
 DIGEST_BYTES = 16
 
@@ -31,6 +31,7 @@ class TextExample(NamedTuple):
     prompt: Prompt
     example_index: int  # among the prompt's examples
     texts: dict[str, str]  # of the responses, by role
+    pieces: list[list[str]]  # of the same responses: see `split_at_cuts`
 
 
 class Example(NamedTuple):
@@ -45,6 +46,8 @@ class Example(NamedTuple):
     roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
     weight: float = 1.0  # in the mean of losses
     margin: float | None = None  # by which the chosen reward should exceed the rejected one; None: it has no effect
+    # of each response, the tokens at which those that are not scored begin and end, in turn; empty if there are none
+    cuts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def n_tokens(self) -> int:
@@ -58,7 +61,22 @@ class Example(NamedTuple):
         Each token is predicted from those before it, so without a prompt a response's first token has no score.
         """
         n_unscored = 0 if self.prompt else 1
-        return tuple(len(response) - n_unscored for response in self.responses)
+        return tuple(
+            len(response) - n_unscored - sum(cuts[1::2]) + sum(cuts[::2]) for response, cuts in self.cut_responses
+        )
+
+    @property
+    def cut_responses(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Each response with its cuts."""
+        return list(zip(self.responses, self.cuts or ((),) * len(self.responses), strict=True))
+
+
+def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
+    """Make a response's labels: token ids, -100 where not scored."""
+    labels = [*response]
+    for start, end in zip(cuts[::2], cuts[1::2], strict=True):
+        labels[start:end] = [IGNORE_INDEX] * (end - start)
+    return labels
 
 
 def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
@@ -74,7 +92,11 @@ def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
 
 
 def list_examples(prompt: Prompt) -> list[TextExample]:
-    return [TextExample(prompt, index, prompt.texts(index)) for index in range(len(prompt.examples))]
+    return [_read_example(prompt, index) for index in range(len(prompt.examples))]
+
+
+def _read_example(prompt: Prompt, index: int) -> TextExample:
+    return TextExample(prompt, index, prompt.texts(index), prompt.pieces(index))
 
 
 def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[TextExample]:
@@ -84,7 +106,7 @@ def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[T
         # examples of a prompt come one after another, so each prompt is decoded once
         if prompt is None or prompt.index_in_split != prompt_index:
             prompt = prompts[prompt_index]
-        examples.append(TextExample(prompt, example_index, prompt.texts(example_index)))
+        examples.append(_read_example(prompt, example_index))
     return examples
 
 
@@ -103,10 +125,10 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
         other = next((candidate for candidate in later if candidate.text != prompt.text), None)
         if other is None:
             raise InputError("all prompts have the same text, and this loss needs responses to other prompts: add data")
-        texts = other.texts(example.example_index % len(other.examples))
+        answered = _read_example(other, example.example_index % len(other.examples))
         # a rendered response may have EOS at the ends of turns, also after a prompt that is plain text
         prompt = prompt._replace(rendered=prompt.rendered or other.rendered)
-        mismatched.append(example._replace(prompt=prompt, texts=texts))
+        mismatched.append(answered._replace(prompt=prompt, example_index=example.example_index))
     return mismatched
 
 
@@ -163,12 +185,10 @@ def encode_examples(
 
     Raises InputError for a text that contains EOS.
     """
-    token_ids = encode(text for prompt, _, texts in examples for text in (prompt.text, *texts.values()))
+    token_ids = encode(text for example in examples for text in (example.prompt.text, *chain(*example.pieces)))
     encoded = []
-    for prompt, example_index, texts in examples:
-        untruncated = append_eos(
-            prompt.text, list(texts.values()), token_ids, encode.tokenizer, rendered=prompt.rendered
-        )
+    for prompt, example_index, texts, pieces in examples:
+        untruncated = append_eos(prompt.text, pieces, token_ids, encode.tokenizer, rendered=prompt.rendered)
         prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
         encoded.append(
             Example(
@@ -181,6 +201,29 @@ def encode_examples(
                 roles=tuple(texts),
                 weight=1.0 if prompt.weights is None else prompt.weights[example_index],
                 margin=None if prompt.margins is None else prompt.margins[example_index],
+                cuts=cut_tokens(pieces, token_ids, responses),
             )
         )
     return encoded
+
+
+def cut_tokens(
+    pieces: Sequence[Sequence[str]], ids: Mapping[str, list[int]], responses: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Find the cuts of truncated responses, in tokens.
+
+    There are none if all tokens are scored. `pieces` has those of each response. Raises InputError if truncation
+    leaves no token that is scored.
+    """
+    if all(len(texts) == 1 for texts in pieces):
+        return ()
+    cuts = []
+    for texts, response in zip(pieces, responses, strict=True):
+        ends = accumulate(len(ids[text]) for text in texts[:-1])
+        cuts.append(tuple(min(end, len(response)) for end in ends))
+        if sum(cuts[-1][1::2]) - sum(cuts[-1][::2]) == len(response):
+            raise InputError(
+                f"the response that begins with {''.join(texts)[:80]!r} is cut off before the assistant's first word: "
+                f"raise max_length, or remove the record"
+            )
+    return tuple(cuts)

@@ -7,18 +7,25 @@ recognized by writing the first record: it is the first format in which that giv
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from dpo.data.asking import HH, find_format, render_dialogue, split_turns
-from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, get_field, is_sharegpt
+from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, get_field, is_sharegpt, read_message, read_tools
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.settings.choices import NUMBER_FIELDS, SYSTEM
+from dpo.settings.choices import NUMBER_FIELDS, PROMPT_PARTS, SYSTEM, TOOLS
 
 # the role of each speaker in ShareGPT's messages
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-SHAREGPT_SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
+SHAREGPT_ROLES = {
+    **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
+    **{"function_call": "assistant", "observation": "tool"},
+}
+SHAREGPT_SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system", "tool": "observation"}
+# messages whose content is JSON of a call, or of a list of calls, in LLaMA-Factory's and ms-swift's data
+CALLERS = ("function_call", "tool_call")
 # labels in lower case, as text
 DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs up", "thumbs_up", "👍")
 UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
@@ -36,6 +43,8 @@ class Record(NamedTuple):
     input: str = ""  # what an instruction is about, as in Alpaca's data; only with texts
     label: bool | None = None  # whether the one response is desirable
     is_list: bool = False  # of ranked responses, which may be two
+    history: Sequence[Sequence[str]] = ()  # [question, answer] before an instruction; only with texts
+    tools: Any = None  # that a chat may call: a list of schemas, or JSON of one
 
     @property
     def is_chat(self) -> bool:
@@ -46,7 +55,7 @@ class Record(NamedTuple):
         if isinstance(self.prompt, list):
             system = [{"role": SYSTEM, "content": self.system}] if self.system else []
             return system + self.prompt
-        return "\n\n".join(filter(None, (self.system, self.prompt, self.input)))
+        return "\n\n".join(filter(None, (self.system, *chain(*self.history), self.prompt, self.input)))
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -61,11 +70,12 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
     values = {
         field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
         for field, column in used.items()
-        if field not in (SYSTEM, "input", "label", "responses", *NUMBERS)
+        if field not in (SYSTEM, TOOLS, *PROMPT_PARTS, "label", "responses", *NUMBERS)
     }
     system, below = (_read_optional(row, used, field, where) for field in (SYSTEM, "input"))
     if below:
         get_field(row, used["prompt"], where)  # an input goes with a text
+    history = _read_history(row, used["history"], where) if "history" in used else ()
     context = values.get("prompt", values.get("messages"))
     if isinstance(context, list):
         _wrap_answers(values)
@@ -80,9 +90,9 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
         raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
     if is_chat:
         prompt, responses = _split_messages(prompt, responses, where)
-        if "messages" in used and (last_role := responses[0][-1]["role"]) != "assistant":
+        if others := [role for response in responses if (role := response[-1]["role"]) != "assistant"]:
             raise InputError(
-                f"{where}: the last message is from {last_role}, and must be from assistant: remove it, or the record"
+                f"{where}: the last message is from {others[0]}, and must be from assistant: remove it, or the record"
             )
         system = "" if prompt[0]["role"] == SYSTEM else system
     elif "messages" in used:
@@ -95,7 +105,10 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
                 f"prompt: give a column with the prompt, as 'dataset_sources.{name}.columns={{prompt: COLUMN}}'"
             )
     label = _read_label(row, used["label"], where) if "label" in used else None
-    return Record(prompt, responses, system, below, label, is_list="responses" in used)
+    tools = row.get(used.get(TOOLS, "")) or None
+    if tools and is_chat and not read_tools(row, used[TOOLS], where):  # no template renders texts, nor their tools
+        tools = None
+    return Record(prompt, responses, system, below, label, "responses" in used, history, tools)
 
 
 def name_kind(is_chat: bool) -> str:
@@ -107,6 +120,20 @@ def _read_optional(row: Mapping[str, Any], used: Mapping[str, str], field: str, 
     if field not in used or row.get(used[field]) in (None, ""):
         return ""
     return get_field(row, used[field], where)
+
+
+def _read_history(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
+    """Read the turns before an instruction, which rows may lack."""
+    turns = row.get(column) or []
+    if not isinstance(turns, list) or any(
+        not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn))
+        for turn in turns
+    ):
+        raise InputError(
+            f"{where}: {column} must be a list of [instruction, response], and is {turns!r:.80}: correct it, or remove "
+            f"the record"
+        )
+    return turns
 
 
 def _read_list(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
@@ -137,8 +164,8 @@ def _as_messages(value: Any, where: str) -> str | list[Any]:
     if isinstance(value, str):
         return value
     messages = value if isinstance(value, list) else [value]
-    if not any(map(is_sharegpt, messages)):
-        return messages  # `_split_messages` checks their role and content
+    if not any(map(is_sharegpt, messages)):  # `_split_messages` checks their role and content
+        return [_read_swift(message, where) if isinstance(message, dict) else message for message in messages]
     speakers = [get_field(message, "from", where) for message in messages]
     if unknown := next((speaker for speaker in speakers if speaker not in SHAREGPT_ROLES), None):
         raise InputError(
@@ -146,9 +173,34 @@ def _as_messages(value: Any, where: str) -> str | list[Any]:
             f"speaker, or remove the record"
         )
     return [
-        {"role": SHAREGPT_ROLES[speaker], "content": get_field(message, "value", where)}
+        _read_call(get_field(message, "value", where), where)
+        if speaker in CALLERS
+        else {"role": SHAREGPT_ROLES[speaker], "content": get_field(message, "value", where)}
         for speaker, message in zip(speakers, messages, strict=True)
     ]
+
+
+def _read_swift(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message with a role of ours for ms-swift's."""
+    if message.get("role") in CALLERS:
+        return _read_call(get_field(message, "content", where), where)
+    return {**message, "role": "tool"} if message.get("role") == "tool_response" else message
+
+
+def _read_call(text: str, where: str) -> dict[str, Any]:
+    """Read JSON of one or several calls as an assistant's message."""
+    try:
+        calls = json.loads(text)
+    except ValueError:
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise InputError(
+            f'{where}: the call of a tool must be JSON like {{"name": ..., "arguments": ...}}, and is {text!r:.80}: '
+            f"correct it, or remove the record"
+        )
+    functions = [{"type": "function", "function": call} for call in calls]
+    return {"role": "assistant", "content": "", "tool_calls": functions}
 
 
 def _wrap_answers(values: dict[str, Any]) -> None:
@@ -190,8 +242,7 @@ def _split_messages(
     """
     for messages in (prompt if isinstance(prompt, list) else [], *responses):
         for message in messages:
-            get_field(message, "role", where)
-            get_field(message, "content", where)
+            read_message(message, where)
     begin_with_answer = [bool(messages) and messages[0]["role"] == "assistant" for messages in responses]
     if isinstance(prompt, list):
         prompt_messages, answers = prompt, list(responses)
@@ -202,7 +253,7 @@ def _split_messages(
         answers = [[last], responses[1]]
     else:
         prompt_messages = _share_messages(responses)
-        if prompt is not None and all(message["content"] != prompt for message in prompt_messages):
+        if prompt is not None and all(message.get("content") != prompt for message in prompt_messages):
             raise InputError(
                 f"{where}: the prompt is not the content of any message with which the responses begin: make it one, "
                 f"or give no column for the prompt"
@@ -255,11 +306,14 @@ class Format(NamedTuple):
 
 PAIR = {"chosen": "chosen", "rejected": "rejected"}
 SINGLE = {"completion": "completion", "label": "label"}
-TRL = {"prompt": "prompt", **PAIR, **SINGLE}
-CHAT = {"messages": "messages"}
+TRL = {"prompt": "prompt", **PAIR, **SINGLE, TOOLS: "tools"}
+CHAT = {"messages": "messages", TOOLS: "tools"}
 SYSTEM_TURN = {SYSTEM: "system"}
-ALPACA = {"prompt": "instruction", "input": "input", **PAIR, "completion": "output", "label": "kto_tag"}
-CONVERSATIONS = {"prompt": "conversations", **PAIR, "messages": "conversations", "label": "kto_tag"}
+ALPACA = {
+    **{"prompt": "instruction", "input": "input", "history": "history", **PAIR, "completion": "output"},
+    **{"label": "kto_tag", TOOLS: "tools"},
+}
+CONVERSATIONS = {"prompt": "conversations", **PAIR, **CHAT, "messages": "conversations", "label": "kto_tag"}
 ARGILLA = {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response", **SINGLE}
 SWIFT = {**SYSTEM_TURN, **CHAT, "label": "label"}
 FORMATS = {  # in the order of choices.DATA_FORMATS
@@ -278,7 +332,7 @@ FORMATS = {  # in the order of choices.DATA_FORMATS
     "axolotl_icr": Format({**SYSTEM_TURN, "prompt": "input", **PAIR}, TURNS),
     "ms_swift": Format({**SWIFT, "rejected": "rejected_response"}, MESSAGES, CONTENT),
     "ms_swift_messages": Format({**SWIFT, "rejected": "rejected_messages"}, MESSAGES, WHOLE),
-    "ranked": Format({"prompt": "prompt", "responses": "responses", "scores": "scores"}, ANY),
+    "ranked": Format({"prompt": "prompt", "responses": "responses", "scores": "scores", TOOLS: "tools"}, ANY),
 }
 
 
@@ -294,7 +348,8 @@ def recognize_format(row: Mapping[str, Any], used: Mapping[str, str], record: Re
     if not record.responses:
         return None
     columns = {field: column for field, column in used.items() if field not in NUMBERS}
-    shown = {column: row[column] for field, column in columns.items() if field != "label" and row.get(column)}
+    written_anew = ("label", TOOLS)
+    shown = {column: row[column] for field, column in columns.items() if field not in written_anew and row.get(column)}
     for name, candidate in FORMATS.items():
         if columns.items() <= candidate.columns.items():
             try:
@@ -312,13 +367,18 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
     Returns the row, and what changed. Raises CannotHoldError.
     """
     columns = target.columns
-    record, changes = _change_values(record, target.values)
-    separate = {field: getattr(record, field) for field in (SYSTEM, "input") if field in columns}
+    record, changes = _change_values(record, target)
+    separate = {field: getattr(record, field) for field in (SYSTEM, *PROMPT_PARTS) if field in columns}
     rest = record._replace(**dict.fromkeys(separate, ""))
     if not record.is_chat:
-        changes += [f"the {field} is now in the prompt" for field in (SYSTEM, "input") if getattr(rest, field)]
+        changes += [f"the {field} is now in the prompt" for field in (SYSTEM, *PROMPT_PARTS) if getattr(rest, field)]
     prompt, responses = rest.join_prompt(), rest.responses
-    row = {columns[field]: text for field, text in separate.items() if text}
+    row = {columns[field]: value for field, value in separate.items() if value}
+    if record.tools and TOOLS in columns:
+        is_json = isinstance(record.tools, str) or target.values not in (SHAREGPT, TURNS)  # LLaMA-Factory takes JSON
+        row[columns[TOOLS]] = record.tools if is_json else json.dumps(record.tools, ensure_ascii=False)
+    elif record.tools:
+        changes.append("the tools are left out")
     if record.is_list and "responses" not in columns:
         raise CannotHoldError("ranked lists")
     if "responses" in columns and len(responses) > 1:
@@ -347,6 +407,8 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
         row[columns["label"]] = record.label
     if target.values == SHAREGPT:
         row = {column: _as_sharegpt(value) for column, value in row.items()}
+        if any("id" in call for message in chain(prompt, *responses) for call in message.get("tool_calls") or ()):
+            changes.append("the ids of calls are left out")
     return row, changes
 
 
@@ -357,7 +419,11 @@ def _shape_response(prompt: Any, response: Any, target: Format) -> Any:
         return response
     if len(response) > 1:
         raise CannotHoldError("responses of several messages")
-    return response[0] if target.responses == MESSAGE else response[0]["content"]
+    if target.responses == MESSAGE:
+        return response[0]
+    if response[0].get("tool_calls"):
+        raise CannotHoldError("calls of tools")
+    return response[0]["content"]
 
 
 def _is_shared(prompt: Any, responses: Sequence[Any]) -> bool:
@@ -379,51 +445,63 @@ def _as_sharegpt(value: Any) -> Any:
         return [_as_sharegpt(message) for message in value]
     if not isinstance(value, dict):
         return value
+    if value.get("tool_calls"):
+        if value.get("content"):
+            raise CannotHoldError("words beside calls of tools")
+        functions = [call.get("function", call) for call in value["tool_calls"]]
+        calls = functions[0] if len(functions) == 1 else functions
+        return {"from": "function_call", "value": json.dumps(calls, ensure_ascii=False)}
     if value["role"] not in SHAREGPT_SPEAKERS:
         raise CannotHoldError(f"messages of {value['role']}")
     other = {key: text for key, text in value.items() if key not in ("role", "content")}
     return {"from": SHAREGPT_SPEAKERS[value["role"]], "value": value["content"], **other}
 
 
-def _change_values(record: Record, values: str) -> tuple[Record, list[str]]:
-    """Change texts to messages or messages to texts, as `values` needs.
+def _change_values(record: Record, target: Format) -> tuple[Record, list[str]]:
+    """Change texts to messages or messages to texts, as a format needs.
 
     Returns the record, and what changed. Raises CannotHoldError.
     """
+    values = target.values
     if values in (MESSAGES, SHAREGPT) and not record.is_chat:
         return _as_chat(record), ["text is now chat messages"]
     if not record.is_chat:
         if values == DIALOGUES and (record.system or not _is_dialogue(record)):
             raise CannotHoldError("texts that are not of Human and Assistant")
         if values == TURNS and _is_dialogue(record):
-            return _as_turns(_as_chat(record)), ["dialogues are now the texts of their turns"]
+            return _as_turns(_as_chat(record), target), ["dialogues are now the texts of their turns"]
         return record, []
     if values == TEXTS:
         raise CannotHoldError("chat messages")
+    if values in (TURNS, DIALOGUES) and any(
+        message.get("tool_calls") or message["role"] == "tool" for message in chain(record.prompt, *record.responses)
+    ):
+        raise CannotHoldError("calls of tools")
     if values == TURNS:
-        return _as_turns(record), ["chat messages are now text"]
+        return _as_turns(record, target), ["chat messages are now text"]
     if values == DIALOGUES:
         return _as_dialogue(record), ["chat messages are now text"]
     return record, []
 
 
 def _is_dialogue(record: Record) -> bool:
-    return not record.input and find_format(record.prompt, rendered=False) == HH
+    return not (record.input or record.history) and find_format(record.prompt, rendered=False) == HH
 
 
 def _as_chat(record: Record) -> Record:
     """Make chat messages of a record's texts.
 
-    A dialogue in HH's format becomes its turns; another prompt becomes one turn of the user.
+    A dialogue in HH's format becomes its turns; another prompt becomes one turn of the user, after its history.
     """
     if _is_dialogue(record):
         chats = [split_turns(*_split_last(record.prompt + response)) for response in record.responses]
         prompt = _share_messages(chats)
         responses = [chat[len(prompt) :] for chat in chats]
     else:
-        prompt = [{"role": "user", "content": record._replace(system="").join_prompt()}]
+        texts = [*chain(*record.history), record._replace(system="", history=()).join_prompt()]
+        prompt = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
         responses = [[{"role": "assistant", "content": response.strip()}] for response in record.responses]
-    return record._replace(prompt=prompt, responses=responses, input="")
+    return record._replace(prompt=prompt, responses=responses, input="", history=())
 
 
 def _split_last(dialogue: str) -> tuple[str, str]:
@@ -432,18 +510,23 @@ def _split_last(dialogue: str) -> tuple[str, str]:
     return before + marker, answer
 
 
-def _as_turns(record: Record) -> Record:
-    """Make texts of a chat with one question."""
+def _as_turns(record: Record, target: Format) -> Record:
+    """Make texts of a chat with one question.
+
+    There may be turns before it if the format has a column for them."""
     system = [message for message in record.prompt[:1] if message["role"] == SYSTEM]
-    questions = record.prompt[len(system) :]
-    if [message["role"] for message in questions] != ["user"]:
+    *before, question = record.prompt[len(system) :] or [{"role": ""}]
+    roles = [message["role"] for message in (*before, question)]
+    if roles != ["user", "assistant"] * (len(before) // 2) + ["user"] or (before and "history" not in target.columns):
         raise CannotHoldError("several turns before the response")
     if any([message["role"] for message in response] != ["assistant"] for response in record.responses):
         raise CannotHoldError("responses of several messages")
+    texts = [message["content"] for message in before]
     return record._replace(
-        prompt=questions[0]["content"],
+        prompt=question["content"],
         responses=[response[0]["content"] for response in record.responses],
         system=system[0]["content"] if system else record.system,
+        history=[list(turn) for turn in zip(texts[::2], texts[1::2], strict=True)],
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import combinations, product
 from typing import Any, NotRequired, TypedDict
 
@@ -15,11 +17,12 @@ from dpo.losses import TRAINS_ON
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON may have and UTF-8 has not
 MISSING = object()
-Messages = list[dict[str, str]]  # of a chat, with role and content
+Messages = list[dict[str, Any]]  # of a chat, with role and content
 LABEL_TYPES = (bool, int, float, str)
 TYPE_NAMES: dict[Any, str] = {
     str: "text",
     list: "a list",
+    dict: "an object",
     (str, list): "text or a list of messages",
     (str, list, dict): "text or a list of messages",
     int: "a whole number",
@@ -49,7 +52,11 @@ class PreferenceData(dict[str, Entry]):
         super().__init__()
         self.truncation_mode = truncation_mode
         self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
-        self.messages: dict[str, Messages] = {}  # from which the chat template rendered each prompt
+        # from which the chat template rendered each prompt: its messages, and the tools that they may call
+        self.messages: dict[str, Messages] = {}
+        self.tools: dict[str, list[Any]] = {}
+        # by prompt and response, for responses that are not scored whole: see `split_at_cuts`
+        self.cuts: dict[str, dict[str, list[int]]] = {}
         self.notes: list[str] = []
         # of the records with each prompt, in order; both are empty if the data has no column for them
         self.weights: dict[str, list[float]] = {}
@@ -140,7 +147,7 @@ class PreferenceData(dict[str, Entry]):
         part = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered)
         part.update((prompt, entry) for prompt, entry in self.items() if prompt in selected)
         part.notes = self.notes
-        for name in ("messages", "weights", "margins"):
+        for name in ("messages", "tools", "cuts", "weights", "margins"):
             by_prompt = getattr(self, name)
             setattr(part, name, {prompt: by_prompt[prompt] for prompt in part if prompt in by_prompt})
         return part
@@ -175,6 +182,48 @@ def is_message(value: Any) -> bool:
 def is_sharegpt(message: Any) -> bool:
     """Return whether a chat message is `{from, value}`, as in ShareGPT's data."""
     return isinstance(message, Mapping) and {"from", "value"} <= message.keys() and "role" not in message
+
+
+def read_message(message: Any, where: str) -> dict[str, Any]:
+    """Check a chat message, and return it as chat templates expect.
+
+    A message that calls tools may have no content. The arguments of a call may be JSON, as OpenAI's are. Fields that
+    are null, as in Parquet files where only other messages have them, are left out.
+    """
+    get_field(message, "role", where)
+    given = {key: value for key, value in message.items() if value is not None}
+    if "tool_calls" not in given:
+        get_field(message, "content", where)
+        return given
+    calls = []
+    for call in get_field(message, "tool_calls", where, list):
+        function = call["function"] if isinstance(call, Mapping) and "function" in call else call
+        get_field(function, "name", where)
+        arguments = function.get("arguments")
+        with suppress(ValueError):
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+    content = get_field(message, "content", where) if "content" in given else ""
+    return given | {"content": content, "tool_calls": calls}
+
+
+def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:
+    """Read the tools of a chat, which rows may lack.
+
+    They are a list of objects, or JSON of one.
+    """
+    value = row.get(column)
+    tools = value
+    with suppress(ValueError):
+        tools = json.loads(value) if isinstance(value, str) and value else value
+    if not tools:
+        return []
+    if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise InputError(
+            f"{where}: {column} must be a list of objects, the schemas of functions, or JSON of such a list, and is "
+            f"{value!r:.80}: correct it, or remove it from the record"
+        )
+    return tools
 
 
 def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[type, ...] = str) -> Any:

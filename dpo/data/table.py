@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from dpo.data.schema import Messages, PreferenceData
-from dpo.data.tokenization import TruncationMode
+from dpo.data.tokenization import TruncationMode, split_at_cuts
 from dpo.errors import InputError, RunError
 from dpo.losses import TRAINS_ON
 from dpo.system.plain_files import read_json, remove
@@ -47,6 +47,8 @@ def make_schema(trains_on: str) -> pa.Schema:
             "rendered": pa.bool_(),
             "dataset": pa.string(),
             "messages": pa.large_string(),  # as JSON
+            "tools": pa.large_string(),  # as JSON
+            "cuts": pa.list_(pa.list_(pa.int32())),
             "weights": pa.list_(pa.float64()),
             "margins": pa.list_(pa.float64()),
         }
@@ -66,6 +68,9 @@ class Prompt(NamedTuple):
     messages: Messages | None = None  # from which the text was rendered
     weights: list[float] | None = None  # of the examples; None: 1
     margins: list[float] | None = None
+    tools: list[Any] | None = None  # that the messages may call
+    # of each response, the characters at which text that is not scored begins and ends, in turn; None: there is none
+    cuts: list[list[int]] | None = None
 
     def texts(self, example_index: int) -> dict[str, str]:
         """The responses of an example by role.
@@ -74,6 +79,11 @@ class Prompt(NamedTuple):
         """
         roles = self.examples[example_index] if self.examples else {}
         return {role: self.responses[i] for role, i in roles.items()}
+
+    def pieces(self, example_index: int) -> list[list[str]]:
+        """The pieces of each response of an example (`split_at_cuts`)."""
+        roles = self.examples[example_index] if self.examples else {}
+        return [split_at_cuts(self.responses[i], self.cuts[i] if self.cuts else ()) for i in roles.values()]
 
 
 def iterate_prompts(
@@ -112,7 +122,8 @@ def iterate_prompts(
             )
         for text, responses, examples, records in data.take(trains_on, list_pairs=list_pairs):
             weights, margins = data.weights.get(text), data.margins.get(text) if with_margins else None
-            messages = data.messages.pop(text, None)  # removed as `take` removes the prompt, to free memory
+            # removed as `take` removes the prompt, to free memory
+            messages, tools, cuts = (by_prompt.pop(text, None) for by_prompt in (data.messages, data.tools, data.cuts))
             yield Prompt(
                 text,
                 responses,
@@ -124,6 +135,8 @@ def iterate_prompts(
                 messages=messages if with_messages else None,
                 weights=None if weights is None else [weights[record] for record in records],
                 margins=None if margins is None else [margins[record] for record in records],
+                tools=tools if with_messages else None,
+                cuts=None if cuts is None else [cuts.get(response, []) for response in responses],
             )
 
 
@@ -134,8 +147,9 @@ def write_prompts(path: Path, prompts: Iterable[Prompt], *, trains_on: str = "pa
         while batch := list(islice(remaining, ROWS_PER_BATCH)):
             lines = []
             for prompt in batch:
-                messages = None if prompt.messages is None else json.dumps(prompt.messages)
-                lines.append(json.dumps(prompt._asdict() | {"messages": messages}) + "\n")
+                chat = {"messages": prompt.messages, "tools": prompt.tools}
+                as_json = {name: None if value is None else json.dumps(value) for name, value in chat.items()}
+                lines.append(json.dumps(prompt._asdict() | as_json) + "\n")
             # `from_pylist` would import pandas, and so would `to_numpy` below: 0.5 s and 60 MB
             writer.write_table(_parse_lines("".join(lines).encode(), schema))
     pa.default_memory_pool().release_unused()  # pyarrow would keep about as much memory as the texts took
@@ -176,8 +190,8 @@ class PromptTable(Sequence[Prompt]):
         row = {name: self._table[name][index].as_py() for name in self._table.column_names}
         # Arrow gives a null for each role that an example does not have
         row["examples"] = [{role: i for role, i in example.items() if i is not None} for example in row["examples"]]
-        if row["messages"] is not None:
-            row["messages"] = json.loads(row["messages"])
+        for name in ("messages", "tools"):
+            row[name] = None if row[name] is None else json.loads(row[name])
         return Prompt(**row, index_in_split=index)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 from threading import Lock
 from typing import Any, Literal
 
@@ -73,21 +74,36 @@ def truncate(
     return prompt, list(responses)
 
 
+def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
+    """Split a response into pieces, scored and not scored in turn.
+
+    The first is scored, and empty if a response begins with what is not. Pieces are tokenized one by one, as prompt
+    and response are: so no token is partly scored, and a response whose tokens are all scored is one piece.
+    """
+    return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
+
+
 def append_eos(
-    prompt: str, responses: Sequence[str], ids: Mapping[str, list[int]], tokenizer: Any, *, rendered: bool = False
+    prompt: str,
+    responses: Sequence[Sequence[str]],
+    ids: Mapping[str, list[int]],
+    tokenizer: Any,
+    *,
+    rendered: bool = False,
 ) -> tuple[list[int], list[list[int]]]:
     """Look up token ids, and append EOS to those of each response.
 
-    `ids` has the token ids of each text. Returns the prompt's ids, and a list of each response's. Raises InputError if
-    a text contains EOS, unless a chat template has `rendered` the texts: there EOS ends a turn.
+    A response is a list of pieces. `ids` has the token ids of each text. Returns the prompt's ids, and a list of each
+    response's. Raises InputError if a text contains EOS, unless a chat template has `rendered` the texts: there EOS
+    ends a turn.
     """
     eos = tokenizer.eos_token_id
     if eos is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
-    for kind, text in (("prompt", prompt), *(("response", text) for text in responses)):
+    for kind, text in (("prompt", prompt), *(("response", text) for text in chain(*responses))):
         if eos in ids[text] and not rendered:
             raise InputError(f"EOS token {tokenizer.eos_token!r} inside a {kind}: remove it from {text!r}")
-    return ids[prompt], [[*ids[text], eos] for text in responses]
+    return ids[prompt], [[*chain(*(ids[text] for text in pieces)), eos] for pieces in responses]
 
 
 def encode_texts(
@@ -102,5 +118,6 @@ def encode_texts(
 ) -> tuple[list[int], list[list[int]]]:
     """Tokenize a prompt and its responses, append EOS, and truncate them together."""
     token_ids = encode([prompt, *responses])
-    untruncated = append_eos(prompt, responses, token_ids, encode.tokenizer, rendered=rendered)
+    pieces = [[response] for response in responses]
+    untruncated = append_eos(prompt, pieces, token_ids, encode.tokenizer, rendered=rendered)
     return truncate(*untruncated, truncation_mode, max_length, max_prompt_length)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dpo.data.examples import Example
+from dpo.data.examples import Example, make_labels
 from dpo.errors import InputError, one_sentence
 from dpo.losses import IGNORE_INDEX, ROLES
 from dpo.models.logprobs import (
@@ -164,15 +164,15 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
     for side, i in np.ndindex(row_index.shape):
         if side < len(examples[i].responses):
             row_index[side, i] = len(rows)
-            rows.append((examples[i].prompt, examples[i].responses[side]))
+            rows.append((examples[i].prompt, *examples[i].cut_responses[side]))
     input_ids = np.zeros((len(rows), length), dtype=np.int64)
     attention_mask = np.zeros_like(input_ids)
     labels = np.full_like(input_ids, IGNORE_INDEX)
-    for row, (prompt, response) in enumerate(rows):
+    for row, (prompt, response, cuts) in enumerate(rows):
         start, end = len(prompt), len(prompt) + len(response)
         input_ids[row, :end] = (*prompt, *response)
         attention_mask[row, :end] = 1
-        labels[row, start:end] = response
+        labels[row, start:end] = make_labels(response, cuts)
     return PaddedRows(
         *map(torch.from_numpy, (input_ids, attention_mask, labels)),
         sides=sides,
@@ -216,7 +216,13 @@ class SharedPrefix:
         if not self.of_rewards:
             return pack(examples, max_tree_tokens=most, alignment=self.alignment, length=length)
         # with one more token, a response's last is fed too: it "predicts" the one after it
-        longer = [e._replace(responses=tuple((*response, 0) for response in e.responses)) for e in examples]
+        longer = [
+            e._replace(
+                responses=tuple((*response, 0) for response in e.responses),
+                cuts=tuple(tuple(cut + 1 for cut in cuts) for cuts in e.cuts),
+            )
+            for e in examples
+        ]
         return pack(longer, max_tree_tokens=most, alignment=self.alignment, length=length).ends()
 
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:

@@ -39,8 +39,7 @@ def sequence_logps(
 ) -> TokenLogps:
     """Log-probabilities of the labelled tokens of (B, T) inputs.
 
-    Labelled tokens are contiguous in each row; the results, (B, T-1), begin with the first of them. The softmax is in
-    float32 or higher.
+    The results, (B, T-1), have those of a row side by side, from column 0. The softmax is in float32 or higher.
     """
     logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -49,11 +48,10 @@ def sequence_logps(
     by_column = [logps.gather(2, targets.where(is_scored, 0).unsqueeze(2)).squeeze(2)]  # gather does not take -100
     if with_squares:
         by_column.append((2 * logps.detach()).logsumexp(-1))
-    # move each response to column 0
-    first_column = is_scored.int().argmax(-1, keepdim=True)
-    offsets = torch.arange(is_scored.shape[1], device=is_scored.device)
-    in_response = offsets < is_scored.sum(-1, keepdim=True)
-    columns = (first_column + offsets).where(in_response, 0)
+    # move the scored tokens of each row to its beginning, in their order
+    columns = (~is_scored).int().argsort(dim=-1, stable=True)
+    in_response = is_scored.gather(1, columns)
+    columns = columns.where(in_response, 0)
     return TokenLogps(*(values.gather(1, columns) * in_response for values in by_column))
 
 

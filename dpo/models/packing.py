@@ -12,14 +12,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, zip_longest
+from itertools import accumulate, compress, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from dpo.data.examples import Example
+from dpo.data.examples import Example, make_labels
+from dpo.losses import IGNORE_INDEX
 
 ATTENTION_LENGTH = 2048  # row length at which attention costs as much as matrix products; measured on a small model
 NONE = -1  # the tree index of padding, the branch index of a prompt, and the role of a response that is not there
@@ -57,7 +58,7 @@ class Packed:
     branch: torch.Tensor  # (R, L): which of the U responses a token belongs to, NONE for the prompt
     scored: torch.Tensor  # (N,): row * L + column of the fed token that predicts a scored token
     targets: torch.Tensor  # (N,): the scored token
-    slots: torch.Tensor  # (N,): response * T + index of the scored token in its response
+    slots: torch.Tensor  # (N,): response * T + index among the response's tokens, without those that are not scored
     response_index: torch.Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
     segments: Segments | None = None  # of the only row, for attention that takes no mask
@@ -153,7 +154,7 @@ class _Tree(NamedTuple):
     """A prompt, and responses to it as branches."""
 
     prompt: tuple[int, ...]
-    branches: list[tuple[int, tuple[int, ...]]]  # (index among the U responses, token ids)
+    branches: list[tuple[int, tuple[int, ...], tuple[int, ...]]]  # (index among the U responses, token ids, cuts)
     length: int  # tokens fed
 
 
@@ -166,16 +167,17 @@ def pack(
     `alignment`. If a prompt and its responses exceed `max_tree_tokens`, they are divided among several trees, each with
     the prompt. With `max_tree_tokens` None all trees are in one row, which has `segments`.
     """
-    indices_by_prompt: dict[tuple, dict[tuple, int]] = {}  # prompt -> {distinct response: its index}
+    # prompt -> {distinct response with its cuts: its index}
+    indices_by_prompt: dict[tuple, dict[tuple[tuple, tuple], int]] = {}
     n_responses = 0
     for example in examples:
         indices = indices_by_prompt.setdefault(example.prompt, {})
-        for response in example.responses:
+        for response in example.cut_responses:
             if response not in indices:
                 indices[response] = n_responses
                 n_responses += 1
-    indices_by_example = [[indices_by_prompt[e.prompt][response] for response in e.responses] for e in examples]
-    longest = max(len(response) for indices in indices_by_prompt.values() for response in indices)
+    indices_by_example = [[indices_by_prompt[e.prompt][response] for response in e.cut_responses] for e in examples]
+    longest = max(len(response) for indices in indices_by_prompt.values() for response, _ in indices)
 
     trees: list[_Tree] = []
     for prompt, indices in indices_by_prompt.items():
@@ -208,17 +210,17 @@ def _round_up(length: int, alignment: int) -> int:
     return -(-length // alignment) * alignment
 
 
-def _grow_trees(prompt: tuple, indices: dict[tuple, int], max_tree_tokens: float) -> list[_Tree]:
+def _grow_trees(prompt: tuple, indices: dict[tuple[tuple, tuple], int], max_tree_tokens: float) -> list[_Tree]:
     """Make the trees of a prompt, each of at most `max_tree_tokens`.
 
     `indices` maps its responses to their indices. A tree with a single response may be longer.
     """
     trees: list[_Tree] = []
-    for response, index in indices.items():
+    for (response, cuts), index in indices.items():
         n_fed = len(response) - 1
         if not trees or trees[-1].length + n_fed > max_tree_tokens:
             trees.append(_Tree(prompt, [], len(prompt)))
-        trees[-1].branches.append((index, response))
+        trees[-1].branches.append((index, response, cuts))
         trees[-1] = trees[-1]._replace(length=trees[-1].length + n_fed)
     return trees
 
@@ -277,7 +279,7 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
             input_ids[row, tree_start:prompt_end] = tree.prompt
             position_ids[row, tree_start:prompt_end] = range(n_prompt)
             start = prompt_end
-            for response, token_ids in tree.branches:
+            for response, token_ids, cuts in tree.branches:
                 n_fed = len(token_ids) - 1
                 end = start + n_fed
                 input_ids[row, start:end] = token_ids[:-1]
@@ -286,10 +288,15 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
                 # the prompt's last token predicts the first token of a response; without a prompt, nothing does
                 first_scored = 0 if n_prompt else 1
                 predicting_columns = [prompt_end - 1, *range(start, end)][first_scored:]
+                scored_tokens = token_ids[first_scored:]
+                if cuts:
+                    is_scored = [label != IGNORE_INDEX for label in make_labels(token_ids, cuts)][first_scored:]
+                    predicting_columns = [*compress(predicting_columns, is_scored)]
+                    scored_tokens = tuple(compress(scored_tokens, is_scored))
                 scored += [row * length + column for column in predicting_columns]
-                targets += token_ids[first_scored:]
-                first_slot = response * longest_response
-                slots += range(first_slot + first_scored, first_slot + len(token_ids))
+                targets += scored_tokens
+                first_slot = response * longest_response + first_scored
+                slots += range(first_slot, first_slot + len(scored_tokens))
                 start = end
             tree_start = start
     # in the order of Packed's fields
@@ -306,7 +313,7 @@ def _find_segments(trees: list[_Tree], length: int) -> Segments:
         prompt = range(start, start + len(tree.prompt))
         spans.append((nothing, prompt))
         start = prompt.stop
-        for _, token_ids in tree.branches:
+        for _, token_ids, _ in tree.branches:
             own = range(start, start + len(token_ids) - 1)
             spans.append((prompt, own))
             start = own.stop

@@ -91,7 +91,8 @@ class RewardModel:
             texts[-1] += self.tokenizer.eos_token
         if self.form == "chat":
             try:
-                texts = [self.tokenizer.apply_chat_template(as_messages(prompt, answer), tokenize=False)]
+                messages = as_messages(prompt, answer)
+                texts = [self.tokenizer.apply_chat_template(messages, tools=prompt.tools, tokenize=False)]
             except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these
                 raise InputError(
                     f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "

@@ -93,10 +93,12 @@ FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss, a
     "lists": (SCORED_FIELDS, RANKED_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),
 }
 SYSTEM = "system"  # the field of a system turn, which the records of any form may have
-NUMBER_FIELDS = ("weight", "margin")  # which they may have too
+PROMPT_PARTS = ("input", "history")  # of a prompt in Alpaca's data, beside the instruction
+TOOLS = "tools"  # the field of the tools that a chat may call, which records may have too
+NUMBER_FIELDS = ("weight", "margin")  # and these
 FIELDS = (
     *dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form),
-    *(SYSTEM, *NUMBER_FIELDS),
+    *(SYSTEM, TOOLS, *NUMBER_FIELDS),
 )
 DATA_FORMATS = (  # of custom data, in the order in which they are tried
     "hh", "trl_standard", "trl_conversational", "trl_implicit", "ultrafeedback", "openrlhf", "alpaca", "sharegpt",

@@ -41,7 +41,7 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
     Dots are policies along the runs of the first seed. Both panels have the same scales. They show the task of fixed
     length, if it was run.
     """
-    theme, fixed_length = DARK if dark else LIGHT, any(row.get("fixed_length") for row in rows)
+    theme, fixed_length = DARK if dark else LIGHT, any(row["fixed_length"] for row in rows)
     last = select(rows, fixed_length=fixed_length)
     methods = [method for method in STYLES if method in list_methods(last)]
     along = [row for row in rows if "share" in row and row["fixed_length"] == fixed_length]

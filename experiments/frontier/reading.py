@@ -39,18 +39,15 @@ def list_methods(rows: Sequence[Row]) -> list[str]:
 
 
 def select(rows: Sequence[Row], *, fixed_length: bool) -> list[Row]:
-    """Select fixed or free length, without policies along runs.
-
-    Rows of the first sweep do not say, as there was one task, where lengths differ.
-    """
-    return [row for row in rows if row.get("fixed_length", False) == fixed_length and "share" not in row]
+    """Select fixed or free length, without policies along runs."""
+    return [row for row in rows if row["fixed_length"] == fixed_length and "share" not in row]
 
 
 def collect_curve(rows: Sequence[Row], method: str) -> Curve:
     """Collect a method's rows, which differ in beta or another knob."""
     own_rows = [row for row in rows if row["method"] == method]
     betas = list(dict.fromkeys(row["beta"] for row in own_rows))
-    row_at = {(row.get("task", 0), row["seed"], row["beta"]): row for row in own_rows}
+    row_at = {(row["task"], row["seed"], row["beta"]): row for row in own_rows}
     units = list(dict.fromkeys((task, seed) for task, seed, _ in row_at))
 
     def make_array(key: str) -> np.ndarray:
@@ -63,7 +60,7 @@ def collect_curve(rows: Sequence[Row], method: str) -> Curve:
 
 def most_reward(rows: Sequence[Row], kl: float, task: int = 0) -> float:
     """Reward of a task's pi* at this KL, interpolated between its rows."""
-    known = [row for row in rows if row["method"] in ("sft", "pi_star") and row.get("task", 0) == task]
+    known = [row for row in rows if row["method"] in ("sft", "pi_star") and row["task"] == task]
     kls, rewards = zip(*sorted((row["kl"], row["reward"]) for row in known), strict=True)
     return float(np.interp(kl, kls, rewards))
 

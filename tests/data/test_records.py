@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.formats import ASK, PAIR, ROWS, SKY, TURNS, assistant, human, system, user
+from support.formats import ASK, CALL, PAIR, RESULT, ROWS, SKY, TURNS, assistant, human, system, user
 
 from dpo.data.columns import ColumnsError, find_columns, recognize_columns
 from dpo.data.custom import get_custom
@@ -19,6 +19,7 @@ from dpo.data.records import (
     recognize_format,
     write_record,
 )
+from dpo.data.schema import read_tools
 from dpo.errors import InputError
 from dpo.settings.choices import DATA_FORMATS
 
@@ -90,6 +91,8 @@ def test_a_record_that_a_format_holds_as_it_is_comes_back_from_it(target):
         if not changes:
             assert (again.join_prompt(), again.responses) == (record.join_prompt(), record.responses), (name, target)
         assert again.label == record.label
+        if "the tools are left out" not in changes:
+            assert read_tools({"": again.tools}, "", "") == read_tools({"": record.tools}, "", "")
         assert write_record(again, FORMATS[target]) == (written, []), (name, target)
         is_chat = FORMATS[target].values in (MESSAGES, SHAREGPT)
         assert ("text is now chat messages" in changes) == (is_chat and not record.is_chat)
@@ -106,6 +109,8 @@ def test_a_record_that_a_format_holds_as_it_is_comes_back_from_it(target):
         "several turns before the response",
         "turns of others than user and assistant",
         "prompts that are not the common beginning",
+        "calls of tools",
+        "responses of several messages",
     }
 
 
@@ -165,7 +170,10 @@ def test_texts_and_messages_become_each_other(record, target, written):
         ),
         (Record(ASK, [[*SKY, user("Why?"), assistant("So.")]] * 2), "ms_swift", "responses of several messages"),
         (Record(ASK, [[*SKY, user("Why?"), assistant("So.")]]), "sharegpt", "responses of several messages"),
-        (Record([*TURNS[:3], {"role": "tool", "content": "3"}], [SKY]), "sharegpt", "messages of tool"),
+        (Record([*TURNS[:3], {"role": "critic", "content": "3"}], [SKY]), "sharegpt", "messages of critic"),
+        (Record([*ASK, CALL, RESULT], [SKY]), "alpaca", "calls of tools"),
+        (Record(ASK, [SKY, [CALL]]), "ms_swift", "calls of tools"),
+        (Record(ASK, [[{**CALL, "content": "I look."}]]), "sharegpt", "words beside calls of tools"),
         (Record([system("Be kind.")], [SKY, SKY]), "ultrafeedback", "prompts without a user"),
     ],
 )
@@ -209,7 +217,7 @@ def test_a_given_format_decides_which_columns_are_read(tokenizer):
     with pytest.raises(InputError) as error:
         get_custom(rows, "mine", tokenizer, data_format="trl_standard")
     assert str(error.value) == (
-        "dataset_sources.mine.format reads the columns prompt, chosen, rejected, completion, label; mine has "
+        "dataset_sources.mine.format reads the columns prompt, chosen, rejected, completion, label, tools; mine has "
         "instruction, input, question, chosen, rejected, which lack what training on pairs needs: give another "
         "format, or none"
     )

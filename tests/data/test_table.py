@@ -270,7 +270,7 @@ def test_order_of_three_epochs_is_that_of_lists_of_prompts(names, order, tmp_pat
         seen = hashlib.sha256()
         options = {"batch_size": 4, "shuffle": True, "n_epochs": 3, "n_examples": None, "seed": 7}
         for places in iterate_examples(data.train.counts.tolist(), **options):
-            for prompt, _, texts in read_examples(prompts, places):
+            for prompt, _, texts, _ in read_examples(prompts, places):
                 assert prompts[prompt.index_in_split] == prompt
                 seen.update(repr((prompt.text, texts)).encode())
         found.append(seen.hexdigest()[:32])

@@ -147,7 +147,7 @@ def test_rows_without_a_run_of_their_own_are_of_every_scale_beta_and_n(sweep):
 
 def test_policies_along_a_run_are_measured_after_each_third(sweep):
     """4 updates: after 1, 2, and at the end."""
-    for method in (*SWEPT, "unlikelihood", "exact_rl"):
+    for method in (*SWEPT, "exact_rl"):
         along = [row for row in sweep.rows if row["method"] == method and "share" in row]
         assert [row["share"] for row in along] == [0.25, 0.5]
         assert len({row["kl"] for row in [*along, sweep.row(method)]}) == 3
@@ -277,11 +277,11 @@ def test_the_measured_frontier_is_one():
     assert len({frozenset(own) for own in seeds.values()}) == 1  # all differences are paired
 
 
-@pytest.mark.xfail(strict=True, reason="RESULTS.md has the tables of the first sweep until the next one is made")
 def test_the_tables_of_the_document_are_those_of_its_rows():
-    read = frontier.read_rows([ROOT / "docs" / "frontier.json"])
+    tables = frontier.read_rows([ROOT / "docs" / "frontier.json"]).split("\n\n")
+    planned, *_ = frontier.read_rows([ROOT / "docs" / "frontier-task1.json"]).split("\n\n")
     text = (ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8")
-    assert [table for table in read.split("\n\n") if table not in text] == []
+    assert [table for table in (*tables, planned) if table not in text] == []
 
 
 def run_for_minutes(*arguments):

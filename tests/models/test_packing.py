@@ -126,6 +126,10 @@ def batch_of(examples: list[Example]) -> dict:
 def test_examples_are_read_back_from_a_padded_batch():
     examples = [PAIR, Example((4,), ((9,), (30, 31, 32, 33, 9)))]
     assert find_examples(batch_of(examples)) == examples
+    cut = [PAIR, examples[1]._replace(cuts=((), (1, 3)))]
+    batch = batch_of(cut)
+    batch["rejected_labels"][1, 2:4] = -100
+    assert find_examples(batch) == cut
     targets = [Example(e.prompt, e.responses[:1], roles=("chosen",)) for e in examples]
     assert find_examples(batch_of(targets)) == targets  # SFT
 

@@ -16,6 +16,7 @@ from support.trainers import compose, make
 
 from dpo.analysis.findings import find_all
 from dpo.analysis.ledger_file import read_ledger
+from dpo.analysis.measures import wilson_interval
 from dpo.analysis.runs import read_run
 from dpo.checkpoint.files import read_state
 from dpo.data.examples import Example, text_digest
@@ -53,6 +54,7 @@ def build(family: str) -> Any:
 )
 def test_each_response_gets_the_reward_of_its_text_alone(family):
     model, examples = build(family), list_examples(6, shared=True)
+    examples[1] = examples[1]._replace(cuts=((0, 1), (1, 2)))  # which no reward depends on
     texts = [[torch.tensor([[*e.prompt, *e.responses[side]]]) for e in examples] for side in (0, 1)]
     alone = [[model(ids).logits.item() for ids in one_side] for one_side in texts]
     packed, why = choose_layout("shared_prefix", model, max_length=40, compute_dtype=torch.float32)
@@ -212,7 +214,8 @@ def test_the_report_has_the_accuracy_with_its_interval(finished):
     accuracy = read_metrics(run_dir, "eval")[-1]["rewards_eval/accuracies"]
     value = findings["How often the reward model agrees with held-out preferences"].value
     assert value.startswith(f"rewards_eval/accuracies {accuracy:g}")
-    assert "on 4 pairs, 95 % interval" in value
+    low, high = wilson_interval(accuracy, 4)
+    assert f"on 4 pairs, 95 % interval {low:.3g} to {high:.3g};" in value
     assert not any("margin comes from" in title or "less likely" in title for title in findings)
 
 

@@ -71,6 +71,8 @@ FEATURES = {
     "weights": "datasets=WEIGHTED",
     "weights and margins": "datasets=WEIGHTED loss.offset_by_margin=true",
     "weights and labels": f"datasets=WEIGHTED {BY_LOSS['kto']}",
+    "weights of a reward model": "datasets=WEIGHTED loss=bradley_terry loss.offset_by_margin=true",
+    "lists for an adapter": f"{BY_LOSS['plackett_luce']} {LORA}",
     "lora": f"{LORA} lora.reference=base sample_during_eval=true",
     "lora from an adapter": f"{LORA} lora.reference=adapter model.archive=ADAPTER",
     "lora and a second model": f"{LORA} lora.reference=model model.archive=ADAPTER",
@@ -190,10 +192,14 @@ KINDS = (
     "mix",
     "all options",
 )
-OF_DATA = ("pairs of lists", "best and worst of lists", "weights", "weights and margins", "weights and labels")
+OF_DATA = (
+    "pairs of lists", "best and worst of lists", "lists for an adapter", "weights", "weights and margins",
+    "weights and labels", "weights of a reward model",
+)  # fmt: skip
 IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS, *OF_DATA} - {*KINDS}
 WITH_FROZEN_WEIGHTS = ("dpo", "aot", *(name for name in FEATURES if "lora" in name), "online a following reference")
 FEW_WAYS = ("padded, in parts", "sharded, padded, in parts")
+WAYS_OF_DATA = (*FEW_WAYS, "resumed", "references first", "cut")
 # these ways combine others, so one feature of each kind is trained in them: of examples, of a batch, with a state
 COMBINED_WAYS = {name for name in WAYS if name.startswith(("one shard", "hybrid", "cut and sharded", "cut, resumed"))}
 IN_COMBINED_WAYS = (
@@ -209,15 +215,15 @@ def is_trained(feature: str, settings: str, name: str) -> bool:
     """
     if feature in RESUMED_ONLY:
         return name == "resumed"
-    if feature in IN_FEW_WAYS:
-        return name in FEW_WAYS
+    if feature in IN_FEW_WAYS and name not in (WAYS_OF_DATA if feature in (*OF_DATA, "bco_unpaired") else FEW_WAYS):
+        return False
     if name in COMBINED_WAYS:
         return feature in IN_COMBINED_WAYS
     if "frozen weights" in name:
         return feature in WITH_FROZEN_WEIGHTS
     if name == "references first":
-        others = "sft", "simpo", "lora with sft", "bradley_terry", "lora with bradley_terry"  # without a reference
-        return "online" not in settings and feature not in others
+        without_reference = ("loss=sft", "loss=simpo", "loss=bradley_terry")
+        return not any(part in settings for part in ("online", *without_reference))
     if "package" in name:
         return not any(part in settings for part in ("online", "lora", "sample_during_eval", "bradley_terry"))
     if "cut" in name:

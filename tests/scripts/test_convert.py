@@ -68,7 +68,7 @@ def test_what_cannot_be_held_is_named_in_one_warning(convert, tmp_path):
     ]
     source = write_rows(tmp_path / "rows.jsonl", rows)
 
-    status, said, warned = convert(source, "out.csv", "alpaca")
+    status, said, warned = convert(source, "out.csv", "axolotl_argilla")
 
     assert status == 0
     assert said.startswith("2 records of ")
@@ -78,7 +78,7 @@ def test_what_cannot_be_held_is_named_in_one_warning(convert, tmp_path):
         f"{source} (line 2)); the column instruction is left out (1 record, first record 2 of {source} (line 2)); the "
         f"key name of messages is left out (1 record, first record 2 of {source} (line 2))\n"
     )
-    answers = {"chosen": "Blue.", "rejected": "Blue."}
+    answers = {"chosen_response": "Blue.", "rejected_response": "Blue."}
     assert read(tmp_path / "out.csv") == [{"instruction": "Which colour?", **answers}] * 2
 
 
@@ -104,13 +104,13 @@ def test_values_that_a_file_cannot_hold_are_named(convert, tmp_path):
         (ROWS["hh"], "rows.jsonl", (), "{dir}/rows.jsonl exists: give another file, or remove it"),
         (ROWS["hh"], "no/out.jsonl", (), "{dir}/no/out.jsonl: there is no directory {dir}/no"),
         (ROWS["hh"], "out.txt", (), "{dir}/out.txt must end in one of .jsonl, .jsonl.gz, "),
-        (ROWS["hh"], "out.csv", (), "a .csv file cannot hold chat messages (record 1 of {dir}/rows.jsonl (line 1))"),
+        (ROWS["hh"], "out.csv", (), "a .csv file cannot hold chat messages or turns (record 1 of {dir}/rows.jsonl "),
         (ROWS["hh"], "out.jsonl", ("--format", "trl"), "--format=trl is not one of hh, trl_standard, "),
         (ROWS["hh"], "out.jsonl", ("--columns", "{best: a}"), "--columns={{'best': 'a'}} must map some of prompt, "),
         ([{"a": 1}], "out.jsonl", (), "name them with '--columns={{messages: COLUMN}}', or add them"),
         ([{"prompt": "a", **PAIR, "chosen": 3}], "out.jsonl", (), "(line 1): chosen must be text or a list of "),
-        ([{"prompt": [{"role": "tool", "content": "3"}], "chosen": SKY, "rejected": SKY}], "out.jsonl", (),
-         "sharegpt holds no record of {dir}/rows.jsonl: messages of tool are left out (1 record, first record 1 of "),
+        ([{"prompt": [{"role": "bot", "content": "3"}], "chosen": SKY, "rejected": SKY}], "out.jsonl", (),
+         "sharegpt holds no record of {dir}/rows.jsonl: messages of bot are left out (1 record, first record 1 of "),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_and_nothing_is_written(rows, out, options, message, convert, tmp_path):

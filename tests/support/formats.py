@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+LOOK = '{"name": "look", "arguments": {"at": "sky"}}'
 PAIR = {"chosen": "A is right.", "rejected": "B is right."}
 
 
@@ -27,6 +29,12 @@ def gpt(value: str) -> dict[str, str]:
     return {"from": "gpt", "value": value}
 
 
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look up.", "parameters": {}}}]
+CALL = {
+    **{"role": "assistant", "content": ""},
+    "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}],
+}
+RESULT = {"role": "tool", "content": "A clear day"}
 ASK, SKY = [user("Which colour?")], [assistant("Blue.")]
 TURNS = [system("Be kind."), user("Hi!"), assistant("Yes?"), user("Who is right?")]
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -41,6 +49,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"prompt": TURNS, "chosen": SKY, "rejected": [assistant("Green.")]},
         {"prompt": ASK, "completion": SKY, "label": False},
         {"prompt": ASK, "completion": SKY},
+        {"prompt": [*ASK, CALL, RESULT], "chosen": SKY, "rejected": [assistant("Green.")], "tools": TOOLS},
+        {"prompt": ASK, "chosen": [CALL, RESULT, *SKY], "rejected": [assistant("Green.")], "tools": json.dumps(TOOLS)},
     ],
     "trl_implicit": [
         {"chosen": "The sky is blue.", "rejected": "The sky is green."},
@@ -63,12 +73,21 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"instruction": "Who is right?", "input": "", **PAIR},
         {"instruction": "Sum it up.", "input": "A long text.", "output": "Short.", "kto_tag": True},
         {"instruction": "Sum it up.", "input": "A long text.", "output": "Short.", "system": "Be kind."},
+        {"instruction": "And who?", "history": [["Hi!", "Yes?"], ["Who is right?", "Nobody."]], **PAIR},
     ],
     "sharegpt": [
         {"conversations": [human("Hi!"), gpt("Yes?"), human("Who?")], "chosen": gpt("A."), "rejected": gpt("B.")},
         {"conversations": [human("Hi!")], "chosen": gpt("A."), "rejected": gpt("B."), "system": "Be kind."},
         {"conversations": [human("Hi!"), gpt("Yes?")], "kto_tag": False},
         {"conversations": [{"from": "system", "value": "Be kind."}, human("Hi!"), gpt("Yes?")]},
+        {
+            "conversations": [
+                human("Hi!"),
+                {"from": "function_call", "value": LOOK},
+                {"from": "observation", "value": "3"},
+            ],
+            **{"chosen": gpt("A."), "rejected": {"from": "function_call", "value": LOOK}, "tools": json.dumps(TOOLS)},
+        },
     ],
     "axolotl_chat_template": [{"messages": TURNS, "chosen": assistant("A."), "rejected": assistant("B.")}],
     "axolotl_prompt_pairs": [{"system": "Be kind.", "prompt": "Who is right?", **PAIR}],
@@ -84,6 +103,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "ms_swift": [
         {"messages": [*TURNS, assistant("A.")], "rejected_response": "B."},
         {"messages": [*ASK, *SKY], "label": True},
+        {"messages": [*ASK, CALL, RESULT, *SKY], "rejected_response": "B.", "tools": json.dumps(TOOLS)},
     ],
     "ranked": [
         {"prompt": "Who is right?", "responses": [" A.", " B.", " C."], "scores": [3, 1, 2]},

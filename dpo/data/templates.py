@@ -1,0 +1,215 @@
+"""Chats rendered by a chat template; what of them is scored.
+
+A response may have several messages. Those of the assistant are scored, each with the end of its turn. Results of
+tools, questions and the headers of turns are not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jinja2
+
+from dpo.data.records import common_start
+from dpo.data.schema import Messages, read_message, read_tools
+from dpo.errors import InputError
+from dpo.numbers import count
+
+N_CHECKED = 100  # first conversations whose tokens and tools are checked
+SHOWN = 60  # characters of a text that the template leaves out
+EARLIER = "earlier turns"
+OTHER = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
+
+
+class Chat(NamedTuple):
+    """A prompt and its responses as texts, and the prompt's messages."""
+
+    prompt: str
+    responses: list[str]
+    cuts: list[list[int]]  # of each response: see `split_at_cuts`
+    messages: Messages
+    tools: list[dict[str, Any]]
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, and what it does to conversations."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._counts: Counter[str] = Counter()
+        self._dropped: dict[str, str] = {}  # the first text that is left out, by the turns that it is of
+        self._checked: list[tuple[str, str]] = []  # prompts with generation prompt, and whole conversations
+
+    def render(self, prompt: Messages, responses: Sequence[Messages], tools: Any, where: str) -> Chat:
+        """Render a prompt and its responses.
+
+        `tools` is a list of schemas, or JSON of one. Raises InputError if a message contains EOS, or if the template
+        rejects the messages or changes turns so that they cannot be told apart.
+        """
+        eos = self.tokenizer.eos_token
+        for message in (*prompt, *(message for response in responses for message in response)):
+            if eos and eos in (message.get("content") or ""):
+                raise InputError(f"{where}: a message contains the EOS token {eos!r}: remove it from {message!r}")
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise InputError(
+                f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
+                f"model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
+            )
+        prompt = [read_message(message, where) for message in prompt]
+        answers = [[read_message(message, where) for message in response] for response in responses]
+        conversation = _Conversation(self.tokenizer, read_tools({"tools": tools}, "tools", where), where)
+        dialogues = [conversation.render(prompt + answer) for answer in answers]
+        # the generation prompt may have what a finished turn lacks, such as a thinking tag: keep what all begin with
+        open_prompt, prompt_text = conversation.find_start(prompt, dialogues)
+        self._check(conversation, prompt, answers, open_prompt, dialogues)
+        cuts = [
+            list(conversation.find_cuts(prompt, answer, dialogue, len(prompt_text)))
+            for answer, dialogue in zip(answers, dialogues, strict=True)
+        ]
+        texts = [_remove_final_eos(dialogue[len(prompt_text) :], eos) for dialogue in dialogues]
+        return Chat(prompt_text, texts, cuts, prompt, conversation.tools)
+
+    def _check(
+        self,
+        conversation: _Conversation,
+        prompt: Messages,
+        answers: Sequence[Messages],
+        open_prompt: str,
+        dialogues: Sequence[str],
+    ) -> None:
+        """Record what the template leaves out of a conversation or changes."""
+        for answer, text in zip(answers or [[]], dialogues or [open_prompt], strict=True):
+            *earlier, last = [*prompt, *answer]
+            if not answer:  # a prompt to answer has earlier turns alone
+                earlier.append(last)
+            self._counts["conversations"] += 1
+            for turns, messages in ((EARLIER, earlier), ("the last turn", [last])):
+                lost = next(filter(None, (_find_dropped(part, text) for part in _list_parts(messages))), None)
+                if lost is not None:
+                    self._counts[turns] += 1
+                    self._dropped.setdefault(turns, lost)
+        if len(self._checked) < N_CHECKED:
+            self._checked += [(open_prompt, dialogue) for dialogue in dialogues]
+        if conversation.tools and self._counts["with tools"] < N_CHECKED:
+            self._counts["with tools"] += 1
+            without = _Conversation(self.tokenizer, [], conversation.where)
+            self._counts["tools ignored"] += without.render(prompt, is_open=True) == open_prompt
+
+    def describe(self, origin: str) -> list[str]:
+        """Describe what the template does to the conversations of `origin`."""
+        counts, notes = self._counts, []
+        for turns, text in self._dropped.items():
+            notes.append(
+                f"{'' if turns == EARLIER else 'warning: '}{origin}: the chat template leaves out or changes text of "
+                f"{turns} in {counts[turns]:,} of {count(counts['conversations'], 'conversation')}, such as {text!r}"
+            )
+        if counts["tools ignored"]:
+            notes.append(
+                f"warning: {origin}: the chat template ignores tools: in {counts['tools ignored']:,} of "
+                f"{count(counts['with tools'], 'prompt')} with tools the model does not see them"
+            )
+        if self._checked:
+            differing = [n for n in self._count_differing_tokens() if n]
+            notes.append(
+                f"{origin}: the prompt, as rendered for generation, is a prefix of prompt and response, in tokens, in "
+                f"{len(self._checked) - len(differing):,} of {count(len(self._checked), 'conversation')} checked"
+            )
+            if differing:
+                notes[-1] += f"; up to {count(max(differing), 'token')} at its end differ, and are left out"
+        return notes
+
+    def _count_differing_tokens(self) -> Iterator[int]:
+        """Count the last tokens of each prompt that its conversation lacks."""
+        texts = list(dict.fromkeys(text for texts in self._checked for text in texts))
+        ids = dict(zip(texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+        for prompt, dialogue in self._checked:
+            pairs = enumerate(zip(ids[prompt], ids[dialogue], strict=False))
+            n_shared = next((i for i, (a, b) in pairs if a != b), min(len(ids[prompt]), len(ids[dialogue])))
+            yield len(ids[prompt]) - n_shared
+
+
+class _Conversation:
+    """A record's conversation, from `where`, with the tools that it may call."""
+
+    def __init__(self, tokenizer: Any, tools: list[dict[str, Any]], where: str) -> None:
+        self.tokenizer, self.tools, self.where = tokenizer, tools, where
+
+    def render(self, messages: Messages, *, is_open: bool = False) -> str:
+        """Render messages; `is_open` adds the generation prompt."""
+        options: dict[str, Any] = {"tools": self.tools} if self.tools else {}
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=is_open, **options
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:  # raised by templates on unusual content
+            raise InputError(f"{self.where}: the tokenizer's chat template rejects these messages: {error}") from error
+
+    def find_start(self, before: Messages, dialogues: Sequence[str]) -> tuple[str, str]:
+        """Find where the assistant's turn after some messages starts.
+
+        Returns the text of the messages with the generation prompt, and what it has in common with the dialogues.
+        """
+        open_text = self.render(before, is_open=True)
+        shared = common_start(open_text, *dialogues)
+        if not shared.startswith(self.render(before)):
+            raise InputError(
+                f"{self.where}: the chat template renders the prompt differently once a response follows it, so the "
+                f"two cannot be told apart: {OTHER}, or use text instead"
+            )
+        return open_text, shared
+
+    def find_cuts(self, prompt: Messages, answer: Messages, dialogue: str, start: int) -> Iterator[int]:
+        """Yield where text that is not scored begins and ends, in turn.
+
+        Positions are those in the response, which begins at `start` of the dialogue.
+        """
+        end = start
+        for i, message in enumerate(answer):
+            if message["role"] != "assistant":
+                continue
+            before = prompt + answer[:i]
+            begin = len(self.find_start(before, [dialogue])[1]) if i else start
+            if begin > end:
+                yield from (end - start, begin - start)
+            if i < len(answer) - 1:
+                end = begin + len(self._find_turn([*before, message], dialogue, begin))
+
+    def _find_turn(self, messages: Messages, dialogue: str, begin: int) -> str:
+        """Find the text of the last of some messages in a dialogue.
+
+        There it may lack the beginning that it has as the last turn, such as thinking.
+        """
+        turn = self.render(messages)[begin:]
+        found = next((turn[i:] for i in range(len(turn)) if dialogue.startswith(turn[i:], begin)), "")
+        if not found.strip():
+            raise InputError(
+                f"{self.where}: the chat template renders a turn of the assistant differently once others follow, so "
+                f"its end cannot be found: {OTHER}, or give responses of one message"
+            )
+        # a turn ends with EOS, as the last one does, and not with the space that the template puts after it
+        return found.rstrip() if found.rstrip().endswith(self.tokenizer.eos_token) else found
+
+
+def _list_parts(messages: Messages) -> Iterator[str]:
+    """Yield the texts of messages that the model should see."""
+    for message in messages:
+        yield from (message[key] for key in ("content", "reasoning_content") if message.get(key))
+        yield from (call["function"]["name"] for call in message.get("tool_calls", ()))
+
+
+def _find_dropped(text: str, rendered: str) -> str:
+    """The beginning of a text that a rendered text lacks, if any."""
+    text = text.strip()
+    if text in rendered:
+        return ""
+    length = bisect_left(range(len(text)), True, key=lambda start: text[start:] in rendered)
+    return text[: min(length, SHOWN)]
+
+
+def _remove_final_eos(text: str, eos: str | None) -> str:
+    """Remove the EOS that ends a turn, because tokenization appends one."""
+    stripped = text.rstrip()
+    return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text

@@ -1,0 +1,239 @@
+"""Chat templates: tools, responses of several turns, and what a template changes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import pytest
+from support.formats import ASK, CALL, RESULT, SKY, TOOLS, assistant, user
+from support.runs import write_rows
+
+from dpo.data.custom import get_custom
+from dpo.data.examples import encode_examples, list_examples, make_labels
+from dpo.data.table import PromptTable, iterate_prompts, write_prompts
+from dpo.data.tokenization import TextEncoder
+from dpo.errors import InputError
+from preference_datasets import get_batch_iterator
+
+# like ChatML with tools, in fewer letters
+TURN = "<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}"
+END = "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+WITH_TOOLS = "{% for tool in tools or [] %}({{ tool.function.name }})\n{% endfor %}{% for m in messages %}" + TURN + END
+WITHOUT_TOOLS = "{% for m in messages %}" + TURN + END
+# like Qwen3's: thinking stays only after the last question, and the last turn begins with it
+THINKING = (
+    "{% set seen = namespace(question=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set seen.question = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' and loop.index0 < seen.question %}{{ m.content.split('</think>')[-1] }}"
+    "{% elif m.role == 'assistant' and loop.last and '</think>' not in m.content %}<think></think>{{ m.content }}"
+    "{% else %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}" + END
+)
+LOOKED_UP = {"prompt": ASK, "chosen": [CALL, RESULT, *SKY], "rejected": [assistant("Green.")], "tools": TOOLS}
+EOS = "<|endoftext|>"
+
+
+@pytest.fixture
+def chat(tokenizer):
+    """A function from a chat template to the tiny tokenizer with it."""
+
+    def with_template(template: str):
+        copied = copy.deepcopy(tokenizer)
+        copied.chat_template = template
+        return copied
+
+    return with_template
+
+
+def encode(data, tokenizer, **limits):
+    """The examples of custom data as token ids."""
+    prompts = iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="pairs")
+    texts = [example for prompt in prompts for example in list_examples(prompt)]
+    return encode_examples(texts, TextEncoder(tokenizer), **{"max_length": 512, "max_prompt_length": 128, **limits})
+
+
+def scored(example, tokenizer) -> list[str]:
+    """The scored tokens of each response, as text with | for what is left out."""
+    marked = [[t if t != -100 else None for t in make_labels(*response)] for response in example.cut_responses]
+    return [
+        re.sub(r"\|+", "|", "".join("|" if t is None else tokenizer.decode([t]) for t in labels)) for labels in marked
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "template", "text", "seen"),
+    [
+        (
+            LOOKED_UP["chosen"],
+            WITH_TOOLS,
+            f"[look]{EOS}\n<tool>A clear day{EOS}\n<assistant>Blue.",
+            f"[look]{EOS}|Blue.{EOS}",
+        ),
+        (
+            [assistant("Hm?"), user("The sky"), *SKY],
+            WITH_TOOLS.replace("eos_token", "';'"),
+            "Hm?;\n<user>The sky;\n<assistant>Blue.;\n",
+            f"Hm?;\n|Blue.;\n{EOS}",
+        ),
+        # the turn of the call has lost what it has as the last one
+        (LOOKED_UP["chosen"], THINKING, None, f"[look]{EOS}|<think></think>Blue.{EOS}"),
+        (
+            [assistant("<think>a</think>Hm?"), user("The sky"), *SKY],
+            THINKING,
+            None,
+            f"Hm?{EOS}|<think></think>Blue.{EOS}",
+        ),
+        # a response may begin with what is not scored
+        ([RESULT, *SKY], WITH_TOOLS, None, f"|Blue.{EOS}"),
+    ],
+)  # fmt: skip
+def test_the_turns_of_the_assistant_are_scored_and_results_and_headers_are_not(chosen, template, text, seen, chat):
+    tokenizer = chat(template)
+    row = {**LOOKED_UP, "chosen": chosen}
+    if chosen[0] is RESULT:  # without a prompt, it is the messages that both begin with
+        row = {"chosen": [*ASK, CALL, *chosen], "rejected": [*ASK, CALL, {**RESULT, "content": "No."}, *SKY]}
+    data = get_custom([row], "mine", tokenizer)
+    [entry] = data.values()
+    assert text is None or entry["responses"][0] == text
+    [example] = encode(data, tokenizer)
+    assert scored(example, tokenizer)[0] == seen
+    assert example.n_scored[0] == sum(label != -100 for label in make_labels(*example.cut_responses[0]))
+
+
+def test_a_response_of_one_turn_has_no_cuts(chat):
+    data = get_custom([{**LOOKED_UP, "chosen": SKY}], "mine", chat(WITH_TOOLS))
+    [example] = encode(data, chat(WITH_TOOLS))
+    assert (data.cuts, example.cuts) == ({}, ())
+
+
+def test_cuts_are_in_the_table_in_batches_and_truncated_with_their_response(chat, tmp_path):
+    tokenizer = chat(WITH_TOOLS)
+    data = get_custom([LOOKED_UP], "mine", tokenizer, trains_on="prompts")
+    prompts = [*iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="prompts", with_messages=True)]
+    write_prompts(tmp_path / "train.arrow", prompts)
+    assert [*PromptTable(tmp_path / "train.arrow")] == prompts
+    assert (prompts[0].messages, prompts[0].tools) == (ASK, TOOLS)
+    assert prompts[0].cuts is not None
+
+    write_rows(tmp_path / "train.jsonl", [LOOKED_UP])
+    sources = {"mine": str(tmp_path)}
+    (batch,) = get_batch_iterator(["mine"], tokenizer, n_epochs=1, silent=True, dataset_sources=sources)
+    labels = batch["chosen_labels"][0]
+    assert tokenizer.decode(labels[labels != -100]) == f"[look]{EOS}Blue.{EOS}"
+
+    [whole] = encode(get_custom([LOOKED_UP], "mine", tokenizer), tokenizer)
+    start, end = whole.cuts[0]
+    limits = {"max_prompt_length": 1, "max_length": 1 + start + 2}
+    [cut] = encode(get_custom([LOOKED_UP], "mine", tokenizer), tokenizer, **limits)
+    assert cut.cuts[0] == (start, min(start + 2, end))
+    late = {**LOOKED_UP, "chosen": [RESULT, *SKY]}
+    with pytest.raises(InputError, match="is cut off before the assistant's first word: raise max_length"):
+        encode(get_custom([late], "mine", tokenizer), tokenizer, **limits)
+
+
+def test_tools_reach_the_template_and_make_another_prompt(chat):
+    as_json = {**LOOKED_UP, "tools": json.dumps(TOOLS)}
+    others = [{"type": "function", "function": {"name": "hear"}}]
+    rows = [LOOKED_UP, as_json, {**LOOKED_UP, "tools": others}, {**LOOKED_UP, "tools": None}]
+    data = get_custom(rows, "mine", chat(WITH_TOOLS))
+    question = f"<user>Which colour?{EOS}\n<assistant>"
+    assert [*data] == [f"(look)\n{question}", f"(hear)\n{question}", question]
+    assert [*data.tools.values()] == [TOOLS, others]
+    assert not any("ignores" in note for note in data.notes)
+    # calls as OpenAI writes them, and as Parquet files hold messages
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+    calls = [{"role": "assistant", "content": None, "tool_calls": [call]}, {**RESULT, "tool_calls": None}, *SKY]
+    [entry] = get_custom([{**LOOKED_UP, "chosen": calls}], "mine", chat(WITH_TOOLS)).values()
+    assert entry["responses"][0] == data[f"(look)\n{question}"]["responses"][0]
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "note"),
+    [
+        (
+            LOOKED_UP,
+            WITHOUT_TOOLS,
+            "warning: mine: the chat template ignores tools: in 1 of 1 prompt with tools the model does not see them",
+        ),
+        (
+            LOOKED_UP,
+            WITH_TOOLS,
+            "mine: the prompt, as rendered for generation, is a prefix of prompt and response, in tokens, in 2 of 2 "
+            "conversations checked",
+        ),
+        (
+            LOOKED_UP,
+            WITH_TOOLS.replace("<assistant>{% endif %}", "<assistant>hm;{% endif %}"),
+            "in 0 of 2 conversations checked; up to 3 tokens at its end differ, and are left out",
+        ),
+        (
+            LOOKED_UP,
+            "{% for m in messages if m.role != 'tool' %}" + TURN + END,
+            "mine: the chat template leaves out or changes text of earlier turns in 1 of 2 conversations, such as "
+            "'A clear day'",
+        ),
+        (
+            {"prompt": [user("Hi"), assistant("<think>So.</think>Hm?"), user("Sing")], "chosen": SKY, "rejected": SKY},
+            THINKING,
+            "text of earlier turns in 2 of 2 conversations, such as '<think>So.</think",
+        ),
+        (
+            {"prompt": ASK, "chosen": [assistant("<think>So.</think>Blue.")], "rejected": SKY},
+            WITHOUT_TOOLS.replace("m.content", "m.content.split('</think>')[-1]"),
+            "warning: mine: the chat template leaves out or changes text of the last turn in 1 of 2 conversations, "
+            "such as '<think>So.</think",
+        ),
+        (
+            {"prompt": "Q", "chosen": " a", "rejected": " b", "tools": TOOLS},
+            WITH_TOOLS,
+            "warning: mine: 1 text has tools, which only a chat template shows to the model: ",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_template_changes_is_said(row, template, note, chat):
+    notes = get_custom([row], "mine", chat(template)).notes
+    assert any(note in said for said in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tools": "[{"}, "record 1 of mine: tools must be a list of objects, the schemas of functions, or JSON of "),
+        ({"tools": ["look"]}, "such a list, and is ['look']: correct it, or remove it from the record"),
+        ({"tools": {"name": "look"}}, "and is {'name': 'look'}: correct it, or remove it from the record"),
+        ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [7]}, RESULT]}, "7 stands where an object with the fie"),
+        ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "record 1 of mine: name is missing"),
+        ({"chosen": [CALL, RESULT]}, "record 1 of mine: the last message is from tool, and must be from assistant: r"),
+        ({"prompt": [*ASK, {"from": "function_call", "value": "look"}]}, "record 1 of mine: from is missing"),
+        (
+            {"prompt": [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": "look"}]},
+            'the call of a tool must be JSON like {"name": ..., "arguments": ...}, and is \'look\': correct it',
+        ),
+    ],
+)
+def test_bad_tools_and_calls_are_named(change, message, chat):
+    with pytest.raises(InputError, match=re.escape(message)):
+        get_custom([{**LOOKED_UP, **change}], "mine", chat(WITH_TOOLS))
+
+
+def test_turns_that_change_once_others_follow_are_refused(chat):
+    shouts_last = WITH_TOOLS.replace("<{{ m.role }}>", "<{{ m.role }}>{{ '!' if loop.last else '?' }}").replace(
+        "{{ eos_token }}", "{{ '.' if loop.last else ',' }}"
+    )
+    with pytest.raises(InputError, match="renders the prompt differently once a response follows it"):
+        get_custom([LOOKED_UP], "mine", chat(shouts_last))
+    end_changes = WITH_TOOLS.replace("{{ eos_token }}", "{{ '.' if loop.last and m.role == 'assistant' else ',' }}")
+    with pytest.raises(InputError, match="renders a turn of the assistant differently once others follow"):
+        get_custom([LOOKED_UP], "mine", chat(end_changes))
+
+
+def test_the_history_of_an_instruction_comes_before_it(tokenizer):
+    row = {"instruction": "And?", "input": "", "history": [["Hi", "Hm?"]], "chosen": " a", "rejected": " b"}
+    data = get_custom([row, {**row, "history": []}, {**row, "history": None}], "mine", tokenizer)
+    assert [*data] == ["Hi\n\nHm?\n\nAnd?", "And?"]
+    with pytest.raises(InputError, match=r"record 1 of mine: history must be a list of \[instruction, response\], and"):
+        get_custom([{**row, "history": [["Hi"]]}], "mine", tokenizer)
+    assert [*get_custom([row], "mine", tokenizer, {"prompt": "instruction"})] == ["And?"]
