@@ -28,7 +28,7 @@ class Estimate(NamedTuple):
 
 
 def estimate_mean(values: Any, clusters: Any, strata: Any = None) -> Estimate:
-    """Estimate the mean of values, (n,), of which those of a cluster depend on each other.
+    """Estimate the mean of values, (n,), which depend within clusters.
 
     With `strata` it is the mean of the strata's means. The interval is the normal one, by linearization: a value's
     influence is its distance from its stratum's mean over the stratum's size, and influences add up within a cluster.

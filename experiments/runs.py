@@ -1,4 +1,4 @@
-"""Runs of all experiments: processes, results, and sweeps that go on after a kill.
+"""Runs of all experiments: processes, results, and continued sweeps.
 
 A policy is trained by the command line of train.py, in a process that is forked after all imports, and measured in the
 same process.
@@ -231,7 +231,7 @@ def find_out(name: str, options: argparse.Namespace) -> Path:
 
 
 def select_jobs(runs: Mapping[Job, Any], names: Sequence[str]) -> list[Job]:
-    """Select the jobs to run: those of the methods in `names`, and those that are done.
+    """Select the jobs of the methods in `names`, and those done.
 
     `runs` has (method, ...) of each job.
     """

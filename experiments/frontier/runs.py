@@ -1,4 +1,4 @@
-"""What runs of `experiments.frontier` need: model, tokenizer, data, and overrides.
+"""Model, tokenizer, data and overrides of the runs of `experiments.frontier`.
 
 A policy is trained by the command line of train.py, or by `plain.py`, and measured by `exact.py`.
 """

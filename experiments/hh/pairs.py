@@ -1,4 +1,6 @@
-"""Pairs of HH, folds by first turn, and what length alone predicts. Imports no torch."""
+"""Pairs of HH, folds by first turn, and predictions by length.
+
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Pair(NamedTuple):
 
     @property
     def digests(self) -> dict[str, tuple[str, ...]]:
-        """How the ledger names the pair, and each of its responses if it is unpaired, by role."""
+        """Digests of the pair and of its unpaired responses, by role."""
         of_pair = text_digest(self.prompt, {"chosen": self.chosen, "rejected": self.rejected})
         return {
             role: (of_pair, text_digest(self.prompt, {role: getattr(self, role)})) for role in ("chosen", "rejected")
@@ -44,9 +46,9 @@ class Pair(NamedTuple):
 
 
 def read_pairs(files: Sequence[Path]) -> list[Pair]:
-    """Read the distinct pairs of JSON lines files in HH's form, which may be gzipped.
+    """Read the distinct pairs of files in HH's form.
 
-    Raises InputError for a file or row in another form.
+    They have JSON lines, and may be gzipped. Raises InputError for a file or row in another form.
     """
     pairs: dict[Pair, None] = {}
     for file in files:
@@ -64,9 +66,9 @@ def read_pairs(files: Sequence[Path]) -> list[Pair]:
 
 
 def split_folds(first_turns: Sequence[str], n_folds: int) -> np.ndarray:
-    """Number the fold of each pair, (pairs,); pairs of equal first turns have the same.
+    """Number the fold of each pair, (pairs,).
 
-    The turns are dealt out in the order of their hashes, each to the fold that has the fewest pairs so far. So folds do
+    Pairs with the same first turn are in one fold. The turns are dealt out in the order of their hashes, each to the fold that has the fewest pairs so far. So folds do
     not depend on the order of the pairs.
     """
     counts: dict[str, int] = {}
@@ -96,7 +98,7 @@ def predict_by_length(tokens: Any, folds: np.ndarray) -> np.ndarray:
 
 
 def fit_logistic(differences: np.ndarray) -> np.ndarray:
-    """Weights w that maximize the mean of log sigmoid(w x) over rows x, (features,)."""
+    """Fit w to maximize the mean of log sigmoid(w x), (features,)."""
     weights = np.zeros(differences.shape[1])
     for _ in range(50):  # Newton's steps
         p = 1 / (1 + np.exp(-differences @ weights))

@@ -19,7 +19,7 @@ WIDTH, HEIGHT = 6.4, 5.2  # inches
 
 
 class Evaluation(NamedTuple):
-    """Held-out pairs by the policies of a method after a part of their runs."""
+    """Held-out pairs, ranked after a part of a method's runs."""
 
     pairs: np.ndarray  # numbers of the pairs, (n,)
     chosen: np.ndarray  # log-ratios, (n,)
@@ -32,14 +32,14 @@ class Evaluation(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What does not depend on the method, by the number of the pair."""
+    """First turns and folds, by the number of the pair."""
 
     first_turns: Sequence[str]
     folds: np.ndarray
 
 
 def judge(margins: np.ndarray) -> np.ndarray:
-    """1 for a pair ranked right, 0 for one ranked wrong, 1/2 for a tie."""
+    """Give 1 for a positive margin, 0 for a negative, 1/2 for 0."""
     return (np.sign(margins) + 1) / 2
 
 
@@ -78,7 +78,7 @@ def interpolate(evaluations: Sequence[Evaluation], kl: float) -> np.ndarray | No
 
 
 def choose_kl(rows: Sequence[Row]) -> float:
-    """The highest KL that all methods reach, which is the lowest at an end."""
+    """Choose the highest KL that all methods reach."""
     return min(collect(rows, method)[1.0].kl.mean for method in list_methods(rows))
 
 
@@ -118,7 +118,7 @@ def find_differences(rows: Sequence[Row], data: Data) -> np.ndarray:
 
 
 def format_tables(rows: Sequence[Row], data: Data) -> str:
-    """Make the table of methods, and that of planned differences at equal KL."""
+    """Make the tables of methods and of planned differences."""
     kl, differences = choose_kl(rows), find_differences(rows, data)
     header = ["", "KL", "balanced accuracy", f"at KL {kl:.2f}", "change of log pi, chosen / rejected", "pairs"]
     lines, at_kl = [header], {}
@@ -146,7 +146,7 @@ def format_tables(rows: Sequence[Row], data: Data) -> str:
 
 
 def draw(rows: Sequence[Row], data: Data, *, dark: bool) -> bytes:
-    """Draw a PNG of balanced accuracy against KL along the runs, with 95 % intervals."""
+    """Draw a PNG of balanced accuracy against KL along the runs."""
     theme, differences = DARK if dark else LIGHT, find_differences(rows, data)
     with new_picture(WIDTH, HEIGHT, theme) as picture:
         axis: Any = picture.subplots()

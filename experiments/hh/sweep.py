@@ -1,4 +1,4 @@
-"""The runs of `experiments.hh`: a method on all folds but one, evaluated on that one."""
+"""The runs of `experiments.hh`: a method trained on all folds but one."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Sweep:
             write_records(self.root / "data" / str(fold), train=train, test=test)
 
     def list_course(self, fold: int) -> list[int]:
-        """Numbers of pairs after which a policy is evaluated; the last is the end."""
+        """List the numbers of pairs after which a policy is evaluated."""
         n_updates = int((self.folds != fold).sum()) // self.size.batch
         if n_updates < COURSE:
             raise InputError(f"{len(self.pairs)} pairs are too few for {COURSE} updates: give more")
@@ -107,7 +107,7 @@ class Sweep:
         )
 
     def train_all(self, methods: Sequence[str]) -> Iterator[list[Row]]:
-        """Train methods, one after another, on all folds; yield the rows of each run.
+        """Train methods on all folds; yield the rows of each run.
 
         Those of other methods that are there already are yielded too.
         """
@@ -147,7 +147,7 @@ class Sweep:
         return rows
 
     def sample_kls(self, checkpoint: Path, pairs: Sequence[int]) -> tuple[list[float], float, float]:
-        """Estimate KL from an answer to each of the first prompts of the fold.
+        """Estimate KL from answers to the first prompts of the fold.
 
         Returns the estimates, the mean number of tokens, and the share of answers that ended.
         """

@@ -74,7 +74,7 @@ def write_scorer(root: Path, scale: Scale) -> str:
 
 
 def keep_prompt(tokens: Sequence[int], encode: Callable[[str], list[int]], decode: Callable[..., str]) -> str | None:
-    """The text of a prompt of PROMPT_TOKENS tokens that it is tokenized to again."""
+    """Decode a prompt; None unless its text gives the same tokens."""
     text = decode(tokens[:PROMPT_TOKENS])
     return text if encode(text) == [*tokens[:PROMPT_TOKENS]] and len(tokens) >= PROMPT_TOKENS else None
 
@@ -105,5 +105,5 @@ def best_of(n: int, rewards: np.ndarray) -> np.ndarray:
 
 
 def bound_best_kl(n: int) -> float:
-    """log n - (n - 1) / n, at most which the KL of best-of-n is."""
+    """Bound the KL of best-of-n: log n - (n - 1) / n."""
     return float(np.log(n) - (n - 1) / n)

@@ -145,7 +145,7 @@ class Sweep:
         return self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
     def is_canonical(self, answer: Answer) -> bool:
-        """Whether training on the answer's text would read the sampled tokens."""
+        """Check that training on the answer's text reads the sampled tokens."""
         tokens = answer.tokens[:-1] if answer.ended else answer.tokens
         return self.encode(answer.text) == [*tokens] and len(tokens) > 0
 
@@ -176,7 +176,10 @@ class Sweep:
     def answer(
         self, side: Any, prompts: Sequence[str], n_samples: int, *, seed: int, first: int = 0
     ) -> list[list[Answer]]:
-        """Sample `n_samples` answers to each prompt; `first` is the number of the first prompt."""
+        """Sample `n_samples` answers to each prompt.
+
+        `first` is the number of the first prompt.
+        """
         sampling = Sampling(RESPONSE_TOKENS, seed=seed)
         encoded = [tuple(self.encode(prompt)) for prompt in prompts]
         return language.sample(side, self.tokenizer, encoded, sampling, n_samples=n_samples, first=first)
@@ -253,7 +256,7 @@ class Sweep:
 
     @cached_property
     def reference_rewards(self) -> np.ndarray:
-        """Of the reference's answers to held-out prompts, (prompts, samples)."""
+        """True rewards of the reference on held-out prompts, (prompts, samples)."""
         return self.find_rewards([row["texts"] for row in read_rows(self.root / "held_out.json")])
 
     def measure(self, policy: Any, reference: Any) -> Row:
