@@ -68,8 +68,8 @@ def read_pairs(files: Sequence[Path]) -> list[Pair]:
 def split_folds(first_turns: Sequence[str], n_folds: int) -> np.ndarray:
     """Number the fold of each pair, (pairs,).
 
-    Pairs with the same first turn are in one fold. The turns are dealt out in the order of their hashes, each to the fold that has the fewest pairs so far. So folds do
-    not depend on the order of the pairs.
+    Pairs with the same first turn are in one fold. The turns are dealt out in the order of their hashes, each to the
+    fold that has the fewest pairs so far. So folds do not depend on the order of the pairs.
     """
     counts: dict[str, int] = {}
     for turn in first_turns:

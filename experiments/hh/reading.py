@@ -39,7 +39,7 @@ class Data(NamedTuple):
 
 
 def judge(margins: np.ndarray) -> np.ndarray:
-    """Give 1 for a positive margin, 0 for a negative, 1/2 for 0."""
+    """Score margins: 1 if positive, 0 if negative, 1/2 if 0."""
     return (np.sign(margins) + 1) / 2
 
 

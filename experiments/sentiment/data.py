@@ -105,5 +105,5 @@ def best_of(n: int, rewards: np.ndarray) -> np.ndarray:
 
 
 def bound_best_kl(n: int) -> float:
-    """Bound the KL of best-of-n: log n - (n - 1) / n."""
+    """Bound the KL of best-of-n by log n - (n-1)/n."""
     return float(np.log(n) - (n - 1) / n)
