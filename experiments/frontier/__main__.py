@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dpo.errors import InputError, RunError
 from experiments.frontier.methods import NOISE
-from experiments.frontier.runs import write_whole
-from experiments.frontier.sweep import Row, Size, Sweep, list_runs, list_tuning_runs
+from experiments.frontier.sweep import Size, Sweep, list_runs, list_tuning_runs
 from experiments.frontier.task import Task
+from experiments.runs import Row, check_overrides, run_command, write_rows, write_whole
 
 OUT = Path(__file__).resolve().parents[2] / ".cache" / "frontier"
 SIZES = {
@@ -39,10 +36,6 @@ SIZES = {
 QUICKLY_MEASURED = 100  # held-out prompts of --quick
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)  # learning rates that --tune tries, each with these numbers of passes
 PASSES = (1, 2, 4)
-
-
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    write_whole(path, "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
 def run_sweeps(
@@ -118,40 +111,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     if not 0 <= options.label_noise < 0.5:
         parser.error(f"--label-noise {options.label_noise} must be in [0, 0.5): at 0.5 labels say nothing")
-    from dpo.settings.command_line import check_command_line
-
-    # wrong overrides are refused before the first run
-    check_command_line(["exp_name=frontier", "model.name_or_path=MODEL", *options.overrides])
+    check_overrides(options.overrides)
     name = next((name for name in ("quick", "night", "tune") if getattr(options, name)), "default")
     default_out = OUT if name == "default" else OUT.with_name(f"{OUT.name}-{name}")
-    out, started = (options.out or default_out).expanduser().resolve(), time.perf_counter()
-    try:
-        if options.read:
-            print(read_rows(options.read))
-            return 0
-        out.mkdir(parents=True, exist_ok=True)
-        size = SIZES[name]
-        if options.tune:
-            tune(out, size, options.overrides)
-        else:
-            held_out = QUICKLY_MEASURED if options.quick else Task.held_out
-            tasks = [
-                Task(seed=seed, fixed_length=fixed_length, held_out=held_out)
-                for seed in size.tasks
-                for fixed_length in (True, False)
-            ]
-            settings = json.loads(options.settings.read_text(encoding="utf-8")) if options.settings else None
-            run_sweeps(out, tasks, size, options.overrides, noise=options.label_noise, settings=settings)
-    except (OSError, InputError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print(f"\n{time.perf_counter() - started:.0f} s; written to {os.path.relpath(out)}")
-    return 0
+    out = (options.out or default_out).expanduser().resolve()
+    if options.read:
+        return run_command(lambda: print(read_rows(options.read)))
+    return run_command(lambda: run(name, out, options), out)
+
+
+def run(name: str, out: Path, options: argparse.Namespace) -> None:
+    """Run the sweep or the tuning that the options ask for."""
+    size = SIZES[name]
+    out.mkdir(parents=True, exist_ok=True)
+    if options.tune:
+        tune(out, size, options.overrides)
+        return
+    held_out = QUICKLY_MEASURED if options.quick else Task.held_out
+    tasks = [
+        Task(seed=seed, fixed_length=fixed_length, held_out=held_out)
+        for seed in size.tasks
+        for fixed_length in (True, False)
+    ]
+    settings = json.loads(options.settings.read_text(encoding="utf-8")) if options.settings else None
+    run_sweeps(out, tasks, size, options.overrides, noise=options.label_noise, settings=settings)
 
 
 if __name__ == "__main__":

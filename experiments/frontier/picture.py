@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from dpo.analysis.curves import DARK, LIGHT, Theme
 from experiments.frontier.methods import find_label
-from experiments.frontier.reading import Row, collect_curve, list_methods, select
+from experiments.frontier.reading import collect_curve, list_methods, select
+from experiments.reading import add_legend, new_picture, style_axis, to_png
+from experiments.runs import Row
 
 SOLID, DASHED, DOTTED = "-", (0, (5, 1.5)), (0, (1, 1.5))
 STYLES = {  # colour's index in the theme, marker, line; methods that are not here have tables alone
@@ -47,9 +45,7 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
     last = select(rows, fixed_length=fixed_length)
     methods = [method for method in STYLES if method in list_methods(last)]
     along = [row for row in rows if "share" in row and row["fixed_length"] == fixed_length]
-    with mpl.rc_context({"font.size": 10, "font.family": "sans-serif"}):
-        picture = Figure(figsize=(2 * WIDTH, HEIGHT), dpi=200, facecolor=theme.background, layout="constrained")
-        FigureCanvasAgg(picture)
+    with new_picture(2 * WIDTH, HEIGHT, theme) as picture:
         axes: Any = picture.subplots(1, 2)
         highest_kl = max(row["kl"] for row in last if row["method"] in methods)
         _draw_limit(axes[0], last, theme)
@@ -59,13 +55,11 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
             _draw_method(axes, last, own, method, theme)
         for axis, title in zip(axes, ("expected true reward", "gap to the optimum"), strict=True):
             axis.set_title(title, loc="left", fontsize=10, color=theme.ink)
-            _style_axis(axis, theme, highest_kl)
+            style_axis(axis, theme)
+            axis.set_xlim(-0.02 * highest_kl, 1.04 * highest_kl)
         _set_reward_ranges(axes, last, methods, highest_kl)
-        handles, labels = axes[0].get_legend_handles_labels()
-        picture.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, labelcolor=theme.ink)
-        file = io.BytesIO()
-        picture.savefig(file, format="png", facecolor=theme.background, metadata={"Software": None})
-    return file.getvalue()
+        add_legend(picture, axes[0], theme)
+        return to_png(picture)
 
 
 def _set_reward_ranges(axes: Any, rows: Sequence[Row], methods: Sequence[str], highest_kl: float) -> None:
@@ -118,13 +112,3 @@ def _draw_method(axes: Any, rows: Sequence[Row], along: Sequence[Row], method: s
     ):
         axis.plot(curve.kl.mean(0), values.mean(0), **style, label=find_label(method))
         axis.plot([row["kl"] for row in along], [value_of(row) for row in along], **dots)
-
-
-def _style_axis(axis: Any, theme: Theme, highest_kl: float) -> None:
-    axis.set_xlim(-0.02 * highest_kl, 1.04 * highest_kl)
-    axis.set_xlabel("KL(policy || reference) in nats", color=theme.ink)
-    axis.set_facecolor(theme.background)
-    axis.grid(True, color=theme.grid, linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.tick_params(colors=theme.muted, length=0)
-    axis.spines[:].set_visible(False)

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.frontier.methods import METHODS, PLANNED, PLANNED_FALLS, PLANNED_KLS, PlannedFall
+from experiments.reading import format_table
+from experiments.runs import Row
 
 REWARD_KLS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)  # columns of the table of rewards at equal KL
 BUDGETS = np.linspace(0, 5, 51)  # of KL; --tune averages over them
 # 0.975 quantiles of Student's t with 1, 2, ... 9 degrees of freedom; with more, that of 9 makes an interval too wide
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 COVERED = 0.9  # of the seeds must have policies of about a KL for a mean at this KL
-Row = dict[str, Any]  # of frontier.json
 Unit = tuple[int, int]  # task and seed
 
 
@@ -171,7 +172,7 @@ def _make_planned_table(rows: Sequence[Row]) -> str:
         if cell:
             text = f"{planned.method}: beta {planned.smaller:g} - beta {planned.beta:g}"
             lines.append([text, _name_length(planned.fixed_length), *[""] * len(PLANNED_KLS), cell])
-    return _format_table(lines) if len(lines) > 1 else ""
+    return format_table(lines) if len(lines) > 1 else ""
 
 
 def _format_fall(planned: PlannedFall, rows: Sequence[Row]) -> str:
@@ -203,7 +204,7 @@ def _make_peak_table(rows: Sequence[Row], name: str) -> str:
             change = summarize(last_reward - best_reward, curve.units, "+")
             cells += [f"{curve.kl[:, -1].mean():.2f}", summarize(last_reward, curve.units), change]
         lines.append(cells)
-    return _format_table(lines)
+    return format_table(lines)
 
 
 def _make_reward_table(rows: Sequence[Row], name: str) -> str:
@@ -225,7 +226,7 @@ def _make_reward_table(rows: Sequence[Row], name: str) -> str:
     tasks = [task for task, _ in best_of.units]
     limits = (np.mean([most_reward(rows, kl, task) for task in tasks]) for kl in REWARD_KLS)
     lines.append(["pi*", *(f"{limit:.2f}" for limit in limits)])
-    return _format_table(lines)
+    return format_table(lines)
 
 
 # --- tuning -----------------------------------------------------------------------------------------------------------
@@ -262,9 +263,4 @@ def format_trials(rows: Sequence[Row]) -> str:
         best = max(own.values())
         cells = (f"**{own[trial]:.3f}**" if own[trial] == best else f"{own[trial]:.3f}" for trial in trials)
         lines.append([f"`{method}`", *cells])
-    return _format_table(lines)
-
-
-def _format_table(lines: Sequence[Sequence[str]]) -> str:
-    header, *rows = [f"| {' | '.join(cells)} |" for cells in lines]
-    return "\n".join([header, f"|{'---|' * len(lines[0])}", *rows])
+    return format_table(lines)

@@ -1,27 +1,18 @@
-"""Runs of `experiments.frontier`: model, tokenizer, data, and processes.
+"""Model, tokenizer, data and overrides of the runs of `experiments.frontier`.
 
-A policy is trained by the command line of train.py, or by `plain.py`, in a process that is forked after all imports,
-and measured by `exact.py` in the same process.
+A policy is trained by the command line of train.py, or by `plain.py`, and measured by `exact.py`.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import runpy
-import shutil
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import get_context
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from dpo.errors import InputError, RunError
 from experiments.frontier.task import SYMBOLS, Pairs, Task
+from experiments.runs import QUIET, write_records
 
 EOS = "<eos>"
 COLUMNS = ("prompt", "chosen", "rejected")
@@ -34,45 +25,7 @@ MODEL = {
     "max_position_embeddings": 64,
     "initializer_range": 0.06,
 }
-COMMON = (
-    *("optimizer=AdamW", "schedule=cosine"),
-    *("do_first_eval=false", "sample_during_eval=false", "n_eval_examples=16", "eval_batch_size=16"),
-    *("eval_every=1000000000", "export=false", "wandb.enabled=false", "num_workers=0"),
-)
-IMPORTED = (
-    "datasets", "hydra", "transformers.models.llama", "transformers.trainer_utils", "dpo.checkpoint.resume",
-    "dpo.training.memory", "experiments.frontier.plain", "train", "trainers",
-)  # fmt: skip
-BAD_INPUT = 2  # exit status of train.py
-LAST_LINES = 15  # number of lines shown of a failed run's log
-
-
-class Job(NamedTuple):
-    """A run in `directory`: of train.py, unless it has no overrides."""
-
-    directory: Path
-    overrides: tuple[str, ...] = ()
-
-    @property
-    def result(self) -> Path:
-        """The file that `finish` writes last; then the job is done."""
-        return self.directory / "rows.json"
-
-
-def import_all() -> None:
-    """Import the runs' modules before they are forked from this process."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the model is so small that threads only wait for each other
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it is no faster on a GPU
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    from dpo.system.host import silence_bitsandbytes
-
-    silence_bitsandbytes()
-    for name in IMPORTED:
-        importlib.import_module(name)
-    import torch
-
-    torch.set_num_threads(1)
-
+COMMON = (*QUIET, "n_eval_examples=16", "eval_batch_size=16", "eval_every=1000000000")
 
 # --- model and data ---------------------------------------------------------------------------------------------------
 
@@ -101,11 +54,11 @@ def write_model(directory: Path, task: Task) -> None:
 
 def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
     """Write a dataset in a form that train.py reads."""
-    directory.mkdir(parents=True, exist_ok=True)  # it is half written if the sweep was killed
-    for split, pairs in (("train", train), ("test", test)):
-        with (directory / f"{split}.jsonl").open("w", encoding="utf-8") as file:
-            for pair in zip(pairs.prompts, pairs.chosen, pairs.rejected, strict=True):
-                file.write(json.dumps(dict(zip(COLUMNS, map(task.text, pair), strict=True))) + "\n")
+    records = (
+        [dict(zip(COLUMNS, map(task.text, pair), strict=True)) for pair in zip(*pairs, strict=True)]
+        for pairs in (train, test)
+    )
+    write_records(directory, **dict(zip(("train", "test"), records, strict=True)))
 
 
 def read_pairs(file: Path, task: Task) -> Pairs:
@@ -118,12 +71,6 @@ def read_pairs(file: Path, task: Task) -> Pairs:
             for column, length in zip(COLUMNS, lengths, strict=True)
         )
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is complete or absent after a kill."""
-    path.with_suffix(".part").write_text(text, encoding="utf-8")
-    path.with_suffix(".part").replace(path)
 
 
 def write_scorer(root: Path, task: Task, seed: int) -> str:
@@ -147,9 +94,6 @@ def list_overrides(root: Path, task: Task, *, data: str) -> tuple[str, ...]:
     )
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
-
-
 def load_policy(root: Path, archive: Path) -> Any:
     """Load the model with the weights of a `policy.pt`, to measure it."""
     import torch
@@ -158,56 +102,3 @@ def load_policy(root: Path, archive: Path) -> Any:
 
     # root/model has a config and no weights: all of them are the archive's
     return load_model(str(root / "model"), dtype=torch.float32, archive=str(archive), random_init=True).eval()
-
-
-def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int) -> Iterator[Job]:
-    """Run jobs, `at_once` at a time, and yield each when done.
-
-    Those that were done before come first. `finish` is called in the process that trained, and writes `job.result`.
-
-    Raises InputError if train.py refuses its input, RunError if a run fails for another reason.
-    """
-    yield from (job for job in jobs if job.result.exists())
-    waiting = [job for job in jobs if not job.result.exists()]
-    running = {}  # (job, process) by the process's sentinel
-    try:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                job = waiting.pop(0)
-                # forked: a fresh interpreter would import for longer than it trains
-                process = get_context("fork").Process(target=_work, args=(job, finish))
-                process.start()
-                running[process.sentinel] = job, process
-            for sentinel in wait(running):
-                job, process = running.pop(sentinel)
-                process.join()
-                if process.exitcode:
-                    raise _make_error(job, process.exitcode)
-                yield job
-    finally:
-        for _, process in running.values():
-            process.terminate()
-            process.join()
-
-
-def _make_error(job: Job, status: int) -> Exception:
-    lines = (job.directory / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-    text = "\n".join([f"{job.directory.name} ended with status {status}:", *lines[-LAST_LINES:]])
-    return InputError(text) if status == BAD_INPUT else RunError(text)
-
-
-def _work(job: Job, finish: Callable[[Job], None]) -> None:
-    """Run a job in this process, with its output in `log.txt`."""
-    shutil.rmtree(job.directory, ignore_errors=True)  # of a run that was killed
-    job.directory.mkdir(parents=True)
-    with (job.directory / "log.txt").open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
-    if job.overrides:
-        train_py = str(Path(__file__).resolve().parents[2] / "train.py")
-        sys.argv = [train_py, *job.overrides, f"local_run_dir={job.directory}", f"exp_name={job.directory.name}"]
-        runpy.run_path(train_py, run_name="__main__")
-    finish(job)
-    for checkpoint in job.directory.glob("step-*"):  # only the records of the run are kept
-        shutil.rmtree(checkpoint)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpo.errors import InputError
 from experiments.frontier import exact, runs
 from experiments.frontier.methods import (
     BATCH,
@@ -30,14 +27,13 @@ from experiments.frontier.methods import (
     SCALES,
     Method,
 )
-from experiments.frontier.runs import Job
 from experiments.frontier.task import Pairs, Task, draw_pairs
+from experiments.runs import Job, Row, import_all, iterate_rows, keep_settings, run_all, write_whole
 
 SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
 DRAWS = tuple(2**k for k in range(1, 13))  # the N of best-of-N
 EVALUATED = 16  # pairs that the trainer evaluates at the end of a run
 COURSE = 3  # parts of a run; policies along it are measured after each
-Row = dict[str, Any]
 
 
 class Size(NamedTuple):
@@ -103,15 +99,8 @@ class Sweep:
         """
         root, task, rng = self.root, self.task, np.random.default_rng([self.task.seed, 5])
         settings = {"task": dataclasses.asdict(task), "pairs": self.size.pairs, "sft_epochs": self.size.sft_epochs}
-        text = json.dumps({**settings, "overrides": [*self.overrides], "tuning": self.tuning}, indent=1)
-        written = root / "sweep.json"
-        if written.exists() and written.read_text(encoding="utf-8") != text:
-            raise InputError(
-                f"{root} has runs with other settings, see sweep.json there: remove it, or give another --out"
-            )
-        root.mkdir(parents=True, exist_ok=True)
-        runs.write_whole(written, text)
-        runs.import_all()
+        keep_settings(root, {**settings, "overrides": [*self.overrides], "tuning": self.tuning})
+        import_all("experiments.frontier.plain")
         if (root / "reference.pt").exists():
             return
         runs.write_model(root / "model", task)
@@ -127,7 +116,7 @@ class Sweep:
             shutil.copy(job.directory / "LATEST" / "policy.pt", root / "reference.part")
             (root / "reference.part").replace(root / "reference.pt")
 
-        list(runs.run_all([job], keep_policy, at_once=1))
+        list(run_all([job], keep_policy, at_once=1))
 
     @cached_property
     def reference(self) -> Any:
@@ -210,7 +199,7 @@ class Sweep:
             rows.append(self.make_row(run.method, run, logps, **_read_ties(job)))
             if (run.method, run.beta) == ("dpo", REWEIGHTED_BETA):
                 rows += self._measure_reweighted(run, logps)
-        runs.write_whole(job.result, json.dumps(rows))
+        write_whole(job.result, json.dumps(rows))
 
     def _train_plainly(self, run: Run, watch: Callable[[int, Any], Any]) -> Any:
         from experiments.frontier import plain
@@ -236,24 +225,16 @@ class Sweep:
     def train_all(self, wanted: Sequence[Run]) -> list[Row]:
         """Train all runs. Returns their rows, in the same order."""
         run_of_job = {self.make_job(run): run for run in wanted}
-        started, n_there = time.perf_counter(), sum(job.result.exists() for job in run_of_job)
-        if n_there:
-            print(f"{self.task.name}: {n_there} of {len(run_of_job)} runs are there already", flush=True)
 
         def finish(job: Job) -> None:
             self.finish(job, run_of_job[job])
 
-        rows_of_run: dict[Run, list[Row]] = {}
+        def describe(job: Job, rows: list[Row]) -> str:
+            return f"reward {rows[-1]['reward']:.3f} at KL {rows[-1]['kl']:.3f}"
+
         # `finish` runs in the job's process, so that policies are measured on all cores
-        for job in runs.run_all([*run_of_job], finish, at_once=len(os.sched_getaffinity(0))):
-            run, rows = run_of_job[job], json.loads(job.result.read_text(encoding="utf-8"))
-            rows_of_run[run] = rows
-            n_made = len(rows_of_run) - n_there
-            if n_made <= 0:
-                continue
-            secs_left = (time.perf_counter() - started) / n_made * (len(run_of_job) - len(rows_of_run))
-            text = f"{self.task.name} {run.name}: reward {rows[-1]['reward']:.3f} at KL {rows[-1]['kl']:.3f}"
-            print(f"{len(rows_of_run)}/{len(run_of_job)}  {text}  {secs_left:.0f} s left", flush=True)
+        done = iterate_rows([*run_of_job], finish, describe, name=self.task.name)
+        rows_of_run = {run_of_job[job]: rows for job, rows in done}
         return [row for run in wanted for row in rows_of_run[run]]
 
     # --- rows ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,173 @@
+"""Table and picture of the rows of `experiments.hh`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dpo.analysis.curves import DARK, LIGHT
+from experiments.hh.pairs import predict_by_length
+from experiments.hh.sweep import METHODS, ROLES
+from experiments.reading import Estimate, add_legend, estimate_mean, format_table, new_picture, style_axis, to_png
+from experiments.runs import Row
+
+COMPARED = "dpo-0.1"  # the method from which the others' differences at equal KL were planned
+MARKERS = {"dpo-0.1": "o", "ipo-0.1": "^", "dpo-0.5": "s", "kto-0.1": "D", "dpo-0.05": "v"}
+WIDTH, HEIGHT = 6.4, 5.2  # inches
+
+
+class Evaluation(NamedTuple):
+    """Held-out pairs, ranked after a part of a method's runs."""
+
+    pairs: np.ndarray  # numbers of the pairs, (n,)
+    chosen: np.ndarray  # log-ratios, (n,)
+    rejected: np.ndarray
+    kl: Estimate
+
+    @property
+    def is_right(self) -> np.ndarray:
+        return judge(self.chosen - self.rejected)
+
+
+class Data(NamedTuple):
+    """First turns and folds, by the number of the pair."""
+
+    first_turns: Sequence[str]
+    folds: np.ndarray
+
+
+def judge(margins: np.ndarray) -> np.ndarray:
+    """Score margins: 1 if positive, 0 if negative, 1/2 if 0."""
+    return (np.sign(margins) + 1) / 2
+
+
+def collect(rows: Sequence[Row], method: str) -> dict[float, Evaluation]:
+    """Join the folds of a method, by the share of a run."""
+    found = {}
+    for share in sorted({row["share"] for row in rows if row["method"] == method}):
+        own = sorted((r for r in rows if (r["method"], r["share"]) == (method, share)), key=lambda row: row["fold"])
+        pairs, chosen, rejected, kls = (np.concatenate([row[key] for row in own]) for key in ("pairs", *ROLES, "kl"))
+        found[share] = Evaluation(pairs, chosen, rejected, estimate_mean(kls, range(len(kls))))
+    return found
+
+
+def balance(is_right: np.ndarray, pairs: np.ndarray, differences: np.ndarray, data: Data) -> Estimate:
+    """Average the accuracies where chosen is shorter and where longer.
+
+    `differences` are chosen minus rejected tokens of the pairs; those of equal lengths do not count. The interval is
+    clustered by first turn.
+    """
+    counts = differences != 0
+    turns = [data.first_turns[pair] for pair in pairs[counts]]
+    return estimate_mean(is_right[counts], turns, strata=differences[counts] > 0)
+
+
+def interpolate(evaluations: Sequence[Evaluation], kl: float) -> np.ndarray | None:
+    """Interpolate whether each pair is right at this KL, (n,).
+
+    The interpolation is linear in KL along the runs, so the mean is the interpolated accuracy. None beyond them.
+    """
+    ordered = sorted(evaluations, key=lambda evaluation: evaluation.kl.mean)
+    kls = [evaluation.kl.mean for evaluation in ordered]
+    if not kls[0] <= kl <= kls[-1]:
+        return None
+    columns = np.array([evaluation.is_right for evaluation in ordered]).T
+    return np.array([np.interp(kl, kls, column) for column in columns])
+
+
+def choose_kl(rows: Sequence[Row]) -> float:
+    """Choose the highest KL that all methods reach."""
+    return min(collect(rows, method)[1.0].kl.mean for method in list_methods(rows))
+
+
+def list_methods(rows: Sequence[Row]) -> list[str]:
+    return [method for method in METHODS if any(row["method"] == method for row in rows)]
+
+
+def list_baselines(rows: Sequence[Row], data: Data) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """List what ranks pairs without preferences: pairs, margins, and differences of tokens.
+
+    They are read from the rows of the method with the most folds.
+    """
+    last = [row for row in rows if row["share"] == 1.0]
+    most = max(list_methods(rows), key=lambda method: sum(row["method"] == method for row in last))
+    own = sorted((row for row in last if row["method"] == most), key=lambda row: row["fold"])
+    pairs = np.concatenate([row["pairs"] for row in own])
+    tokens, logps = (
+        np.stack([np.concatenate([row[key.format(role)] for row in own]) for role in ROLES], axis=-1)
+        for key in ("{}_tokens", "reference_{}")
+    )
+    differences = tokens[:, 0] - tokens[:, 1]
+    by_length = predict_by_length(tokens, data.folds[pairs])
+    means = logps / tokens
+    return {
+        "length, logistic regression": (pairs, by_length, differences),
+        "log ref, sum": (pairs, logps[:, 0] - logps[:, 1], differences),
+        "log ref, mean over tokens": (pairs, means[:, 0] - means[:, 1], differences),
+    }
+
+
+def find_differences(rows: Sequence[Row], data: Data) -> np.ndarray:
+    """Chosen minus rejected tokens, by the number of the pair."""
+    pairs, _, differences = next(iter(list_baselines(rows, data).values()))
+    by_number = np.zeros(len(data.folds), int)
+    by_number[pairs] = differences
+    return by_number
+
+
+def format_tables(rows: Sequence[Row], data: Data) -> str:
+    """Make the tables of methods and of planned differences."""
+    kl, differences = choose_kl(rows), find_differences(rows, data)
+    header = ["", "KL", "balanced accuracy", f"at KL {kl:.2f}", "change of log pi, chosen / rejected", "pairs"]
+    lines, at_kl = [header], {}
+    for name, (pairs, margins, own) in list_baselines(rows, data).items():
+        accuracy = balance(judge(margins), pairs, own, data)
+        lines.append([name, "", f"{accuracy:.3f}", "", "", f"{len(pairs)}"])
+    for method in list_methods(rows):
+        along = collect(rows, method)
+        end, is_right = along[1.0], interpolate([*along.values()], kl)
+        own = differences[end.pairs]
+        accuracy, cell = balance(end.is_right, end.pairs, own, data), "-"
+        if is_right is not None:
+            at_kl[method] = dict(zip(end.pairs.tolist(), is_right, strict=True))
+            cell = f"{balance(is_right, end.pairs, own, data):.3f}"
+        changes = f"{end.chosen.mean():.1f} / {end.rejected.mean():.1f}"
+        lines.append([METHODS[method].label, f"{end.kl}", f"{accuracy:.3f}", cell, changes, f"{len(end.pairs)}"])
+    planned = [["difference of balanced accuracies", f"KL {kl:.2f}", "pairs"]]
+    for method in at_kl:
+        if method != COMPARED and COMPARED in at_kl:
+            pairs = np.array(sorted(at_kl[method].keys() & at_kl[COMPARED].keys()))
+            change = np.array([at_kl[method][pair] - at_kl[COMPARED][pair] for pair in pairs])
+            difference = balance(change, pairs, differences[pairs], data)
+            planned.append([f"{method} - {COMPARED}", f"{difference:+.3f}", f"{len(pairs)}"])
+    return "\n\n".join(format_table(table) for table in (lines, planned) if len(table) > 1)
+
+
+def draw(rows: Sequence[Row], data: Data, *, dark: bool) -> bytes:
+    """Draw a PNG of balanced accuracy against KL along the runs."""
+    theme, differences = DARK if dark else LIGHT, find_differences(rows, data)
+    with new_picture(WIDTH, HEIGHT, theme) as picture:
+        axis: Any = picture.subplots()
+        styles = ((0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
+        for line, (name, (pairs, margins, own)) in zip(styles, list_baselines(rows, data).items(), strict=True):
+            accuracy = balance(judge(margins), pairs, own, data)
+            axis.axhline(accuracy.mean, color=theme.muted, linewidth=1.2, linestyle=line, label=name)
+        for color, method in zip(theme.colors, METHODS, strict=False):
+            if method in list_methods(rows):
+                along = [*collect(rows, method).values()]
+                found = [balance(e.is_right, e.pairs, differences[e.pairs], data) for e in along]
+                axis.errorbar(
+                    [e.kl.mean for e in along],
+                    [accuracy.mean for accuracy in found],
+                    yerr=[accuracy.half_width for accuracy in found],
+                    xerr=[e.kl.half_width for e in along],
+                    **{"color": color, "marker": MARKERS[method], "markersize": 5, "elinewidth": 1},
+                    label=METHODS[method].label,
+                )
+        style_axis(axis, theme)
+        axis.set_xlim(left=0)
+        axis.set_title("held-out accuracy, balanced over length", loc="left", fontsize=10, color=theme.ink)
+        add_legend(picture, axis, theme)
+        return to_png(picture)

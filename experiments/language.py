@@ -1,0 +1,94 @@
+"""Language models in `experiments.hh` and `experiments.sentiment`: adapters, samples and KL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpo.data.tokenizer import load_tokenizer
+from dpo.models.adapters import switch
+from dpo.models.answers import Answer, Sampling, Tokens
+from dpo.models.logprobs import logit_scale
+from dpo.models.pretrained import load_model
+from dpo.models.side_by_side import REFERENCE, Choices, Side, load_panel
+from experiments.runs import CONTINUE, QUIET
+
+# the base in float32, its forward passes in bfloat16
+ADAPTER = ("lora=lora", "lora.r=8", "lora.alpha=16", "model.autocast=bfloat16", "warmup_steps=5")
+SAMPLED_AT_ONCE, SCORED_AT_ONCE = 64, 8
+
+
+def list_overrides(model: Path, root: Path) -> tuple[str, ...]:
+    """List the overrides that all runs from this model have in common."""
+    return (*QUIET, *ADAPTER, CONTINUE, f"model.name_or_path={model}", f"local_dirs=[{root / 'cache'}]")
+
+
+def load_reference(model: Path) -> tuple[Any, Side]:
+    """Load a model's tokenizer, and the model in float32."""
+    loaded = load_model(str(model), dtype=torch.float32, attn_implementation="sdpa").eval()
+    return load_tokenizer(str(model)), Side(REFERENCE, loaded, beta=None, autocast=None)
+
+
+def load_policy(checkpoint: Path) -> tuple[Side, Side]:
+    """Load a run's policy and its reference, in float32.
+
+    Both share one base.
+    """
+    panel = load_panel([checkpoint], Choices(), log=lambda text: None)
+    assert panel.reference is not None
+    return panel.policies[0], panel.reference
+
+
+def sample(
+    side: Side, tokenizer: Any, prompts: Sequence[Tokens], sampling: Sampling, *, n_samples: int = 1, first: int = 0
+) -> list[list[Answer]]:
+    """Sample answers to each prompt.
+
+    Answer k to prompt i has the random numbers of (first + i, k) for every policy.
+    """
+    numbered = [(prompt, (first + i) * n_samples + k) for i, prompt in enumerate(prompts) for k in range(n_samples)]
+    numbered.sort(key=lambda item: len(item[0]))  # prompts of a batch need little padding
+    answers: dict[int, Answer] = {}
+    for start in range(0, len(numbered), SAMPLED_AT_ONCE):
+        batch_prompts, numbers = zip(*numbered[start : start + SAMPLED_AT_ONCE], strict=True)
+        answers |= zip(numbers, side.answer(tokenizer, batch_prompts, numbers, sampling), strict=True)
+    in_order = [answers[number] for number in sorted(answers)]
+    return [in_order[start : start + n_samples] for start in range(0, len(in_order), n_samples)]
+
+
+@torch.no_grad()
+def sum_kls(policy: Side, reference: Side, prompts: Sequence[Tokens], answers: Sequence[Answer]) -> list[float]:
+    """Estimate KL(policy || reference) from each answer of the policy.
+
+    It is the sum over the answer's tokens of the KL between the two distributions of the token, given the tokens before
+    (Rao-Blackwell; arXiv 2504.10637). `benchmarks.preference_scores.divergence` is the same for one answer.
+    """
+    kls: list[float] = []
+    for start in range(0, len(answers), SCORED_AT_ONCE):
+        of_batch = slice(start, start + SCORED_AT_ONCE)
+        rows = [(prompt, answer.tokens) for prompt, answer in zip(prompts[of_batch], answers[of_batch], strict=True)]
+        # padding on the right, where causal attention does not look
+        texts = [torch.tensor([*prompt, *tokens]) for prompt, tokens in rows]
+        input_ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # (B, T)
+        hidden = []  # of the policy and the reference, (B, T, H)
+        for side in (policy, reference):
+            with switch(side.model, side.adapter)():
+                hidden.append(side.model.base_model(input_ids, use_cache=False).last_hidden_state)
+        for row, (prompt, tokens) in enumerate(rows):
+            predicting = slice(len(prompt) - 1, len(prompt) + len(tokens) - 1)
+            logps, reference_logps = (
+                find_logps(side, states[row, predicting])
+                for side, states in zip((policy, reference), hidden, strict=True)
+            )
+            kls.append(float((logps.exp() * (logps - reference_logps)).sum()))
+    return kls
+
+
+def find_logps(side: Side, hidden: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of the whole vocabulary after hidden states (N, H), (N, V)."""
+    with switch(side.model, side.adapter)():  # the head may be adapted
+        logits = side.model.get_output_embeddings()(hidden)
+    return logit_scale(side.model.config)(logits).float().log_softmax(-1)

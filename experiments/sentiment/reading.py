@@ -1,0 +1,97 @@
+"""Tables and picture of the rows of `experiments.sentiment`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dpo.analysis.curves import DARK, LIGHT
+from experiments.reading import Estimate, add_legend, estimate_mean, format_table, new_picture, style_axis, to_png
+from experiments.runs import Row
+from experiments.sentiment.sweep import METHODS
+
+REFERENCE, BEST = "reference", "best_of_n"
+PLANNED_KLS = (0.2, 0.5, 1.0, 2.0)
+PLANNED = (  # the first method's reward less the second's at equal KL, planned before the runs
+    ("ipo", "dpo"),
+    ("online_dpo", "dpo"),
+    ("dpo", "sft_chosen"),
+    ("dpo", BEST),
+    ("online_dpo", BEST),
+)
+MARKERS = {"dpo": "o", "online_dpo": "s", "ipo": "^", "sft_chosen": "P"}
+WIDTH, HEIGHT = 6.4, 5.2  # inches
+
+
+def list_policies(rows: Sequence[Row], method: str) -> list[Row]:
+    """List a method's rows in order of KL."""
+    return sorted((row for row in rows if row["method"] == method), key=lambda row: row["kl"])
+
+
+def at_kl(rows: Sequence[Row], method: str, kl: float) -> np.ndarray | None:
+    """Interpolate a method's rewards at this KL, (prompts,).
+
+    The interpolation is linear in KL between the reference and the method's policies. None beyond their KLs.
+    """
+    own = [*list_policies(rows, REFERENCE), *list_policies(rows, method)]
+    kls = [row["kl"] for row in own]
+    if len(own) < 2 or kl > max(kls):
+        return None
+    rewards = np.array([row["rewards"] for row in own]).T  # (prompts, policies)
+    return np.array([np.interp(kl, kls, of_prompt) for of_prompt in rewards])
+
+
+def format_tables(rows: Sequence[Row]) -> str:
+    """Make the tables of policies and of planned comparisons."""
+    lines = [["policy", "beta, passes, or N", "KL", "true reward", "more than the reference", "tokens"]]
+    for method in (REFERENCE, *METHODS, BEST):
+        for row in list_policies(rows, method):
+            estimates = [Estimate(row[key], row[f"{key}_half_width"]) for key in ("kl", "reward", "gain")]
+            cells = [f"{estimate}" for estimate in estimates]
+            if method in (REFERENCE, BEST):
+                cells[0] = f"{row['kl']:.2f}"  # by a formula
+            lines.append([method, f"{row['knob']:g}", *cells, f"{row['length']:.1f}" if "length" in row else ""])
+    planned = [["difference of rewards", *(f"KL {kl:g}" for kl in PLANNED_KLS)]]
+    for first, second in PLANNED:
+        cells = []
+        for kl in PLANNED_KLS:
+            ours, theirs = (at_kl(rows, method, kl) for method in (first, second))
+            is_there = ours is not None and theirs is not None
+            cells.append(f"{estimate_mean(ours - theirs, range(len(ours))):+.2f}" if is_there else "-")
+        planned.append([f"{first} - {second}", *cells])
+    return "\n\n".join(format_table(table) for table in (lines, planned))
+
+
+def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
+    """Draw a PNG of reward against KL, with 95 % intervals."""
+    theme = DARK if dark else LIGHT
+    with new_picture(WIDTH, HEIGHT, theme) as picture:
+        axis: Any = picture.subplots()
+        [reference] = list_policies(rows, REFERENCE)
+        trained = [row["kl"] for row in rows if row["method"] in METHODS]
+        best = [row for row in list_policies(rows, BEST) if row["kl"] <= 1.5 * max(trained, default=np.inf)]
+        line = [reference, *best]
+        axis.plot(
+            *([row[key] for row in line] for key in ("kl", "reward")),
+            **{"color": theme.muted, "linestyle": (0, (4, 2)), "marker": ".", "label": "best of N"},
+        )
+        for color, (method, (label, *_)) in zip(theme.colors, METHODS.items(), strict=False):
+            own = list_policies(rows, method)
+            if own:
+                columns = [[row[key] for row in own] for key in ("kl", "reward")]
+                errors = {
+                    f"{axis}err": [row[f"{key}_half_width"] for row in own]
+                    for axis, key in zip("xy", ("kl", "reward"), strict=True)
+                }
+                axis.errorbar(
+                    *columns, **errors, color=color, marker=MARKERS[method], markersize=5, elinewidth=1, label=label
+                )
+        axis.plot(0, reference["reward"], "*", color=theme.ink, markersize=11, zorder=5, label="reference")
+        style_axis(axis, theme)
+        axis.set_title(
+            "true reward, in standard deviations of the reference's", loc="left", fontsize=10, color=theme.ink
+        )
+        add_legend(picture, axis, theme)
+        return to_png(picture)

@@ -1,0 +1,178 @@
+"""Means with intervals, folds, best-of-N and KL of the experiments on language models."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from support.models import build
+
+from benchmarks.preference_scores import divergence
+from dpo.errors import InputError
+from dpo.models.answers import Answer
+from dpo.models.side_by_side import Side
+from experiments.hh import reading as hh_reading
+from experiments.hh.pairs import Pair, predict_by_length, read_pairs, split_folds
+from experiments.language import sum_kls
+from experiments.reading import estimate_mean
+from experiments.sentiment import data, reading
+from experiments.sentiment.data import Scale
+
+# --- means with intervals ---------------------------------------------------------------------------------------------
+
+
+def test_without_clusters_the_interval_is_the_usual_one():
+    values = np.array([1.0, 2.0, 4.0, 9.0])
+    found = estimate_mean(values, range(4))
+    assert found == pytest.approx((4.0, 1.96 * values.std(ddof=1) / 2))
+    assert f"{found:+.1f}" == "+4.0 ± 3.5"
+
+
+def test_repeating_every_value_in_its_cluster_changes_nothing():
+    values = [1.0, 2.0, 4.0, 9.0]
+    assert estimate_mean(np.repeat(values, 3), np.repeat(range(4), 3)) == pytest.approx(estimate_mean(values, range(4)))
+
+
+def test_the_mean_of_strata_weighs_each_alike():
+    """3 of 4 and 0 of 1, each with the variance of its own mean."""
+    found = estimate_mean([1, 1, 1, 0, 0, 1], range(6), strata=[0, 0, 0, 0, 1, 1])
+    assert found.mean == pytest.approx((3 / 4 + 1 / 2) / 2)
+    variance = (4 * (3 / 16) / 16 + 2 * (1 / 4) / 4) / 4
+    assert found.half_width == pytest.approx(1.96 * np.sqrt(variance * 6 / 5))
+
+
+def test_the_interval_covers_the_mean_of_clustered_values():
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(400):
+        effects, sizes = rng.normal(size=60), rng.integers(1, 5, size=60)
+        clusters = np.repeat(range(60), sizes)
+        found = estimate_mean(effects[clusters] + 0.3 * rng.normal(size=len(clusters)), clusters)
+        covered += abs(found.mean) < found.half_width
+    assert 0.91 < covered / 400 < 0.98
+
+
+# --- HH ---------------------------------------------------------------------------------------------------------------
+
+
+def make_pair(first_turn, n):
+    prompt = f"\n\nHuman: {first_turn}\n\nAssistant: Yes.\n\nHuman: Go on {n}\n\nAssistant:"
+    return Pair(prompt, f" chosen {n}", f" rejected {n}")
+
+
+def test_no_first_turn_is_in_two_folds_and_folds_are_of_equal_size():
+    turns = [f"turn {n % 31}" for n in range(200)]
+    folds = split_folds(turns, 5)
+    assert all(len({folds[i] for i in range(200) if turns[i] == turn}) == 1 for turn in turns)
+    assert np.ptp(np.bincount(folds)) <= 7  # a turn has 6 or 7 pairs
+    order = np.random.default_rng(1).permutation(200)
+    assert (split_folds([turns[i] for i in order], 5) == folds[order]).all()
+
+
+def test_pairs_are_read_once_and_their_first_turn_ignores_case(tmp_path):
+    pairs = [make_pair("Hello", 1), make_pair("hello ", 2)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair.record) + "\n" for pair in (*pairs, pairs[0])))
+    assert read_pairs([file]) == pairs
+    assert pairs[0].first_turn == pairs[1].first_turn
+    file.write_text('{"chosen": "no dialogue", "rejected": ""}\n')
+    with pytest.raises(InputError, match="line 1: not a pair"):
+        read_pairs([file])
+
+
+def test_balanced_accuracy_of_always_choosing_the_shorter_is_a_half():
+    differences = np.array([-3, -1, -2, 4, 0])
+    info = hh_reading.Data([str(n) for n in range(5)], np.zeros(5, int))
+    shorter = hh_reading.judge(-differences)
+    assert hh_reading.balance(shorter, np.arange(5), differences, info).mean == 0.5
+    mixed = np.array([1, 1, 0, 1, 0])  # 2 of 3, and 1 of 1
+    assert hh_reading.balance(mixed, np.arange(5), differences, info).mean == pytest.approx(5 / 6)
+
+
+def test_the_regression_on_length_learns_from_the_other_folds():
+    """In folds 1 and 2 the shorter is chosen, in fold 0 the longer."""
+    rng = np.random.default_rng(0)
+    tokens = np.sort(rng.integers(5, 100, size=(300, 2)), axis=1)
+    folds = np.arange(300) % 3
+    tokens[folds == 0] = tokens[folds == 0][:, ::-1]
+    margins = predict_by_length(tokens, folds)
+    assert (margins[folds == 0] < 0).mean() > 0.95
+
+
+def make_row(share, kl, gaps):
+    zeros = [0.0] * len(gaps)
+    lists = {"pairs": [*range(len(gaps))], "chosen": gaps, "rejected": zeros, "kl": [kl, kl]}
+    more = {f"reference_{role}": zeros for role in ("chosen", "rejected")} | {"chosen_tokens": [1, 3] * 2}
+    return {"method": "dpo-0.1", "fold": 0, "share": share, **lists, **more, "rejected_tokens": [2, 2] * 2}
+
+
+def test_accuracy_at_equal_kl_is_interpolated_along_the_run():
+    rows = [make_row(0.5, 1.0, [1.0, 1.0, -1.0, -1.0]), make_row(1.0, 3.0, [1.0, 1.0, 1.0, -1.0])]
+    along = [*hh_reading.collect(rows, "dpo-0.1").values()]
+    assert hh_reading.interpolate(along, 1.5) == pytest.approx([1, 1, 0.25, 0])
+    assert hh_reading.interpolate(along, 0.5) is None
+    assert hh_reading.choose_kl(rows) == 3.0
+    info = hh_reading.Data(["a", "b", "c", "d"], np.array([0, 0, 1, 1]))
+    assert "| DPO, beta 0.1 | 3.00 ± 0.00 | 0.750 ± " in hh_reading.format_tables(rows, info)
+
+
+# --- sentiment --------------------------------------------------------------------------------------------------------
+
+
+def test_best_of_n_is_the_mean_over_all_subsets():
+    rewards = np.random.default_rng(0).normal(size=(3, 6))
+    for n in (1, 2, 5, 6):
+        subsets = [rewards[:, list(chosen)].max(1) for chosen in itertools.combinations(range(6), n)]
+        assert data.best_of(n, rewards) == pytest.approx(np.mean(subsets, axis=0))
+    assert data.bound_best_kl(1) == 0
+    assert data.bound_best_kl(4) == pytest.approx(np.log(4) - 3 / 4)
+
+
+def test_labels_follow_bradley_and_terry():
+    """A tie is a coin toss, and at a difference of 1 it is sigmoid(1)."""
+    records = [{"prompt": "p", "texts": ["better", "worse"]}] * 4000
+    for difference, share in ((0.0, 0.5), (1.0, 0.731)):
+        pairs = data.label_pairs(records, np.tile([difference, 0.0], (4000, 1)), seed=0)
+        assert np.mean([pair["chosen"] == "better" for pair in pairs]) == pytest.approx(share, abs=0.03)
+        assert all({pair["chosen"], pair["rejected"]} == {"better", "worse"} for pair in pairs)
+
+
+def test_the_true_reward_is_the_standardized_sentiment(monkeypatch):
+    monkeypatch.setattr(data, "load_lexicon", lambda: lambda text: text.count("good") - text.count("bad"))
+    assert data.make_scorer(Scale(0.5, 2.0))(["", ""], ["good good", "bad"]) == [0.75, -0.75]
+
+
+def test_a_missing_lexicon_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(data.importlib.sys.modules, "vaderSentiment", None)
+    with pytest.raises(InputError, match="pip install vaderSentiment"):
+        data.load_lexicon()
+
+
+def test_rewards_at_equal_kl_are_paired_by_prompt():
+    def make(method, kl, rewards):
+        return {"method": method, "knob": 1, "kl": kl, "rewards": rewards}
+
+    rows = [make("reference", 0.0, [0, 1]), make("dpo", 2.0, [2, 1]), make("dpo", 4.0, [2, 3])]
+    assert reading.at_kl(rows, "dpo", 1.0).tolist() == [1, 1]
+    assert reading.at_kl(rows, "dpo", 3.0).tolist() == [2, 2]
+    assert reading.at_kl(rows, "dpo", 4.5) is None
+    assert reading.at_kl(rows, "ipo", 1.0) is None
+
+
+# --- KL ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_kl_of_a_batch_is_that_of_each_answer_alone():
+    policy, other = build("llama").eval(), build("llama").eval()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    prompts = [(1, 2, 3), (4, 5, 6, 7, 8), (9,)]
+    answers = [Answer("", tokens, ended=False) for tokens in ((10, 11), (12,), (13, 14, 15, 16))]
+    sides = [Side(name, model, None, None) for name, model in (("policy", policy), ("reference", other))]
+    found = sum_kls(*sides, prompts, answers)
+    for kl, prompt, answer in zip(found, prompts, answers, strict=True):
+        assert kl == pytest.approx(divergence(policy, other, prompt, answer.tokens)[1], rel=1e-4)
+        assert kl > 1e-3
