@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--columns", type=parse_columns, help="the columns of IN, as in '{prompt: question, chosen: best}'")
     option("--split", choices=("train", "test"), default="train", help="the split of IN (default: train)")
     options = parser.parse_args(arguments)
+    if not options.source:
+        parser.error("IN is empty: give a file, a directory or a Hub id")
     try:
         source = {"path": options.source, "format": options.format, "columns": options.columns}
         print(convert(Source.parse(NAME, source), options.split, options.out, options.to))

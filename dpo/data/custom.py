@@ -145,7 +145,7 @@ def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero:
 
 
 def _as_float(value: float) -> float:
-    """Return a number as a float, infinity for an integer beyond its range."""
+    """Return a number as a float, infinity for a huge integer."""
     try:
         return float(value)
     except OverflowError:

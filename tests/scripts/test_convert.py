@@ -188,6 +188,12 @@ def test_bad_input_is_refused_and_nothing_is_written(rows, out, options, message
     assert list(tmp_path.iterdir()) == [source]
 
 
+def test_an_empty_source_is_refused_without_keys_of_a_config(convert, capsys):
+    with pytest.raises(SystemExit):
+        convert("", "out.jsonl", "hh")
+    assert "IN is empty: give a file, a directory or a Hub id" in capsys.readouterr().err
+
+
 def test_columns_and_splits_may_be_given(convert, tmp_path):
     for split in ("train", "test"):
         write_rows(tmp_path / "data" / f"{split}.jsonl", [{"ask": f"{split}?", "yes": "A is.", "no": "B is."}])
