@@ -16,19 +16,21 @@ import gzip
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dpo.data.columns import ColumnsError, find_columns, recognize_columns
-from dpo.data.records import FORMATS, NUMBERS, CannotHoldError, read_record, recognize_format, write_record
+from dpo.data.custom import read_scores
+from dpo.data.records import FORMATS, CannotHoldError, read_record, recognize_format, write_record
 from dpo.data.schema import SURROGATE, is_sharegpt
 from dpo.data.sources import iterate_places, load_rows
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.settings.choices import DATA_FORMATS, TOOLS
+from dpo.settings.choices import DATA_FORMATS, NUMBER_FIELDS, TOOLS
 from dpo.settings.places import SUFFIXES, Source, find_suffix
 from dpo.system.plain_files import replacing
 
@@ -65,11 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--columns", type=parse_columns, help="the columns of IN, as in '{prompt: question, chosen: best}'")
     option("--split", choices=("train", "test"), default="train", help="the split of IN (default: train)")
     options = parser.parse_args(arguments)
+    if not options.source:
+        parser.error("IN is empty: give a file, a directory or a Hub id")
     try:
         source = {"path": options.source, "format": options.format, "columns": options.columns}
         print(convert(Source.parse(NAME, source), options.split, options.out, options.to))
     except InputError as error:
-        print(f"error: {str(error).replace(f'dataset_sources.{NAME}.', '--')}", file=sys.stderr)
+        text = str(error).replace(f"dataset_sources.{NAME}.", "--").replace(f"dataset_sources.{NAME}=", f"{NAME}=")
+        text = text.replace(f"training on {KINDS[-1]} needs", "converting needs")
+        print(f"error: {text}", file=sys.stderr)
         return 2
     except OSError as error:  # a file that cannot be read raises InputError, so it was a write
         print(f"error: {options.out} cannot be written: {error}", file=sys.stderr)
@@ -94,6 +100,8 @@ def convert(source: Source, split: str, out: Path, to: str) -> str:
         raise InputError(f"{out} exists: give another file, or remove it")
     if not out.absolute().parent.is_dir():
         raise InputError(f"{out}: there is no directory {out.parent}")
+    if split == "test" and source.has_no_splits:
+        raise InputError(f"{source.path} has no splits, so --split=test cannot be taken of it: leave --split out")
     report = Report()
     rows, data_format = convert_rows(source, split, to, report)
     fit_file(rows, suffix, FORMATS[to].columns.values(), report)
@@ -112,20 +120,31 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
     Returns them, each with the place that it is from, and the name of the source's format.
     """
     rows = load_rows(source, split)
-    used = {field: column for field, column in find_used_columns(rows, source).items() if field not in NUMBERS}
+    used = find_used_columns(rows, source)
     target = FORMATS[to]
-    target_columns = dict.fromkeys(column for field, column in target.columns.items() if field not in NUMBERS)
+    numbers = {field: used[field] for field in NUMBER_FIELDS if field in used}  # of any format, under their own names
+    target_columns = dict.fromkeys((*target.columns.values(), *numbers))
     own_columns = {*used.values(), *target_columns}
     converted, data_format = [], source.format
     for row, where in zip(rows, iterate_places(rows, source.path), strict=True):
         record = read_record(row, used, where, name=NAME)
         data_format = data_format or recognize_format(row, used, record) or "columns of its own"
+        if record.is_list:
+            scores = read_scores(row, used, len(record.responses), where)
+            if "responses" not in target.columns and len(scores) == 2 and scores[0] != scores[1]:
+                ranked = record.responses if scores[0] > scores[1] else record.responses[::-1]
+                record = record._replace(responses=ranked, is_list=False)
         try:
             written, changes = write_record(record, target)
         except CannotHoldError as error:
             report.add(f"{error} are left out", where)
             continue
+        if record.is_list and "scores" in used:
+            written["scores"] = row[used["scores"]]
+        written |= {field: row[column] for field, column in numbers.items() if column in row}
+        values = [row[column] for column in used.values() if column in row]
         taken = [name for name in target_columns if name not in used.values() and row.get(name)]
+        taken = [name for name in taken if row[name] not in values]  # UltraFeedback's messages repeat chosen
         changes += [f"the column {name} is left out" for name in taken]
         lost_keys = _find_other_keys(row[column] for field, column in used.items() if field != TOOLS and column in row)
         lost_keys -= _find_other_keys(written.values()) | {"tool_calls"}  # which a format holds in its own way
@@ -138,31 +157,31 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
 def find_used_columns(rows: Sequence[Any], source: Source) -> dict[str, str]:
     """Find the columns of the first of KINDS that the rows hold."""
     format_columns = FORMATS[source.format].columns if source.format else None
-    for kind in KINDS:
-        try:
-            return recognize_columns(
-                find_columns(rows),
-                source.columns,
-                name=NAME,
-                origin=source.path,
-                trains_on=kind,
-                format_columns=format_columns,
-            ).used
-        except ColumnsError:
-            if kind == KINDS[-1]:
-                raise
-    raise AssertionError
+    options: dict[str, Any] = {"name": NAME, "origin": source.path, "format_columns": format_columns}
+    present = find_columns(rows)
+    *first_kinds, last_kind = KINDS
+    for kind in first_kinds:
+        with suppress(ColumnsError):
+            return recognize_columns(present, source.columns, trains_on=kind, with_margins=True, **options).used
+    return recognize_columns(present, source.columns, trains_on=last_kind, with_margins=True, **options).used
 
 
 def _find_other_keys(values: Iterable[Any]) -> set[str]:
     """Find the keys of messages beside those for speaker and text."""
-    messages = [message for value in values for message in (value if isinstance(value, list) else [value])]
     return {
         key
-        for message in messages
-        if isinstance(message, dict)
+        for message in _iterate_messages(values)
         for key in message.keys() - ({"from", "value"} if is_sharegpt(message) else {"role", "content"})
     }
+
+
+def _iterate_messages(values: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages in values, in lists, and in lists of lists."""
+    for value in values:
+        if isinstance(value, dict):
+            yield value
+        elif isinstance(value, list):
+            yield from _iterate_messages(value)
 
 
 def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collection[str], report: Report) -> None:
@@ -197,13 +216,13 @@ def write_rows(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
         try:
             table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
             pyarrow.parquet.write_table(table, path)
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, OverflowError) as error:
             raise InputError(f"a Parquet file cannot hold these columns ({error}): write .jsonl") from error
         return
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(path, "wt", encoding="utf-8", newline="") as file:
         if kind in SEPARATORS:
-            writer = csv.DictWriter(file, names, delimiter=SEPARATORS[kind], lineterminator="\n")
+            writer = csv.DictWriter(file, names, delimiter=SEPARATORS[kind], lineterminator="\r\n")
             writer.writeheader()
             writer.writerows(rows)
         elif kind == ".jsonl":

@@ -147,7 +147,8 @@ def recognize_columns(
     else:
         given = {field: column for field, column in format_columns.items() if column in present}
         candidates = {field: [given[field]] if field in given else [] for field in FIELDS}
-        candidates |= {field: _find_candidates(field, present, configured) for field in NUMBER_FIELDS}
+        numbers = (*NUMBER_FIELDS, *({"scores"} & format_columns.keys()))
+        candidates |= {field: _find_candidates(field, present, configured) for field in numbers}
         optional = {field: given[field] for field in (*PROMPT_PARTS, SYSTEM, TOOLS) if field in given}
     all_forms = dict.fromkeys(chain.from_iterable(FORMS.values()))
     complete_forms = [
@@ -274,8 +275,10 @@ def _explain_missing(
     )
     if "labels" in kinds:
         kinds = ["labels"]  # SFT would learn the undesirable completions too
-    if losses := [f"loss={loss}" for loss in LOSSES if LOSSES[loss].trains_on in kinds]:
-        fixes.append(f"train on what is there with {join_with_or(losses)}")
+    if losses := [loss for loss in LOSSES if LOSSES[loss].trains_on in kinds]:
+        kinds_there = list(dict.fromkeys(LOSSES[loss].trains_on for loss in losses))
+        named = [f"loss={loss}" for loss in losses[:3]]
+        fixes.append(f"train on the {join_with_or(kinds_there)} that are there with {join_with_or(named)}")
     lacking = [[field for field in _list_required(form) if not candidates[field]] for form in expected]
     fewest = min(lacking, key=len)
     fixes.append(f"add a column {fewest[0]}" if len(fewest) == 1 and len(present) > 1 else "add them to the records")

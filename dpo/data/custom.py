@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
 
 from dpo.data.columns import find_columns, recognize_columns
 from dpo.data.records import FORMATS, name_kind, read_record, recognize_format
-from dpo.data.schema import PreferenceData, get_field
+from dpo.data.schema import ASSISTANT, PreferenceData, get_field
 from dpo.data.sources import iterate_places
 from dpo.data.templates import ChatTemplate
 from dpo.errors import InputError
@@ -45,7 +47,7 @@ def get_custom(
     which names the record and `origin`.
     """
     data: PreferenceData | None = None
-    n_tied_lists = n_pairless_lists = n_texts_with_tools = 0
+    n_tied_lists = n_pairless_lists = n_texts_with_tools = n_diverged = 0
     template = ChatTemplate(tokenizer)
     format_columns = FORMATS[data_format].columns if data_format else None
     options: dict[str, Any] = {"name": name, "origin": origin, "trains_on": trains_on, "with_margins": with_margins}
@@ -86,13 +88,16 @@ def get_custom(
         if "margin" in used:
             data.margins.setdefault(prompt, []).append(_read_number(row, used["margin"], where))
         if record.is_list:
-            scores = _read_scores(row, used, len(responses), where, trains_on=trains_on)
+            scores = read_scores(row, used, len(responses), where)
+            if trains_on == "lists":
+                _check_list(scores, used, where)
             n_tied_lists += len(set(scores)) < len(scores)
             n_pairless_lists += len(set(scores)) == 1
             data.add_list(prompt, responses, scores)
         elif record.label is not None:
             data.add_labelled(prompt, *responses, is_desirable=record.label)
         elif len(responses) == 2:
+            n_diverged += data_format == "hh" and any(ASSISTANT in response for response in responses)
             data.add_pair(prompt, *responses)
         elif responses:
             data.add_target(prompt, *responses)
@@ -104,6 +109,11 @@ def get_custom(
         note = f"format {data_format}" + (f"; {note}" if note else "")
     if note:
         data.notes.append(f"{origin}: {note}")
+    if n_diverged:
+        data.notes.append(
+            f"{origin}: in {count(n_diverged, 'record')} the dialogues diverge before the last answer; the prompt ends "
+            f"where they do"
+        )
     data.notes += template.describe(origin)
     if n_texts_with_tools:
         data.notes.append(
@@ -122,39 +132,54 @@ def get_custom(
 
 
 def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero: bool = False) -> float:
-    """Read a number that is finite, and positive or not negative."""
-    value = get_field(row, column, where, (int, float))
-    if not (0 < value < math.inf or (value == 0 and not above_zero)):
-        wanted = "a finite number above 0" if above_zero else "a finite number, 0 or more"
-        raise InputError(f"{where}: {column} is {value}, and must be {wanted}: correct it, or remove the record")
-    return float(value)
+    """Read a finite number, which may be text as in a table."""
+    value = row.get(column)
+    if isinstance(value, (str, Decimal)):
+        with suppress(ValueError):
+            value = float(value)
+    number = _as_float(get_field({**row, column: value}, column, where, (int, float)))
+    if not math.isfinite(number) or (above_zero and number <= 0):
+        wanted = "a finite number above 0" if above_zero else "a finite number"
+        raise InputError(f"{where}: {column} is {value!s:.80}, and must be {wanted}: correct it, or remove the record")
+    return number
 
 
-def _read_scores(
-    row: Mapping[str, Any], used: Mapping[str, str], n_responses: int, where: str, *, trains_on: str
-) -> list[float]:
+def _as_float(value: float) -> float:
+    """Return a number as a float, infinity for a huge integer."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def read_scores(row: Mapping[str, Any], used: Mapping[str, str], n_responses: int, where: str) -> list[float]:
     """Read the scores of a ranked list's responses, higher for better ones.
 
-    Without a column for them, the responses are in order, best first. Raises InputError for a list that a loss of lists
-    cannot train on.
+    Without a column for them, the responses are in order, best first.
     """
-    scores = [-float(i) for i in range(n_responses)]
-    if "scores" in used:
-        values = get_field(row, used["scores"], where, list)
-        scores = [get_field({used["scores"]: value}, used["scores"], where, (int, float)) for value in values]
-        if len(scores) != n_responses or not all(map(math.isfinite, scores)):
-            raise InputError(
-                f"{where}: {used['scores']} is {values!r:.80}, and must have a finite number for each of the "
-                f"{n_responses} in {used['responses']}: correct it, or remove the record"
-            )
-    if trains_on == "lists" and len(set(scores)) < n_responses:
+    if "scores" not in used:
+        return [-float(i) for i in range(n_responses)]
+    column = used["scores"]
+    values = get_field(row, column, where, list)
+    items = {f"{column}[{i}]": value for i, value in enumerate(values)}
+    scores = [_as_float(get_field(items, item, where, (int, float))) for item in items]
+    if len(scores) != n_responses or not all(map(math.isfinite, scores)):
+        raise InputError(
+            f"{where}: {column} is {values!r:.80}, and must have a finite number for each of the {n_responses} in "
+            f"{used['responses']}: correct it, or remove the record"
+        )
+    return scores
+
+
+def _check_list(scores: Sequence[float], used: Mapping[str, str], where: str) -> None:
+    """Check that a loss of lists can train on a ranked list."""
+    if len(set(scores)) < len(scores):
         raise InputError(
             f"{where}: {used['scores']} has equal numbers, and this loss needs an order without ties: remove all but "
             f"one of these responses, or train with a loss of pairs, such as loss=dpo, which does not pair them"
         )
-    if trains_on == "lists" and n_responses > LONGEST_LIST:
+    if len(scores) > LONGEST_LIST:
         raise InputError(
-            f"{where}: {used['responses']} has {n_responses} responses, and this loss takes lists of up to "
+            f"{where}: {used['responses']} has {len(scores)} responses, and this loss takes lists of up to "
             f"{LONGEST_LIST}: remove some, or train with a loss of pairs, such as loss=dpo"
         )
-    return scores

@@ -104,7 +104,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
                 f"{where}: {used['chosen']} and {used['rejected']} begin with no word in common, which would be the "
                 f"prompt: give a column with the prompt, as 'dataset_sources.{name}.columns={{prompt: COLUMN}}'"
             )
-    label = _read_label(row, used["label"], where) if "label" in used else None
+    label = _read_label(row, used["label"], where, name) if "label" in used else None
     tools = row.get(used.get(TOOLS, "")) or None
     if tools and is_chat and not read_tools(row, used[TOOLS], where):  # no template renders texts, nor their tools
         tools = None
@@ -144,17 +144,20 @@ def _read_list(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
             f"{where}: {column} has {count(len(values), 'response')}, and must have 2 or more: add some, or remove the "
             f"record"
         )
-    return [_as_messages(get_field({column: value}, column, where, (str, list, dict)), where) for value in values]
+    items = {f"{column}[{i}]": value for i, value in enumerate(values)}
+    return [_as_messages(get_field(items, item, where, (str, list, dict)), where) for item in items]
 
 
-def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
+def _read_label(row: Mapping[str, Any], column: str, where: str, name: str) -> bool:
     """Read whether a response is desirable."""
     value = get_field(row, column, where, LABEL_TYPES)
     label = str(value).strip().lower()
     if label not in DESIRABLE + UNDESIRABLE:
+        has_tag = column != "kto_tag" and "kto_tag" in row  # LLaMA-Factory's column, beside an unrelated one
+        other = f", or give 'dataset_sources.{name}.columns={{label: kto_tag}}'" if has_tag else ""
         raise InputError(
             f"{where}: {column} is {value!r:.80}, which does not say whether the response is good: write true or "
-            f"false (1 or 0, good or bad, up or down), or remove the record"
+            f"false (1 or 0, good or bad, up or down), or remove the record{other}"
         )
     return label in DESIRABLE
 

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -199,6 +200,10 @@ def test_the_completion_of_a_labelled_chat_may_be_messages(chat):
     ("label", "message"),
     [
         ({"label": "maybe"}, "record 1 of mine: label is 'maybe', which does not say whether the response is good: wr"),
+        (
+            {"label": "spam", "kto_tag": True},
+            "remove the record, or give 'dataset_sources.mine.columns={label: kto_tag}'",
+        ),
         ({"label": 2}, "record 1 of mine: label is 2, which does not say whether the response is good: write true or "),
         ({"label": None}, "record 1 of mine: label is null: give it a value, or remove the record"),
         ({"label": [True]}, "record 1 of mine: label must be true or false, and is [True]: correct it, "),
@@ -367,6 +372,22 @@ def test_a_ranked_list_is_in_the_order_of_its_scores_or_best_first(tokenizer, ch
     ]
 
 
+def test_scores_of_a_given_format_may_have_another_spelling(tokenizer):
+    row = {"prompt": "Q:", "responses": [" a", " b"], "Scores": [1, 2]}
+    for data_format in (None, "ranked"):
+        data = get_custom([row], "mine", tokenizer, data_format=data_format)
+        assert data["Q:"]["sft_target"] == " b"
+
+
+def test_dialogues_that_diverge_early_are_counted(tokenizer):
+    start = "\n\nHuman: a\n\nAssistant:"
+    row = {"chosen": f"{start} b\n\nHuman: c\n\nAssistant: d", "rejected": f"{start} e"}
+    notes = get_custom([row], "mine", tokenizer, data_format="hh").notes
+    assert notes[-1] == (
+        "mine: in 1 record the dialogues diverge before the last answer; the prompt ends where they do"
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -378,15 +399,17 @@ def test_a_ranked_list_is_in_the_order_of_its_scores_or_best_first(tokenizer, ch
         ({"scores": [1, 2, 3, math.inf]}, "record 1 of mine: scores is [1, 2, 3, inf], and must have a finite number"),
         (
             {"scores": [1, 2, 3, "4"]},
-            "record 1 of mine: scores must be a number, and is '4': correct it, or remove the",
+            "record 1 of mine: scores[3] must be a number, and is '4': correct it, or remove",
         ),
+        ({"scores": [1, 2, 3, 10**400]}, "record 1 of mine: scores is [1, 2, 3, 1000"),
+        ({"scores": [1, 2, None, 4]}, "record 1 of mine: scores[2] is null"),
         ({"scores": "4"}, "record 1 of mine: scores must be a list, and is '4'"),
         (
             {"responses": [" a"]},
             "record 1 of mine: responses has 1 response, and must have 2 or more: add some, or rem",
         ),
         ({"responses": " a"}, "record 1 of mine: responses must be a list, and is ' a'"),
-        ({"responses": [" a", 3]}, "record 1 of mine: responses must be text or a list of messages, and is 3"),
+        ({"responses": [" a", 3]}, "record 1 of mine: responses[1] must be text or a list of messages, and is 3"),
         (
             {"responses": [" a", [assistant("b")]], "scores": [1, 2]},
             "record 1 of mine: prompt holds text, responses holds text, responses holds chat messages; they must",
@@ -432,6 +455,8 @@ def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
     renamed = [{"w" if name == "weight" else name: value for name, value in pair.items()} for pair in pairs]
     assert read_numbers(renamed, tokenizer, "pairs") == [(None, None)] * 2
     assert read_numbers(renamed, tokenizer, "pairs", columns={"weight": "w"})[0] == ([2, 0.5], None)
+    texts = [{**pair, "weight": str(pair["weight"]), "margin": Decimal(-1)} for pair in pairs]
+    assert read_numbers(texts, tokenizer, "pairs", with_margins=True) == [([2, 0.5], [-1, -1]), ([1], [-1])]
     data = get_custom(pairs, "mine", tokenizer)
     used = "columns prompt=prompt, chosen=chosen, rejected=rejected, weight=weight"
     assert data.notes == [f"mine: format trl_standard; {used}"]
@@ -447,8 +472,12 @@ def test_each_example_has_the_weight_and_margin_of_its_record(tokenizer):
             "record 1 of mine: weight is 0, and must be a finite number above 0: correct it, or remove the ",
         ),
         ({"weight": math.inf}, "record 1 of mine: weight is inf, and must be a finite number above 0: correct it"),
-        ({"weight": "2"}, "record 1 of mine: weight must be a number, and is '2': correct it, or remove the record"),
-        ({"margin": -1}, "record 1 of mine: margin is -1, and must be a finite number, 0 or more: correct it, or remo"),
+        (
+            {"weight": "two"},
+            "record 1 of mine: weight must be a number, and is 'two': correct it, or remove the record",
+        ),
+        ({"weight": 10**400}, "record 1 of mine: weight is 1000000"),
+        ({"margin": -math.inf}, "record 1 of mine: margin is -inf, and must be a finite number: correct it, or remove"),
         ({"margin": None}, "record 1 of mine: margin is null: give it a value, or remove the record"),
     ],
 )

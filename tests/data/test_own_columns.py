@@ -169,7 +169,7 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             {},
             "training on pairs needs the columns chosen and rejected; rows.csv has question, answer: name them with "
             "'dataset_sources.mine.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}', "
-            "or train on what is there with loss=sft, or add them to the records",
+            "or train on the targets that are there with loss=sft, or add them to the records",
         ),
         (
             "a b(c)",
@@ -203,7 +203,8 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             {},
             "training on pairs needs the columns chosen and rejected; rows.csv has prompt, completion, label: name "
             "them with 'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or train on "
-            "what is there with loss=kto, loss=apo_zero_unpaired or loss=bco_unpaired, or add them to the records",
+            "the labels that are there with loss=kto, loss=apo_zero_unpaired or loss=bco_unpaired, or add "
+            "them to the records",
         ),
         (
             "prompt completion",
@@ -212,8 +213,8 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "training on labels needs the columns prompt and completion and label, or messages and label, or chosen "
             "and rejected; rows.csv has prompt, completion: name them with "
             "'dataset_sources.mine.columns={messages: COLUMN, label: COLUMN}' or "
-            "'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or train on what is "
-            "there with loss=sft, or add a column label",
+            "'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or train on the "
+            "targets that are there with loss=sft, or add a column label",
         ),
         (
             "prompt chosen",

@@ -98,6 +98,67 @@ def test_values_that_a_file_cannot_hold_are_named(convert, tmp_path):
     assert "a Parquet file cannot hold these columns (" in error
 
 
+RANKED = {"prompt": "Q one:", "responses": [" a", " b"]}
+PAIRED = {"prompt": "Q one:", "chosen": " b", "rejected": " a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "to", "columns", "written", "warned"),
+    [
+        (
+            {"prompt": "Q one:", "cands": [" a", " b"], "rating": [1, 2]},
+            "ranked",
+            "{prompt: prompt, responses: cands, scores: rating}",
+            {**RANKED, "scores": [1, 2]},
+            "",
+        ),
+        (
+            {**PAIRED, "imp": 2, "gap": 3},
+            "openrlhf",
+            "{weight: imp, margin: gap}",
+            {**PAIRED, "weight": 2, "margin": 3},
+            "",
+        ),
+        (
+            {**PAIRED, "scores": [1, 2]},
+            "ranked",
+            None,
+            {**RANKED, "responses": [" b", " a"]},
+            "the column scores is left out",
+        ),
+        ({**RANKED, "scores": [1, 2]}, "openrlhf", None, PAIRED, ""),
+        ({**RANKED, "responses": [" b", " a"]}, "openrlhf", None, PAIRED, ""),
+        (
+            {"prompt": ASK, "responses": [[{**SKY[0], "name": "Eve"}], SKY]},
+            "axolotl_intel",
+            None,
+            {"question": "Which colour?", "chosen": "Blue.", "rejected": "Blue."},
+            "the key name of messages is left out",
+        ),
+        (
+            ROWS["ultrafeedback"][0],  # its messages repeat chosen
+            "ultrafeedback",
+            None,
+            {key: value for key, value in ROWS["ultrafeedback"][0].items() if key != "messages"},
+            "",
+        ),
+    ],
+)  # fmt: skip
+def test_numbers_lists_and_keys_are_kept_or_named(row, to, columns, written, warned, convert, tmp_path):
+    source = write_rows(tmp_path / "rows.jsonl", [row])
+    status, _, error = convert(source, "out.jsonl", to, *(["--columns", columns] if columns else []))
+    assert status == 0, error
+    assert read(tmp_path / "out.jsonl") == [written]
+    assert (warned in error) if warned else not error
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_lone_carriage_return_is_read_back_from_a_table(suffix, convert, tmp_path):
+    row = {"prompt": "Q\rone:", "chosen": " a\r", "rejected": " b\r\nc"}
+    assert convert(write_rows(tmp_path / "rows.jsonl", [row]), f"out{suffix}", "openrlhf")[0] == 0
+    assert read(tmp_path / f"out{suffix}") == [row]
+
+
 @pytest.mark.parametrize(
     ("rows", "out", "options", "message"),
     [
@@ -107,6 +168,10 @@ def test_values_that_a_file_cannot_hold_are_named(convert, tmp_path):
         (ROWS["hh"], "out.csv", (), "a .csv file cannot hold chat messages or turns (record 1 of {dir}/rows.jsonl "),
         (ROWS["hh"], "out.jsonl", ("--format", "trl"), "--format=trl is not one of hh, trl_standard, "),
         (ROWS["hh"], "out.jsonl", ("--columns", "{best: a}"), "--columns={{'best': 'a'}} must map some of prompt, "),
+        (ROWS["hh"], "out.jsonl", ("--split=test",), "{dir}/rows.jsonl has no splits, so --split=test cannot be taken"),
+        ([{**RANKED, "scores": [1]}], "out.jsonl", (), "must have a finite number for each of the 2 in responses"),
+        ([{**PAIRED, "id": 2**70}], "out.parquet", (), "a Parquet file cannot hold these columns ("),
+        ([PAIRED], "out.jsonl", ("--format=alpaca",), "prompt, chosen, rejected, which lack what converting needs: "),
         ([{"a": 1}], "out.jsonl", (), "name them with '--columns={{messages: COLUMN}}', or add them"),
         ([{"prompt": "a", **PAIR, "chosen": 3}], "out.jsonl", (), "(line 1): chosen must be text or a list of "),
         ([{"prompt": [{"role": "bot", "content": "3"}], "chosen": SKY, "rejected": SKY}], "out.jsonl", (),
@@ -121,6 +186,12 @@ def test_bad_input_is_refused_and_nothing_is_written(rows, out, options, message
     assert status == 2
     assert message.format(dir=tmp_path) in error
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_an_empty_source_is_refused_without_keys_of_a_config(convert, capsys):
+    with pytest.raises(SystemExit):
+        convert("", "out.jsonl", "hh")
+    assert "IN is empty: give a file, a directory or a Hub id" in capsys.readouterr().err
 
 
 def test_columns_and_splits_may_be_given(convert, tmp_path):
