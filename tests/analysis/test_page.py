@@ -84,6 +84,7 @@ def drawn_charts(runs: Sequence[Path]) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.slow
 def test_curves_are_files_and_in_the_page(tmp_path):
     page = Page(write_report([made(tmp_path / "run")], tmp_path / "out").read_text(encoding="utf-8"))
 

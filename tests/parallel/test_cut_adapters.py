@@ -34,7 +34,6 @@ MESHES = {
     "cut and sharded": (4, {"tensor_size": 2}),
     "hybrid": (4, {"shard_size": 2}),
 }
-SLOW = pytest.mark.slow
 
 
 def adapted(family: str, *, on_meta: bool = False, targets: str | list[str] = "auto", **options: Any) -> Any:
@@ -123,16 +122,14 @@ def compare_families(rank: int, world_size: int, sizes: dict, families: list[str
         hold_shards_alone(mesh)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "frozen_whole"),
-    [pytest.param("sharded", False, marks=SLOW), pytest.param("cut", False, marks=SLOW), ("sharded", True)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "frozen_whole"), [("sharded", False), ("cut", False), ("sharded", True)])
 def test_logps_and_gradients_are_those_of_one_process_to_1e5_and_none_is_of_the_base(mesh, frozen_whole):
     processes, sizes = MESHES[mesh]
     launch(compare_families, processes, sizes, ["llama", "gpt2, tied"], frozen_whole, process_group=True)
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen_whole", [False, True])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_they_are_for_every_family_on_every_mesh(mesh, frozen_whole):

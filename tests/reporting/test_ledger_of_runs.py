@@ -125,6 +125,7 @@ def test_a_labelled_response_is_chosen_or_rejected(run, tmp_path):
     assert by_role.keys() == {"chosen", "rejected"}
 
 
+@pytest.mark.slow
 def test_continued_after_a_kill_it_is_the_same_file_bit_for_bit(run, tmp_path):
     """As if killed after its checkpoint, while rows were appended."""
     run("whole", "ledger=true")

@@ -27,6 +27,7 @@ def updates_in(run_dir: Path) -> list[int]:
     return rows[::4]
 
 
+@pytest.mark.slow
 def test_a_log_that_was_off_for_a_while_has_every_row_once(run, tmp_path, capsys):
     run("run", *ON, "n_examples=8")
     run("run", *OFF, "n_examples=16", "resume=auto")

@@ -47,6 +47,7 @@ def logged(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_or_killed_and_continued_shows_nothing_twice(run, tmp_path, monkeypatch):
     log = FileLogger.on_update
 

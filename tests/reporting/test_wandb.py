@@ -223,6 +223,7 @@ def test_settings_that_wandb_refuses_are_one_sentence(tmp_path, monkeypatch):
         logger.on_start()
 
 
+@pytest.mark.slow
 def test_without_key_and_terminal_it_goes_offline_says_how_to_upload_and_keeps_what_was_printed(command, tmp_path):
     nobody = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     result = train(*command("run", "n_examples=4", "wandb.enabled=true"), **nobody)

@@ -70,6 +70,7 @@ def test_several_processes_export_once(trainer, command, tmp_path):
     assert same_as_checkpoint(tmp_path / "run", tmp_path / "run" / "LATEST" / "hf")
 
 
+@pytest.mark.slow
 def test_a_run_of_an_adapter_is_exported_as_peft_loads_it_and_merged_by_hand(run, tmp_path, capsys):
     run_dir = tmp_path / "run"
     run("run", "lora=lora", "model.reference_dtype=null")
@@ -133,6 +134,7 @@ def test_a_run_that_is_stopped_is_not_exported(run_and_stop, tmp_path):
     assert not (tmp_path / "run" / "LATEST" / "hf").exists()
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_exported_by_hand(finished, tmp_path):
     asked = ("-m", "scripts.export", f"{finished()}/BEST", str(tmp_path / "best"))
     result = run_script(*asked, "--dtype", "bfloat16")

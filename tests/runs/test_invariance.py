@@ -170,7 +170,7 @@ QUICK = {
     "references first": "lora from an adapter",
     "eager": "simpo",
     "cut": "lora with dropout",
-    "resumed": "much at once, kto, online a following reference",
+    "resumed": "kto, online a following reference",
     "killed, resumed": "online lora",
     "sharded, resumed": "dpo",
 }

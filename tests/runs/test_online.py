@@ -212,6 +212,7 @@ def test_without_a_reference_answers_are_not_compared_and_one_prompt_has_no_erro
     assert found == {"online_eval/score", "online_eval/length", "online_eval/eos"}
 
 
+@pytest.mark.slow
 def test_best_is_the_checkpoint_with_the_highest_score(run, tmp_path):
     scorer = ("online.scorer=keyword", "online.keyword=e")
     run("run", *ONLINE, *scorer, *IN_EIGHTS, "n_examples=40", "eval_every=8", "save_every=8")
@@ -488,6 +489,7 @@ def test_a_function_that_fails_ends_the_run_with_a_sentence_and_costs_nothing(fa
     assert evaluated == ([0, 4, 8] if call == IN_UPDATE_3 else [0, 4])  # what was due
 
 
+@pytest.mark.slow
 def test_a_function_may_print_any_text_and_fork(command, tmp_path):
     fork = "import os; print('half \\ud800'); child = os.fork(); child or os._exit(0); os.waitpid(child, 0)"
     result = train(*command("run", *ONLINE, *write_scorer(tmp_path, f"{fork}; return [*map(len, completions)]")))
@@ -608,6 +610,7 @@ def test_a_reward_model_trained_on_pairs_raises_the_reward_of_held_out_prompts(t
     assert after["online_eval/win_rate"] > 0.6
 
 
+@pytest.mark.slow
 def test_a_wrapped_policy_is_sampled_from(tmp_path):
     """Elsewhere: 'DataParallel' object has no attribute 'config'."""
     config = compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", *DRAWN)

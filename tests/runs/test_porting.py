@@ -204,6 +204,7 @@ def test_what_a_ported_config_must_have_is_named(key, value, message, tiny_llama
 # --- worker_main ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_worker_main_trains_models_that_are_given(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "run"

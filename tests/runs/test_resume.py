@@ -49,6 +49,7 @@ def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_st
     assert len(read_log(tmp_path / "stopped")) > updates
 
 
+@pytest.mark.slow
 def test_another_test_split_is_scored_again(run, rows, tmp_path):
     """With weights that stay, policy and reference agree on it: ln 2."""
     data = shutil.copytree(rows / "hh", tmp_path / "data")
@@ -95,7 +96,8 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_agai
     assert find_differences(whole, tmp_path / "stopped") == []
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number, run, finished, tmp_path, monkeypatch):
     settings = ("sample_during_eval=true", "n_eval_model_samples=4", "do_first_eval=false", "eval_every=24")
     whole, tokens = finished(*settings), []
@@ -126,6 +128,7 @@ def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number,
     assert find_differences(whole, tmp_path / "stopped") == []  # samples too
 
 
+@pytest.mark.slow
 def test_an_evaluation_more_or_a_save_more_changes_nothing_that_is_trained(run, finished, tmp_path):
     more = ("eval_every=4", "save_every=12", "n_eval_examples=8", "num_workers=0")
     run("other", *more, "sample_during_eval=true", "n_eval_model_samples=4")

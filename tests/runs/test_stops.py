@@ -165,7 +165,8 @@ def fill_output() -> None:
         os.dup2(os.open("/dev/full", os.O_WRONLY), number)
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(SHARDED, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), SHARDED])
 def test_output_that_cannot_be_written_ends_no_run(more, command, tmp_path):
     """On a full disk, or a pipe that nobody reads."""
     assert start_run(command("run", *more), fill_output).wait() == 0

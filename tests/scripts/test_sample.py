@@ -251,6 +251,7 @@ def test_auto_asks_as_the_run_was_trained_and_so_does_its_export(run_dir, tmp_pa
     assert r"Form of a prompt: `\n\nHuman: ...\n\nAssistant:`." in (tmp_path / "out-hh" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_reference_that_has_changed_since_is_worth_a_line(run, tmp_path):
     run("sft", "loss=sft", "n_examples=8", "lr=1e-2", "export=false")
     run("run", f"model.archive={tmp_path}/sft/LATEST", "n_examples=8", "export=false")
@@ -370,6 +371,7 @@ def test_an_adapter_answers_beside_its_reference_as_merged_models_do(of, tmp_pat
     assert panel.reference.model is panel.policies[0].model  # one base in memory
 
 
+@pytest.mark.slow
 def test_checkpoints_and_adapters_from_elsewhere_share_a_base(tmp_path, capsys):
     run, other = adapted_run(tmp_path / "run", 1), adapted_run(tmp_path / "other", 2)
     foreign = export(other, tmp_path / "foreign")

@@ -273,12 +273,13 @@ launch(fail_on_rank_1, 2, pathlib.Path(sys.argv[1]), sys.argv[2], process_group=
 SILENT = "because rank 1 did not answer within collective_timeout_secs=5, or was killed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "ranks", "said"),
     [
         ("raise", 2, "because rank 1 failed"),
-        pytest.param("kill", 2, SILENT, marks=pytest.mark.slow),
-        pytest.param("raise", 1, SILENT, marks=pytest.mark.slow),  # rank 1 never comes
+        ("kill", 2, SILENT),
+        ("raise", 1, SILENT),  # rank 1 never comes
     ],
 )
 def test_a_rank_of_another_machine_that_fails_is_named(how, ranks, said, tmp_path):

@@ -146,13 +146,8 @@ def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, fold
 # --- losses that compare examples, or keep an average -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "kto",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("bco", "bco_unpaired", "aot", "aot_unpaired", "beta_dpo")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kto", "bco", "bco_unpaired", "aot", "aot_unpaired", "beta_dpo"])
 def test_an_evaluation_depends_on_weights_and_examples_alone(name, tmp_path):
     """Not on how its examples are cut into batches, nor on the updates before it."""
     settings = {

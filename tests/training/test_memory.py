@@ -175,6 +175,7 @@ def test_temporaries_of_an_update_on_a_gpu_are_those_of_all_parameters_unless_it
     assert (predict_phases(plan, load_data(plan, silent=True))["optimizer"]["update"] > 0) is at_once
 
 
+@pytest.mark.slow
 def test_processes_share_the_temporaries_of_an_update_on_gpus(compose):
     plans = [replace(resolve(compose(*FSDP), world_size=n), gpus=n) for n in (1, 2)]
     alone, shared = (predict_phases(plan, load_data(plan, silent=True))["optimizer"]["update"] for plan in plans)
@@ -321,6 +322,7 @@ def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(ove
     assert resolved.reference == (None if "loss=sft" in settings else expected)
 
 
+@pytest.mark.slow
 def test_processes_share_a_frozen_base_and_reduce_the_adapters_gradients_alone(compose):
     (_, alone), (_, shared) = (phases_of(compose(*FSDP, "lora=lora", "lora.r=4"), n) for n in (1, 2))
 
@@ -413,6 +415,7 @@ def test_frozen_weights_are_whole_on_gpus_that_have_room_and_the_start_says_so(o
     assert decide_communication(asked, data) == Communication("sharded", [])
 
 
+@pytest.mark.slow
 def test_keys_that_save_communication_are_recommended_while_they_fit(on_gpus, monkeypatch):
     monkeypatch.setattr(memory, "MIN_SAVED_BYTES", 1)
     both = "fsdp_reshard_after_forward=false .* fsdp_reduce_once=true"
@@ -690,6 +693,7 @@ def test_a_dry_run_refuses_parts_of_a_model_as_the_run_would(run, tmp_path):
             run("run", "dry_run=true", override)
 
 
+@pytest.mark.slow
 def test_a_dry_run_refuses_directory_and_checkpoint_as_the_run_would(run, command, rows, tmp_path, capsys):
     run("run", "n_examples=8")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
