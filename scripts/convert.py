@@ -222,6 +222,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(path, "wt", encoding="utf-8", newline="") as file:
         if kind in SEPARATORS:
+            # with \r in it, the writer quotes texts that have a lone \r, which readers take for the end of a row
             writer = csv.DictWriter(file, names, delimiter=SEPARATORS[kind], lineterminator="\r\n")
             writer.writeheader()
             writer.writerows(rows)

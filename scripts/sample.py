@@ -12,8 +12,8 @@ A prompt that is a string is put into the form that the model was trained on: hh
 \\n\\nAssistant:", chat the tokenizer's chat template, raw the string as it is. If the form is not known, it is chat if
 the tokenizer has a template, else raw. The script prints the form, and `--format` chooses another.
 
-Each record of `--file` has `prompt`: a string, or a list of chat messages. Exit status: 0, 1 if the answers cannot be
-written, 2 bad input, 130 if Ctrl-C ended a file's answers early.
+Each record of `--file` has `prompt`: a string, or a list of chat messages; it may have `tools`, which the chat template
+gets. Exit status: 0, 1 if the answers cannot be written, 2 bad input, 130 if Ctrl-C ended a file's answers early.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sample(options: argparse.Namespace) -> None:
     """Load models, and answer prompts of a file or typed ones."""
     # before models are loaded, as a wrong file is found at once
-    given_prompts = [] if options.file is None else read_prompts(options.file, options.out)
+    given_prompts, tools = ([], []) if options.file is None else read_prompts(options.file, options.out)
 
     import transformers
 
@@ -133,8 +133,8 @@ def sample(options: argparse.Namespace) -> None:
         converse(panel, sampling, form)
         return
     prompts = [
-        panel.encode(prompt, f"record {number} of {options.file}", sampling)
-        for number, prompt in enumerate(given_prompts, start=1)
+        panel.encode(prompt, f"record {number} of {options.file}", sampling, its_tools)
+        for number, (prompt, its_tools) in enumerate(zip(given_prompts, tools, strict=True), start=1)
     ]
     print(form)
     answer_file(panel, sampling, given_prompts, prompts, out=options.out, batch_size=options.batch_size)
@@ -143,8 +143,11 @@ def sample(options: argparse.Namespace) -> None:
 # --- a file of prompts ---------------------------------------------------------------------------------------------
 
 
-def read_prompts(file: Path, out: Path) -> list[Any]:
-    """Read a file's prompts, and check that answers can be written."""
+def read_prompts(file: Path, out: Path) -> tuple[list[Any], list[Any]]:
+    """Read a file's prompts and the tools of each.
+
+    Raises InputError if the answers cannot be written.
+    """
     from dpo.data.schema import get_field
     from dpo.data.sources import load_rows
     from dpo.settings.places import Source
@@ -158,9 +161,10 @@ def read_prompts(file: Path, out: Path) -> list[Any]:
     if out.resolve() == file.resolve():
         raise InputError(f"--out {out} is the file of prompts itself: give another")
     rows = load_rows(Source(str(file)), "train")
-    return [
+    prompts = [
         get_field(row, "prompt", f"record {number} of {file}", (str, list)) for number, row in enumerate(rows, start=1)
     ]
+    return prompts, [row.get("tools") for row in rows]
 
 
 def answer_file(

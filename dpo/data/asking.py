@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jinja2
 
-from dpo.data.schema import ASSISTANT, Messages, read_message
+from dpo.data.schema import ASSISTANT, Messages, drop_nulls, read_message, read_tools
 from dpo.data.sources import HUB_IDS
 from dpo.data.table import Prompt
 from dpo.errors import InputError
@@ -61,12 +63,15 @@ def choose_format(requested: str, trained_on: str | None, tokenizer: Any) -> str
     return CHAT if has_template else RAW
 
 
-def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str) -> str:
+def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str, tools: Any = None) -> str:
     """Render a user's prompt as the text that the model gets.
 
     A text becomes the human's turn. It stays as it is in the format `raw`, and in `hh` if it is a dialogue already.
-    Raises InputError, which says `where` the prompt is from.
+    `tools` is a list of schemas, or JSON of one. Raises InputError, which says `where` the prompt is from.
     """
+    schemas = read_tools({"tools": tools}, "tools", where)
+    if schemas and prompt_format != CHAT:
+        raise InputError(f"{where}: only a chat template shows tools to the model: give --format chat, or remove them")
     if isinstance(prompt, str):
         if not prompt.strip():
             raise InputError(f"{where}: the prompt is empty")
@@ -74,12 +79,17 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str) -
         if prompt_format == RAW or is_dialogue:
             return prompt
         prompt = [{"role": "user", "content": prompt}]
-    messages = [read_message(message, where) for message in prompt]
+    messages = [read_message(drop_nulls(message), where) for message in prompt]
     if not messages:
         raise InputError(f"{where}: the prompt has no messages")
     if prompt_format == RAW:
         raise InputError(f"{where}: the prompt holds chat messages: give --format chat or --format hh")
-    return render_dialogue(messages, where) if prompt_format == HH else _render_chat(messages, tokenizer, where)
+    if prompt_format == HH:
+        return render_dialogue(messages, where)
+    try:
+        return apply_template(tokenizer, messages, tools=schemas or None, add_generation_prompt=True)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on unusual content
+        raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
 
 
 def render_dialogue(messages: Messages, where: str) -> str:
@@ -94,11 +104,26 @@ def render_dialogue(messages: Messages, where: str) -> str:
     return "".join(turns) + ASSISTANT
 
 
-def _render_chat(messages: Messages, tokenizer: Any, where: str) -> str:
+def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
+    """Render messages; calls have arguments as the template wants them.
+
+    Most templates want an object, and others, such as DeepSeek-V3's, append text to text.
+    """
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on unusual content
-        raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except TypeError:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        return tokenizer.apply_chat_template(_write_arguments(messages), tokenize=False, **options)
+
+
+def _write_arguments(messages: Messages) -> Messages:
+    """Write the arguments of calls as JSON."""
+    written = copy.deepcopy(messages)
+    for message in written:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return written
 
 
 def as_messages(prompt: Prompt, answer: str) -> Messages:

@@ -137,7 +137,7 @@ def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero:
     if isinstance(value, (str, Decimal)):
         with suppress(ValueError):
             value = float(value)
-    number = _as_float(get_field({**row, column: value}, column, where, (int, float)))
+    number = _as_float(get_field({column: value}, column, where, (int, float)))
     if not math.isfinite(number) or (above_zero and number <= 0):
         wanted = "a finite number above 0" if above_zero else "a finite number"
         raise InputError(f"{where}: {column} is {value!s:.80}, and must be {wanted}: correct it, or remove the record")

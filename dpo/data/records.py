@@ -13,7 +13,16 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dpo.data.asking import HH, find_format, render_dialogue, split_turns
-from dpo.data.schema import ASSISTANT, LABEL_TYPES, Messages, get_field, is_sharegpt, read_message, read_tools
+from dpo.data.schema import (
+    ASSISTANT,
+    LABEL_TYPES,
+    Messages,
+    drop_nulls,
+    get_field,
+    is_sharegpt,
+    read_message,
+    read_tools,
+)
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.choices import NUMBER_FIELDS, PROMPT_PARTS, SYSTEM, TOOLS
@@ -105,7 +114,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
                 f"prompt: give a column with the prompt, as 'dataset_sources.{name}.columns={{prompt: COLUMN}}'"
             )
     label = _read_label(row, used["label"], where, name) if "label" in used else None
-    tools = row.get(used.get(TOOLS, "")) or None
+    tools = drop_nulls(row.get(used.get(TOOLS, ""))) or None
     if tools and is_chat and not read_tools(row, used[TOOLS], where):  # no template renders texts, nor their tools
         tools = None
     return Record(prompt, responses, system, below, label, "responses" in used, history, tools)
@@ -168,25 +177,41 @@ def _as_messages(value: Any, where: str) -> str | list[Any]:
         return value
     messages = value if isinstance(value, list) else [value]
     if not any(map(is_sharegpt, messages)):  # `_split_messages` checks their role and content
-        return [_read_swift(message, where) if isinstance(message, dict) else message for message in messages]
+        read = [_read_swift(message, where) if isinstance(message, dict) else message for message in messages]
+        return _join_calls(read, [isinstance(message, dict) and message.get("role") in CALLERS for message in messages])
     speakers = [get_field(message, "from", where) for message in messages]
     if unknown := next((speaker for speaker in speakers if speaker not in SHAREGPT_ROLES), None):
         raise InputError(
             f"{where}: a message is from {unknown!r}, and must be from one of {', '.join(SHAREGPT_ROLES)}: rename the "
             f"speaker, or remove the record"
         )
-    return [
+    read = [
         _read_call(get_field(message, "value", where), where)
         if speaker in CALLERS
         else {"role": SHAREGPT_ROLES[speaker], "content": get_field(message, "value", where)}
         for speaker, message in zip(speakers, messages, strict=True)
     ]
+    return _join_calls(read, [speaker in CALLERS for speaker in speakers])
+
+
+def _join_calls(messages: Sequence[Any], are_calls: Sequence[bool]) -> list[Any]:
+    """Make one turn of the assistant's message and the calls after it."""
+    joined: list[Any] = []
+    for message, is_call in zip(messages, are_calls, strict=True):
+        before = joined[-1] if is_call and joined and isinstance(joined[-1], dict) else {}
+        earlier_calls = before.get("tool_calls") or []
+        if before.get("role") == "assistant" and isinstance(earlier_calls, list):  # `read_message` refuses others
+            joined[-1] = {**before, "tool_calls": [*earlier_calls, *message["tool_calls"]]}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _read_swift(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a message with a role of ours for ms-swift's."""
     if message.get("role") in CALLERS:
         return _read_call(get_field(message, "content", where), where)
+    message = {key: drop_nulls(value) for key, value in message.items()}
     return {**message, "role": "tool"} if message.get("role") == "tool_response" else message
 
 
@@ -353,13 +378,14 @@ def recognize_format(row: Mapping[str, Any], used: Mapping[str, str], record: Re
     columns = {field: column for field, column in used.items() if field not in NUMBERS}
     written_anew = ("label", TOOLS)
     shown = {column: row[column] for field, column in columns.items() if field not in written_anew and row.get(column)}
+    shown = drop_nulls(shown)
     for name, candidate in FORMATS.items():
         if columns.items() <= candidate.columns.items():
             try:
                 written, _ = write_record(record, candidate)
             except CannotHoldError:
                 continue
-            if all(written.get(column) == value for column, value in shown.items()):
+            if all(drop_nulls(written.get(column)) == value for column, value in shown.items()):
                 return name
     return None
 
@@ -451,12 +477,12 @@ def _as_sharegpt(value: Any) -> Any:
     if value.get("tool_calls"):
         if value.get("content"):
             raise CannotHoldError("words beside calls of tools")
-        functions = [call.get("function", call) for call in value["tool_calls"]]
+        functions = [call["function"] for call in read_message(value, "")["tool_calls"]]  # the record was checked
         calls = functions[0] if len(functions) == 1 else functions
         return {"from": "function_call", "value": json.dumps(calls, ensure_ascii=False)}
     if value["role"] not in SHAREGPT_SPEAKERS:
         raise CannotHoldError(f"messages of {value['role']}")
-    other = {key: text for key, text in value.items() if key not in ("role", "content")}
+    other = {key: text for key, text in value.items() if key not in ("role", "content", "tool_calls")}
     return {"from": SHAREGPT_SPEAKERS[value["role"]], "value": value["content"], **other}
 
 

@@ -187,11 +187,14 @@ def is_sharegpt(message: Any) -> bool:
 def read_message(message: Any, where: str) -> dict[str, Any]:
     """Check a chat message, and return it as chat templates expect.
 
-    A message that calls tools may have no content. The arguments of a call may be JSON, as OpenAI's are. Fields that
-    are null, as in Parquet files where only other messages have them, are left out.
+    A message that calls tools may have no content. The arguments of a call may be JSON, as OpenAI's are, or missing.
+    Fields that are null, as in Parquet files where only other messages have them, and an empty list of calls are left
+    out.
     """
     get_field(message, "role", where)
     given = {key: value for key, value in message.items() if value is not None}
+    if given.get("tool_calls") == []:
+        del given["tool_calls"]
     if "tool_calls" not in given:
         get_field(message, "content", where)
         return given
@@ -199,12 +202,28 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     for call in get_field(message, "tool_calls", where, list):
         function = call["function"] if isinstance(call, Mapping) and "function" in call else call
         get_field(function, "name", where)
-        arguments = function.get("arguments")
-        with suppress(ValueError):
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                raise InputError(
+                    f"{where}: the arguments of {function['name']} must be an object or JSON of one, and are "
+                    f"{arguments!r:.80}: correct them, or remove the record"
+                ) from error
         calls.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
     content = get_field(message, "content", where) if "content" in given else ""
     return given | {"content": content, "tool_calls": calls}
+
+
+def drop_nulls(value: Any) -> Any:
+    """Remove the null fields of objects.
+
+    Arrow gives each object of a column the fields of all others.
+    """
+    if isinstance(value, Mapping):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:
@@ -213,9 +232,9 @@ def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str
     They are a list of objects, or JSON of one.
     """
     value = row.get(column)
-    tools = value
+    tools = drop_nulls(value)
     with suppress(ValueError):
-        tools = json.loads(value) if isinstance(value, str) and value else value
+        tools = json.loads(value) if isinstance(value, str) and value else tools
     if not tools:
         return []
     if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from dpo.data.asking import apply_template
 from dpo.data.records import common_start
 from dpo.data.schema import Messages, read_message, read_tools
 from dpo.errors import InputError
@@ -50,16 +51,16 @@ class ChatTemplate:
         rejects the messages or changes turns so that they cannot be told apart.
         """
         eos = self.tokenizer.eos_token
-        for message in (*prompt, *(message for response in responses for message in response)):
-            if eos and eos in (message.get("content") or ""):
+        prompt = [read_message(message, where) for message in prompt]
+        answers = [[read_message(message, where) for message in response] for response in responses]
+        for message in (*prompt, *(message for answer in answers for message in answer)):
+            if eos and any(eos in text for text in _iterate_texts(message)):
                 raise InputError(f"{where}: a message contains the EOS token {eos!r}: remove it from {message!r}")
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
                 f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
                 f"model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
             )
-        prompt = [read_message(message, where) for message in prompt]
-        answers = [[read_message(message, where) for message in response] for response in responses]
         conversation = _Conversation(self.tokenizer, read_tools({"tools": tools}, "tools", where), where)
         dialogues = [conversation.render(prompt + answer) for answer in answers]
         # the generation prompt may have what a finished turn lacks, such as a thinking tag: keep what all begin with
@@ -141,9 +142,7 @@ class _Conversation:
         """Render messages; `is_open` adds the generation prompt."""
         options: dict[str, Any] = {"tools": self.tools} if self.tools else {}
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=is_open, **options
-            )
+            return apply_template(self.tokenizer, messages, add_generation_prompt=is_open, **options)
         except (jinja2.TemplateError, TypeError, ValueError) as error:  # raised by templates on unusual content
             raise InputError(f"{self.where}: the tokenizer's chat template rejects these messages: {error}") from error
 
@@ -191,6 +190,15 @@ class _Conversation:
             )
         # a turn ends with EOS, as the last one does, and not with the space that the template puts after it
         return found.rstrip() if found.rstrip().endswith(self.tokenizer.eos_token) else found
+
+
+def _iterate_texts(value: Any) -> Iterator[str]:
+    """Yield a text, or the texts in a list or in an object's fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _iterate_texts(item)
 
 
 def _list_parts(messages: Messages) -> Iterator[str]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from dpo.data.asking import as_messages
+from dpo.data.asking import apply_template, as_messages
 from dpo.data.table import Prompt
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
@@ -92,7 +92,7 @@ class RewardModel:
         if self.form == "chat":
             try:
                 messages = as_messages(prompt, answer)
-                texts = [self.tokenizer.apply_chat_template(messages, tools=prompt.tools, tokenize=False)]
+                texts = [apply_template(self.tokenizer, messages, tools=prompt.tools)]
             except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these
                 raise InputError(
                     f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "

@@ -64,12 +64,13 @@ class Panel:
         self.policies = [side for side in sides if side.name != REFERENCE]
         self.reference = next((side for side in sides if side.name == REFERENCE), None)
 
-    def encode(self, asked: UserPrompt, where: str, sampling: Sampling) -> Tokens:
+    def encode(self, asked: UserPrompt, where: str, sampling: Sampling, tools: Any = None) -> Tokens:
         """Encode a prompt as in training.
 
-        `where` says where the prompt comes from. Raises InputError if the prompt is empty or does not fit a model.
+        `where` says where the prompt comes from. A chat may have `tools`. Raises InputError if the prompt is empty or
+        does not fit a model.
         """
-        text = render(asked, self.form, self.tokenizer, where)
+        text = render(asked, self.form, self.tokenizer, where, tools)
         token_ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not token_ids:
             raise InputError(f"{where}: the prompt has no tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.formats import ASK, CALL, PAIR, RESULT, ROWS, SKY, TURNS, assistant, human, system, user
+from support.formats import ASK, CALL, LOOK, PAIR, RESULT, ROWS, SKY, TURNS, assistant, gpt, human, system, user
 
 from dpo.data.columns import ColumnsError, find_columns, recognize_columns
 from dpo.data.custom import get_custom
@@ -204,6 +204,35 @@ def test_responses_to_a_chat_may_be_texts_and_a_prompt_before_messages_too():
     expected = Record(ASK, [[assistant("A is right.")], [assistant("B is right.")]])
     assert read({"conversations": [human("Which colour?")], **PAIR})[0] == expected
     assert read({"prompt": "Which colour?", **{key: [assistant(text)] for key, text in PAIR.items()}})[0] == expected
+
+
+def test_successive_calls_are_one_turn():
+    calls = {"tool_calls": CALL["tool_calls"] * 2}
+    swift = {"role": "tool_call", "content": LOOK}
+    for messages, turns in (
+        ([*ASK, swift, swift, {**RESULT, "role": "tool_response"}], [{**CALL, **calls}, RESULT]),
+        ([*ASK, assistant("I look."), swift, swift], [{**assistant("I look."), **calls}]),
+        ([human("Which colour?"), *[{"from": "function_call", "value": LOOK}] * 2], [{**CALL, **calls}]),
+        ([*ASK, swift, RESULT, swift], [CALL, RESULT, CALL]),
+    ):
+        record, _ = read({"prompt": messages, "chosen": SKY, "rejected": SKY})
+        assert record.prompt == [*ASK, *turns]
+
+
+def test_calls_are_written_and_recognized_whatever_their_arguments():
+    as_text = {**CALL, "tool_calls": [{"function": {"name": "look", "arguments": '{"at": "sky"}'}}]}
+    written, _ = write_record(Record(ASK, [[as_text]]), FORMATS["sharegpt"])
+    assert written["conversations"][1] == {"from": "function_call", "value": LOOK}
+    empty = {**SKY[0], "tool_calls": []}
+    assert write_record(Record(ASK, [[empty]]), FORMATS["sharegpt"])[0]["conversations"][1] == gpt("Blue.")
+    function = {"name": "look", "arguments": {"at": "sky", "far": None}}  # as Arrow has it
+    row = {
+        "prompt": ASK,
+        "chosen": [{**CALL, "tool_calls": [{"type": "function", "function": function}]}],
+        "rejected": SKY,
+    }
+    record, recognized = read(row)
+    assert (record.responses[0], recognized) == ([CALL], "trl_conversational")
 
 
 def test_a_given_format_decides_which_columns_are_read(tokenizer):

@@ -10,6 +10,7 @@ import pytest
 from support.formats import ASK, CALL, RESULT, SKY, TOOLS, assistant, user
 from support.runs import write_rows
 
+from dpo.data.asking import render
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples, make_labels
 from dpo.data.table import PromptTable, iterate_prompts, write_prompts
@@ -150,6 +151,36 @@ def test_tools_reach_the_template_and_make_another_prompt(chat):
     assert entry["responses"][0] == data[f"(look)\n{question}"]["responses"][0]
 
 
+def make_call(arguments):
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ({"at": "sky", "far": None, "in": [{"x": 1, "y": None}]}, '{"at": "sky", "in": [{"x": 1}]}'),
+        ('{"at": "caf\\u00e9", "far": null}', '{"at": "caf\u00e9", "far": null}'),
+        (None, "{}"),
+        ("", "{}"),
+    ],
+)
+@pytest.mark.parametrize("shown", ["call.function.arguments + ''", "call.function.arguments | tojson"])
+def test_a_template_gets_arguments_as_text_or_an_object_without_the_nulls_of_arrow(arguments, written, shown, chat):
+    tokenizer = chat(WITH_TOOLS.replace("[{{ call.function.name }}]", "[{{ " + shown + " }}]"))
+    row = {"prompt": ASK, "chosen": [make_call(arguments)], "rejected": SKY}
+    [entry] = get_custom([row], "mine", tokenizer).values()
+    assert entry["responses"][0] == f"[{written}]"
+    assert render([*ASK, make_call(arguments)], "chat", tokenizer, "").endswith(f"[{written}]{EOS}\n<assistant>")
+
+
+def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
+    data = get_custom([{**LOOKED_UP, "tools": [{**TOOLS[0], "strict": None}]}], "mine", chat(WITH_TOOLS))
+    assert [*data.tools.values()] == [TOOLS]
+    assert render(ASK, "chat", chat(WITH_TOOLS), "", json.dumps(TOOLS)) == next(iter(data))
+    with pytest.raises(InputError, match="here: only a chat template shows tools to the model: give --format chat, or"):
+        render(ASK, "hh", chat(WITH_TOOLS), "here", TOOLS)
+
+
 @pytest.mark.parametrize(
     ("row", "template", "note"),
     [
@@ -206,6 +237,13 @@ def test_what_a_template_changes_is_said(row, template, note, chat):
         ({"tools": {"name": "look"}}, "and is {'name': 'look'}: correct it, or remove it from the record"),
         ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [7]}, RESULT]}, "7 stands where an object with the fie"),
         ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "record 1 of mine: name is missing"),
+        (
+            {"prompt": [*ASK, make_call("sky"), RESULT]},
+            "record 1 of mine: the arguments of look must be an object or JSON of one, and are 'sky': correct them, or",
+        ),
+        ({"chosen": [{**CALL, "content": None, "tool_calls": []}]}, "record 1 of mine: content is null: give it"),
+        ({"chosen": [make_call({"at": [EOS]})]}, f"record 1 of mine: a message contains the EOS token '{EOS}'"),
+        ({"chosen": [{**SKY[0], "reasoning_content": EOS}]}, "record 1 of mine: a message contains the EOS token"),
         ({"chosen": [CALL, RESULT]}, "record 1 of mine: the last message is from tool, and must be from assistant: r"),
         ({"prompt": [*ASK, {"from": "function_call", "value": "look"}]}, "record 1 of mine: from is missing"),
         (
