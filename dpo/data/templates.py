@@ -164,7 +164,7 @@ class _Conversation:
         return open_text, shared
 
     def _find_token_end(self, text: str, others: Sequence[str]) -> int:
-        """Find where the tokens end with which a text and all others begin."""
+        """Find where the tokens end that all texts begin with."""
         if not self.tokenizer.is_fast:  # others do not tell where their tokens are
             return len(text)
         encoded = self.tokenizer([text, *others], add_special_tokens=False, return_offsets_mapping=True)
