@@ -177,7 +177,7 @@ def _work(job: Job, finish: Callable[[Job], None]) -> None:
         train_py = str(ROOT / "train.py")
         sys.argv = [train_py, *job.overrides, f"local_run_dir={job.directory}", f"exp_name={job.directory.name}"]
         runpy.run_path(train_py, run_name="__main__")
-    print(f"CPU seconds of this process: {time.process_time():.0f} before it is measured", flush=True)
+    print(f"CPU seconds of this process: {time.process_time():.0f} before the policy is measured", flush=True)
     finish(job)
     print(f"{time.process_time():.0f} in all", flush=True)
     for checkpoint in job.directory.glob("step-*"):  # only the records of the run are kept
@@ -225,7 +225,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     check_command_line(["exp_name=experiment", "model.name_or_path=MODEL", *overrides])
 
 
-def find_out(name: str, options: argparse.Namespace) -> Path:
+def choose_directory(name: str, options: argparse.Namespace) -> Path:
     default = ROOT / ".cache" / (f"{name}-quick" if options.quick else name)
     return (options.out or default).expanduser().resolve()
 

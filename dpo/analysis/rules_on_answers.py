@@ -186,9 +186,9 @@ def accuracies_online(run: Run) -> Iterator[Finding]:
             "What accuracies mean here",
             "; ".join(values),
             f"Training pairs are new answers of the policy{mixed}: their accuracy says how often its implicit rewards "
-            f"agree with {labels} on answers that it was not trained on, and need not rise. Evaluation pairs are "
-            "those of the datasets, whose labels the scorer does not know. Go by online_eval/score and "
-            "online_eval/win_rate, on held-out prompts; BEST goes by the score.",
+            f"agree with {labels} on answers that the policy was not yet trained on. This accuracy need not rise. "
+            "Evaluation pairs are those of the datasets, whose labels the scorer does not know. Go by "
+            "online_eval/score and online_eval/win_rate, on held-out prompts; BEST goes by the score.",
         )
 
 
@@ -239,10 +239,10 @@ def ties(run: Run) -> Iterator[Finding]:
         effect = "online.ties=skip leaves ties out, so the gradient comes from few pairs, or from none."
     else:
         effect = (
-            "online.ties=keep trains on ties, with either answer as the chosen one: that holds answers of equal score "
-            "together, but tells nothing about better ones."
+            "online.ties=keep trains on ties, with either answer as the chosen one: on average that pulls the "
+            "log-ratios of the two together, and teaches nothing about better answers."
         )
-    # labels drawn at random have DPO's optimum with two answers to a prompt (docs/online.md)
+    # with labels drawn at random, DPO's optimum needs two answers to a prompt (docs/online.md): do not advise more
     samples = "" if run.setting("online.labels") == "bradley_terry" else "online.n_samples or "
     yield Finding(
         WARNING if skips else NOTE,

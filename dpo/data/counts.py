@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 import random
 import unicodedata
 from array import array
@@ -20,7 +19,7 @@ from typing import NoReturn
 import numpy as np
 
 from dpo.data.asking import RAW, find_format
-from dpo.data.examples import ExampleId, TextExample, cut_tokens, read_examples
+from dpo.data.examples import ExampleId, TextExample, count_cut, cut_tokens, read_examples
 from dpo.data.schema import ASSISTANT
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder, append_eos, truncate
@@ -214,6 +213,7 @@ class SplitCounter:
         # hashes of pairs or labelled responses, of all datasets, which may have prompts in common
         self._seen: set[int] = set()
         self._texts_with_eos: dict[str, str] = {}  # each with its prompt
+        self._late_starts: dict[str, Prompt] = {}  # beginnings of responses that are not scored, each with a prompt
         # of all prompts and their first turns: a prompt takes 16 bytes
         self._prompt_hashes, self._first_turn_hashes = array("q"), array("q")
 
@@ -229,6 +229,9 @@ class SplitCounter:
             self.digest.update(repr((prompt.text, prompt.responses, prompt.examples)).encode())
             if prompt.cuts is not None:
                 self.digest.update(repr(prompt.cuts).encode())
+                for response, cuts in zip(prompt.responses, prompt.cuts, strict=True):
+                    if cuts and cuts[0] == 0:
+                        self._late_starts.setdefault(response[: cuts[1]], prompt)
             for name, values in (("weight", prompt.weights), ("margin", prompt.margins)):
                 if values is not None:
                     self.digest.update(repr((name, values)).encode())
@@ -298,14 +301,17 @@ class SplitCounter:
     def count_tokens(self, prompts: PromptTable, *, max_length: int, max_prompt_length: int) -> SplitReport:
         """Count tokens, and return the report of the split.
 
-        At most `SAMPLE_SIZE` examples are tokenized here; training tokenizes its examples in the background.
+        At most `SAMPLE_SIZE` examples are tokenized here; training tokenizes its examples in the background. Raises
+        InputError for a response that truncation could leave without a token that is scored.
         """
+        self._refuse_late_starts(max_length - max_prompt_length)
         tokenizer = self.encode.tokenizer
         # with the vocabulary, as tokenizers may number the same tokens differently
         vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
         digest = hashlib.sha256(repr(vocabulary).encode())
         prompt_lengths: list[int] = []
-        response_lengths: list[dict[str, int]] = []  # of each example, by role
+        longest = 0
+        response_lengths: list[dict[str, int]] = []  # scored tokens of each example, by role
         counts = np.maximum(prompts.counts, 1) if self.trains_on == "prompts" else prompts.counts
         sample_ids = _sample_examples(counts)
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
@@ -316,10 +322,12 @@ class SplitCounter:
                 digest.update(repr([ids[example.prompt.text], *joined]).encode())
                 prompt_ids, responses = self._truncate(example, ids, max_length, max_prompt_length)
                 prompt_lengths.append(len(prompt_ids))
-                response_lengths.append(dict(zip(example.texts, map(len, responses), strict=True)))
+                longest = max(longest, len(prompt_ids) + max(map(len, responses), default=0))
+                cuts = cut_tokens(example.pieces, ids, responses) or [()] * len(responses)
+                n_scored = (len(response) - count_cut(own) for response, own in zip(responses, cuts, strict=True))
+                response_lengths.append(dict(zip(example.texts, n_scored, strict=True)))
         chosen, rejected = ([n[role] for n in response_lengths if role in n] for role in TRAINS_ON["pairs"])
         pairs = [n for n in response_lengths if n.keys() >= set(TRAINS_ON["pairs"])]
-        longest_responses = (max(n.values(), default=0) for n in response_lengths)
         return SplitReport(
             **self.counts,
             fewest_responses=min(self._n_responses, default=None),
@@ -330,7 +338,7 @@ class SplitCounter:
             **self._sum_weights(),
             joined_example=self._joined_example,
             tokenized=len(prompt_lengths),
-            longest=max(map(operator.add, prompt_lengths, longest_responses), default=0),
+            longest=longest,
             mean_prompt_tokens=fmean(prompt_lengths) if prompt_lengths else 0.0,
             mean_chosen_tokens=fmean(chosen) if chosen else 0.0,
             mean_rejected_tokens=fmean(rejected) if rejected else None,
@@ -338,6 +346,21 @@ class SplitCounter:
             prompt_formats=self._formats,
             token_digest=digest.hexdigest(),
         )
+
+    def _refuse_late_starts(self, fewest_tokens: int) -> None:
+        """Refuse responses of which truncation could leave nothing scored.
+
+        That would end a run in its middle: `fewest_tokens` are left of a response, also beside another prompt.
+        """
+        ids = self.encode(self._late_starts)
+        for text, prompt in self._late_starts.items():
+            if len(ids[text]) >= fewest_tokens:
+                raise InputError(
+                    f"dataset {prompt.dataset}: a response begins with {count(len(ids[text]), 'token')} that "
+                    f"{'is' if len(ids[text]) == 1 else 'are'} not the assistant's, and truncation may leave "
+                    f"{fewest_tokens} (max_length - max_prompt_length): raise max_length, or remove the record whose "
+                    f"prompt ends in {prompt.text[-SHOWN_AROUND:]!r}"
+                )
 
     def _sum_weights(self) -> dict[str, float]:
         weights = np.array(self._numbers["weight"])
@@ -360,7 +383,6 @@ class SplitCounter:
         tokenizer = self.encode.tokenizer
         untruncated = append_eos(prompt.text, pieces, ids, tokenizer, rendered=prompt.rendered)
         prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
-        cut_tokens(pieces, ids, responses)  # refuses a response of which nothing is scored
         untruncated_prompt, untruncated_responses = untruncated
         self.counts["truncated_prompts"] += prompt_ids != untruncated_prompt
         self.counts["truncated_responses"] += responses != untruncated_responses

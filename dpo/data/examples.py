@@ -46,7 +46,8 @@ class Example(NamedTuple):
     roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
     weight: float = 1.0  # in the mean of losses
     margin: float | None = None  # by which the chosen reward should exceed the rejected one; None: it has no effect
-    # of each response, the tokens at which those that are not scored begin and end, in turn; empty if there are none
+    # of each response, the start and end (exclusive) of each stretch of tokens that is not scored, in turn; empty if
+    # all tokens are scored
     cuts: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -61,14 +62,19 @@ class Example(NamedTuple):
         Each token is predicted from those before it, so without a prompt a response's first token has no score.
         """
         n_unscored = 0 if self.prompt else 1
-        return tuple(
-            len(response) - n_unscored - sum(cuts[1::2]) + sum(cuts[::2]) for response, cuts in self.cut_responses
-        )
+        if not self.cuts:
+            return tuple(len(response) - n_unscored for response in self.responses)
+        return tuple(len(response) - n_unscored - count_cut(cuts) for response, cuts in self.cut_responses)
 
     @property
     def cut_responses(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Each response with its cuts."""
         return list(zip(self.responses, self.cuts or ((),) * len(self.responses), strict=True))
+
+
+def count_cut(cuts: Sequence[int]) -> int:
+    """Count the tokens that are not scored: ends minus starts."""
+    return sum(cuts[1::2]) - sum(cuts[::2])
 
 
 def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
@@ -221,7 +227,7 @@ def cut_tokens(
     for texts, response in zip(pieces, responses, strict=True):
         ends = accumulate(len(ids[text]) for text in texts[:-1])
         cuts.append(tuple(min(end, len(response)) for end in ends))
-        if sum(cuts[-1][1::2]) - sum(cuts[-1][::2]) == len(response):
+        if count_cut(cuts[-1]) == len(response):  # `SplitCounter` has refused it before, if the data was counted
             raise InputError(
                 f"the response that begins with {''.join(texts)[:80]!r} is cut off before the assistant's first word: "
                 f"raise max_length, or remove the record"

@@ -253,7 +253,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
                     raise InputError(
                         f"the {split} split of {', '.join(plan.data.datasets)} has 1 prompt, and loss={plan.loss.name} "
                         f"combines each prompt with a response to another one: give 2 prompts or more in each split; "
-                        f"of one file, a tenth of the prompts is the test split, so it needs 20"
+                        f"if the data is one file, a tenth of its prompts is the test split, so it needs 20"
                     )
                 if not plan.loss.takes_weights and report["largest_weight"] is not None:
                     raise InputError(

@@ -175,6 +175,8 @@ class PromptTable(Sequence[Prompt]):
         # the examples of all prompts are one Arrow list, and its offsets say where those of each prompt begin
         counts = [np.diff(np.from_dlpack(chunk.offsets)) for chunk in self._table["examples"].chunks]
         self.counts = np.concatenate([np.zeros(0, dtype=np.int32), *counts])  # a table may have no chunk
+        # most data has no messages, tools, cuts, weights and margins, so these columns need not be decoded
+        self._columns = [name for name in self._table.column_names if self._table[name].null_count < len(self._table)]
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -187,11 +189,10 @@ class PromptTable(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]  # handles negative indices, and raises IndexError
-        row = {name: self._table[name][index].as_py() for name in self._table.column_names}
+        row = {name: self._table[name][index].as_py() for name in self._columns}
         # Arrow gives a null for each role that an example does not have
         row["examples"] = [{role: i for role, i in example.items() if i is not None} for example in row["examples"]]
-        for name in ("messages", "tools"):
-            row[name] = None if row[name] is None else json.loads(row[name])
+        row |= {name: json.loads(row[name]) for name in ("messages", "tools") if row.get(name) is not None}
         return Prompt(**row, index_in_split=index)
 
 

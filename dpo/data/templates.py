@@ -151,14 +151,25 @@ class _Conversation:
 
         Returns the text of the messages with the generation prompt, and what it has in common with the dialogues.
         """
-        open_text = self.render(before, is_open=True)
+        open_text, closed_text = self.render(before, is_open=True), self.render(before)
         shared = common_start(open_text, *dialogues)
-        if not shared.startswith(self.render(before)):
+        if not shared.startswith(closed_text):
             raise InputError(
                 f"{self.where}: the chat template renders the prompt differently once a response follows it, so the "
                 f"two cannot be told apart: {OTHER}, or use text instead"
             )
+        if shared != open_text:  # it may end in the middle of a token, such as <think> where <tool_call> follows
+            shared = shared[: max(len(closed_text), self._find_token_end(open_text, dialogues))]
         return open_text, shared
+
+    def _find_token_end(self, text: str, others: Sequence[str]) -> int:
+        """Find where the tokens end that all texts begin with."""
+        if not self.tokenizer.is_fast:  # others do not tell where their tokens are
+            return len(text)
+        encoded = self.tokenizer([text, *others], add_special_tokens=False, return_offsets_mapping=True)
+        in_order = zip(*encoded["input_ids"], strict=False)
+        n_shared = next((i for i, ids in enumerate(in_order) if len({*ids}) > 1), min(map(len, encoded["input_ids"])))
+        return encoded["offset_mapping"][0][n_shared - 1][1] if n_shared else 0
 
     def find_cuts(self, prompt: Messages, answer: Messages, dialogue: str, start: int) -> Iterator[int]:
         """Yield where text that is not scored begins and ends, in turn.
@@ -193,7 +204,7 @@ class _Conversation:
 
 
 def _iterate_texts(value: Any) -> Iterator[str]:
-    """Yield a text, or the texts in a list or in an object's fields."""
+    """Yield the texts in a text, a list or an object."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):

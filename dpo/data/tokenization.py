@@ -103,7 +103,8 @@ def append_eos(
     for kind, text in (("prompt", prompt), *(("response", text) for text in chain(*responses))):
         if eos in ids[text] and not rendered:
             raise InputError(f"EOS token {tokenizer.eos_token!r} inside a {kind}: remove it from {text!r}")
-    return ids[prompt], [[*chain(*(ids[text] for text in pieces)), eos] for pieces in responses]
+    joined = (ids[pieces[0]] if len(pieces) == 1 else chain(*(ids[text] for text in pieces)) for pieces in responses)
+    return ids[prompt], [[*token_ids, eos] for token_ids in joined]
 
 
 def encode_texts(

@@ -199,7 +199,7 @@ def add_adapter(
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if hasattr(head, "base_layer") and head.weight is embedding.weight:  # merging would change the embedding
         raise InputError(
-            f"{targets} names the head of {type(model).__name__}, which is its embedding too: leave out the head"
+            f"{targets} names the output head of {type(model).__name__}, which is tied to its embedding: leave it out"
         )
     for layer in _adapted_layers(model):
         _replace_parts(layer, name, dropout, targets)

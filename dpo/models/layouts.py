@@ -300,19 +300,22 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     Returns `Padded` and the reason if the model does not support the layout called `name`.
     """
     try:
-        windows = find_windows(model, max_length)
+        windows_or_reason = find_windows(model, max_length)
     except (AttributeError, TypeError) as error:
-        windows = f"has a config unlike those of transformers: {one_sentence(error)}"
-    is_unknown = isinstance(windows, str) and model.config._attn_implementation != "flash_attention_2"
+        windows_or_reason = f"has a config unlike those of transformers: {one_sentence(error)}"
+    # A model that the rules do not support may look at padding, so it gets a mask. Under flash_attention_2 they support
+    # no model, so that says nothing of this one.
+    is_unsupported = isinstance(windows_or_reason, str)
+    needs_mask = is_unsupported and model.config._attn_implementation != "flash_attention_2"
     if name == "padded":
-        return Padded(masked=is_unknown), None
-    if isinstance(windows, str):
-        return _fall_back(model, windows, Padded(masked=is_unknown))
+        return Padded(masked=needs_mask), None
+    if isinstance(windows_or_reason, str):
+        return _fall_back(model, windows_or_reason, Padded(masked=needs_mask))
     on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
     by_segments = model.config._attn_implementation == VARLEN
     alignment = GPU_ALIGNMENT if on_gpu else 1
     options = {"by_segments": by_segments, "of_rewards": find_scalar_head(model) is not None}
-    return SharedPrefix(windows, max_length=max_length, alignment=alignment, **options), None
+    return SharedPrefix(windows_or_reason, max_length=max_length, alignment=alignment, **options), None
 
 
 def _fall_back(model: Any, reason: str, padded: Padded) -> tuple[Layout, str]:

@@ -72,7 +72,7 @@ def read_archive(
     try:
         state = read_state(path)
     except DamagedCheckpoint as error:
-        raise InputError(f"{key}{path} is not a policy.pt (which is data, never code): {error}") from error
+        raise InputError(f"{key}{path} cannot be read as a policy.pt: {error}") from error
     if not isinstance(state, Mapping) or not all(isinstance(v, torch.Tensor) for v in state.values()):
         raise InputError(f"{key}{path} is not a policy.pt: its 'state' does not map names to tensors")
     if any(FACTOR_NAME.fullmatch(name) for name in state):

@@ -330,8 +330,8 @@ def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[
 class LongestAnswers(Batches):
     """Batches of an online run with the longest possible sequences.
 
-    All answers have `max_new_tokens`. The `n_offline` prompts that get a pair from the data are assumed to be those
-    whose longest pair has the most tokens more than two such answers.
+    All answers have `max_new_tokens`. In each training batch `n_offline` prompts get their longest pair of the data in
+    place of two answers: those prompts to which this adds the most tokens.
     """
 
     def test(self) -> Iterator[Batch]:
@@ -352,6 +352,7 @@ class LongestAnswers(Batches):
         return self._iterate_train(self._make_longest_batch, [1] * len(self.data.train), skip=skip)
 
     def _make_longest_batch(self, example_ids: Sequence[tuple[int, int]]) -> Batch:
+        """Make a training batch of placeholder answers and longest pairs."""
         plan, prompts = self.plan, self.read_prompts(example_ids)
         examples = self._add_longest_answers(prompts, n_answers=2)
         if plan.n_offline:

@@ -390,7 +390,8 @@ def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:
 def _average(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Average values over prompts, with standard errors.
 
-    A single prompt has no standard error. NaN and infinite values, as of a policy that has diverged, give NaN.
+    A single prompt has no standard error. NaN and infinite values, as of a policy that has diverged, give
+    means that are NaN or infinite.
     """
     metrics = {}
     with np.errstate(invalid="ignore"):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from experiments.hh.pairs import read_pairs
 from experiments.hh.sweep import METHODS, Size, Sweep
-from experiments.runs import check_overrides, choose_methods, find_out, make_parser, run_command, write_rows
+from experiments.runs import check_overrides, choose_directory, choose_methods, make_parser, run_command, write_rows
 
 FULL = Size(folds=5, pairs=None, batch=16, kl_prompts=24, kl_tokens=64)
 QUICK = Size(folds=1, pairs=60, batch=8, kl_prompts=4, kl_tokens=16)
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=Path, nargs="+", required=True, metavar="FILE", help="JSON lines of hh-rlhf")
     options = parser.parse_intermixed_args(arguments)
     check_overrides(options.overrides)
-    methods, out = choose_methods(parser, [*METHODS], options.methods), find_out("hh", options)
+    methods = choose_methods(parser, [*METHODS], options.methods)
+    out = choose_directory("hh", options)
     model, size = options.model.expanduser().resolve(), QUICK if options.quick else FULL
     return run_command(lambda: run(out, model, options.pairs, size, methods, options.overrides), out)
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.runs import check_overrides, choose_methods, find_out, make_parser, run_command, write_rows
+from experiments.runs import check_overrides, choose_directory, choose_methods, make_parser, run_command, write_rows
 from experiments.sentiment.sweep import METHODS, Size, Sweep
 
 FULL = Size(pairs=2000, validation=64, held_out=500, samples=4, reference_samples=16, kl_samples=500, knobs=4)
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("sentiment", __doc__)
     options = parser.parse_intermixed_args(arguments)
     check_overrides(options.overrides)
-    methods, out = choose_methods(parser, [*METHODS], options.methods), find_out("sentiment", options)
+    methods = choose_methods(parser, [*METHODS], options.methods)
+    out = choose_directory("sentiment", options)
     root = out / "sentiment-runs"
     sweep = Sweep(root, options.model.expanduser().resolve(), QUICK if options.quick else FULL, options.overrides)
     return run_command(lambda: run(out, sweep, methods), out)

@@ -40,7 +40,7 @@ ONLINE = (
 )  # fmt: skip
 BATCH = 16  # pairs or prompts of an update
 SAVE_EVERY = 512  # pairs between checkpoints, from which a killed run goes on
-OVERSAMPLED = 1.4  # prompts and pairs are drawn more often than needed, as some are not tokenized to the same again
+OVERSAMPLED = 1.4  # times the prompts and pairs needed are drawn: the text of some has other tokens than were sampled
 PROMPTS_OF_A_JOB = 256
 # seeds of the sampling
 PROMPT_SEED, PAIR_SEED, HELD_OUT_SEED, LABEL_SEED, POLICY_SEED = range(5)
@@ -189,7 +189,11 @@ class Sweep:
         records = [row for row in read_rows(self.root / "pairs.json") if row["canonical"] and len({*row["texts"]}) == 2]
         n_pairs, n_validation = self.size.pairs, self.size.validation
         if len(records) < n_pairs + n_validation:
-            raise InputError(f"{self.model} gave {len(records)} pairs, and {n_pairs + n_validation} are needed")
+            raise InputError(
+                f"only {len(records)} of the pairs that {self.model} gave can be used, and {n_pairs + n_validation} "
+                f"are needed: in the others the responses are equal, or one has other tokens than were sampled. Give "
+                f"another --model"
+            )
         records = records[: n_pairs + n_validation]
         sentiments = np.array([[self.sentiment(text) for text in row["texts"]] for row in records])
         if not sentiments.std():
@@ -224,7 +228,7 @@ class Sweep:
     def train_all(self, methods: Sequence[str]) -> Iterator[list[Row]]:
         """Train and measure the policies of these methods; yield each one's rows.
 
-        Those of other methods that are there already are yielded too.
+        The rows of other methods' runs that were finished before are yielded too.
         """
         runs = {
             self.make_job(method, METHODS[method].knobs[i]): (method, METHODS[method].knobs[i])
@@ -260,22 +264,23 @@ class Sweep:
         return self.find_rewards([row["texts"] for row in read_rows(self.root / "held_out.json")])
 
     def measure(self, policy: Any, reference: Any) -> Row:
-        """Measure a policy on the held-out prompts."""
-        size = self.size
-        answers = self.answer(policy, self.held_out, size.samples, seed=POLICY_SEED)
-        flat: list[tuple[int, Tokens, Answer]] = [
-            (i, tuple(self.encode(prompt)), answer)
-            for i, (prompt, own) in enumerate(zip(self.held_out, answers, strict=True))
-            for answer in own
+        """Measure rewards, KL and lengths of answers to the held-out prompts."""
+        answers_by_prompt = self.answer(policy, self.held_out, self.size.samples, seed=POLICY_SEED)
+        sampled: list[tuple[int, Tokens, Answer]] = [
+            (prompt_index, tuple(self.encode(prompt)), answer)
+            for prompt_index, (prompt, answers) in enumerate(zip(self.held_out, answers_by_prompt, strict=True))
+            for answer in answers
         ]
-        some = flat[:: max(1, len(flat) // size.kl_samples)]  # evenly spaced
-        of_prompt, prompts, scored = zip(*some, strict=True)
-        kl = estimate_mean(language.sum_kls(policy, reference, prompts, scored), of_prompt)
-        lengths = [len(answer.tokens) for _, _, answer in flat]
-        return {
-            **self.make_row(self.find_rewards([[a.text for a in own] for own in answers]).mean(1)),
-            **{"kl": kl.mean, "kl_half_width": kl.half_width, "length": float(np.mean(lengths))},
-            **{"ended": float(np.mean([answer.ended for *_, answer in flat])), "samples": len(flat)},
+        for_kl = sampled[:: max(1, len(sampled) // self.size.kl_samples)]  # evenly spaced
+        prompt_indices, prompts, answers_for_kl = zip(*for_kl, strict=True)
+        kl = estimate_mean(language.sum_kls(policy, reference, prompts, answers_for_kl), prompt_indices)
+        rewards = self.find_rewards([[answer.text for answer in answers] for answers in answers_by_prompt])
+        return self.make_row(rewards.mean(1)) | {
+            "kl": kl.mean,
+            "kl_half_width": kl.half_width,
+            "length": float(np.mean([len(answer.tokens) for *_, answer in sampled])),
+            "ended": float(np.mean([answer.ended for *_, answer in sampled])),
+            "samples": len(sampled),
         }
 
     def make_row(self, rewards: np.ndarray) -> Row:

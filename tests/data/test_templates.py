@@ -11,6 +11,7 @@ from support.formats import ASK, CALL, RESULT, SKY, TOOLS, assistant, user
 from support.runs import write_rows
 
 from dpo.data.asking import render
+from dpo.data.counts import SplitCounter
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples, make_labels
 from dpo.data.table import PromptTable, iterate_prompts, write_prompts
@@ -133,6 +134,32 @@ def test_cuts_are_in_the_table_in_batches_and_truncated_with_their_response(chat
     late = {**LOOKED_UP, "chosen": [RESULT, *SKY]}
     with pytest.raises(InputError, match="is cut off before the assistant's first word: raise max_length"):
         encode(get_custom([late], "mine", tokenizer), tokenizer, **limits)
+
+
+def test_a_prompt_ends_between_tokens(chat):
+    """Both responses begin with a special token of the same first letters."""
+    tokenizer = chat(
+        WITH_TOOLS.replace("[{{ call.function.name }}]", "<tool_call>{{ call.function.name }}").replace(
+            "<assistant>{% endif %}", "<assistant><think>{% endif %}"
+        )
+    )
+    tokenizer.add_tokens(["<think>", "<tool_call>"], special_tokens=True)
+    row = {**LOOKED_UP, "chosen": [CALL, RESULT, *SKY], "rejected": [assistant("<think>Green.")]}
+    [prompt], [entry] = zip(*get_custom([row], "mine", tokenizer).items(), strict=True)
+    assert prompt.endswith("<assistant>")
+    assert [response[:11] for response in entry["responses"]] == ["<tool_call>", "<think>Gree"]
+
+
+def test_a_response_that_truncation_may_leave_unscored_is_refused_before_the_run(chat, tokenizer):
+    late = {**LOOKED_UP, "prompt": [*ASK, CALL], "chosen": [RESULT, *SKY], "rejected": [RESULT, assistant("Green.")]}
+    data = get_custom([late], "mine", chat(WITH_TOOLS))
+    counter = SplitCounter(TextEncoder(tokenizer))
+    prompts = [*counter.watch(iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="pairs"))]
+    assert prompts[0].cuts is not None
+    with pytest.raises(
+        InputError, match=r"dataset mine: a response begins with \d+ tokens that are not the assistant's"
+    ):
+        counter.count_tokens(None, max_length=10, max_prompt_length=8)
 
 
 def test_tools_reach_the_template_and_make_another_prompt(chat):

@@ -292,6 +292,6 @@ def test_layers_that_cannot_be_adapted_are_one_sentence(run, base):
     config = LlamaConfig.from_pretrained(base, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
     with pytest.raises(
-        InputError, match="names the head of LlamaForCausalLM, which is its embedding too: leave out the head"
+        InputError, match="names the output head of LlamaForCausalLM, which is tied to its embedding: leave it out"
     ):
         run("head", *with_reference("base"), "lora.target_modules=[lm_head]", f"model.name_or_path={base}")
