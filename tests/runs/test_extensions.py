@@ -52,7 +52,7 @@ def extended_project(tmp_path) -> Path:
     with (project / "dpo" / "losses" / "formulas.py").open("a", encoding="utf-8") as formulas:
         formulas.write("\n\n" + FUNCTION)
     losses = project / "dpo" / "losses" / "__init__.py"
-    insert(losses, '    "dpo": Loss(formulas.dpo),\n', ROW.removeprefix("LOSSES = {\n"))
+    insert(losses, '    "dpo": Loss(formulas.dpo, takes_offset=True),\n', ROW.removeprefix("LOSSES = {\n"))
     (project / "config" / "loss" / "cpo.yaml").write_text(YAML)
     (project / "dpo" / "reporting" / "csv_writer.py").write_text(CSV_CALLBACK)
     table = project / "dpo" / "reporting" / "table.py"
