@@ -44,6 +44,18 @@ def tokenizer():
 
 
 @pytest.fixture
+def chat(tokenizer):
+    """A function from a chat template to the tiny tokenizer with it."""
+
+    def with_template(template: str):
+        copied = copy.deepcopy(tokenizer)
+        copied.chat_template = template
+        return copied
+
+    return with_template
+
+
+@pytest.fixture
 def fake_group(monkeypatch):
     """A process group of two, of which this process is the first; its collectives do nothing."""
     import torch.distributed as dist

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from types import MappingProxyType
@@ -47,7 +48,7 @@ def get_custom(
     which names the record and `origin`.
     """
     data: PreferenceData | None = None
-    n_tied_lists = n_pairless_lists = n_texts_with_tools = n_diverged = 0
+    tally: Counter[str] = Counter()
     template = ChatTemplate(tokenizer)
     format_columns = FORMATS[data_format].columns if data_format else None
     options: dict[str, Any] = {"name": name, "origin": origin, "trains_on": trains_on, "with_margins": with_margins}
@@ -77,7 +78,7 @@ def get_custom(
                 data.tools[prompt] = chat.tools
             if cuts := {text: ends for text, ends in zip(responses, chat.cuts, strict=True) if ends}:
                 data.cuts[prompt] = data.cuts.get(prompt, {}) | cuts
-        n_texts_with_tools += bool(record.tools) and not record.is_chat
+        tally["texts with tools"] += bool(record.tools) and not record.is_chat
         if not (record.prompt or record.input):
             raise InputError(
                 f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
@@ -91,13 +92,13 @@ def get_custom(
             scores = read_scores(row, used, len(responses), where)
             if trains_on == "lists":
                 _check_list(scores, used, where)
-            n_tied_lists += len(set(scores)) < len(scores)
-            n_pairless_lists += len(set(scores)) == 1
+            tally["lists with ties"] += len(set(scores)) < len(scores)
+            tally["lists without pairs"] += len(set(scores)) == 1
             data.add_list(prompt, responses, scores)
         elif record.label is not None:
             data.add_labelled(prompt, *responses, is_desirable=record.label)
         elif len(responses) == 2:
-            n_diverged += data_format == "hh" and any(ASSISTANT in response for response in responses)
+            tally["diverging dialogues"] += data_format == "hh" and any(ASSISTANT in response for response in responses)
             data.add_pair(prompt, *responses)
         elif responses:
             data.add_target(prompt, *responses)
@@ -109,26 +110,26 @@ def get_custom(
         note = f"format {data_format}" + (f"; {note}" if note else "")
     if note:
         data.notes.append(f"{origin}: {note}")
-    if n_diverged:
-        data.notes.append(
-            f"{origin}: in {count(n_diverged, 'record')} the dialogues diverge before the last answer; the prompt ends "
-            f"where they do"
-        )
-    data.notes += template.describe(origin)
-    if n_texts_with_tools:
-        data.notes.append(
-            f"warning: {origin}: {count(n_texts_with_tools, 'text has', 'texts have')} tools, which only a chat "
-            f"template shows to the model: `python -m scripts.convert IN OUT --to trl_conversational` makes messages "
-            f"of texts"
-        )
-    if trains_on == "pairs" and n_pairless_lists and n_pairless_lists == len(rows):
+    data.notes += [*template.describe(origin), *_describe_tally(tally, origin)]
+    if trains_on == "pairs" and 0 < tally["lists without pairs"] == len(rows):
         raise InputError(
             f"{origin}: the responses of each list have equal scores, which make no pair: score them, or train with "
             f"loss=sft"
         )
-    if n_tied_lists:
-        data.notes.append(f"{origin}: {count(n_tied_lists, 'list')} with equal scores, which make no pair")
     return data
+
+
+def _describe_tally(tally: Mapping[str, int], origin: str) -> Iterator[str]:
+    """Describe what is unusual in so many records of `origin`."""
+    if n := tally["diverging dialogues"]:
+        yield f"{origin}: in {count(n, 'record')} the dialogues diverge before the last answer; the prompt ends there"
+    if n := tally["texts with tools"]:
+        yield (
+            f"warning: {origin}: {count(n, 'text has', 'texts have')} tools, which only a chat template shows to the "
+            f"model: `python -m scripts.convert IN OUT --to trl_conversational` makes messages of texts"
+        )
+    if n := tally["lists with ties"]:
+        yield f"{origin}: {count(n, 'list')} with equal scores, which make no pair"
 
 
 def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero: bool = False) -> float:

@@ -29,8 +29,13 @@ from dpo.settings.choices import NUMBER_FIELDS, PROMPT_PARTS, SYSTEM, TOOLS
 
 # the role of each speaker in ShareGPT's messages
 SHAREGPT_ROLES = {
-    **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
-    **{"function_call": "assistant", "observation": "tool"},
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "system": "system",
 }
 SHAREGPT_SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system", "tool": "observation"}
 # messages whose content is JSON of a call, or of a list of calls, in LLaMA-Factory's and ms-swift's data
@@ -338,8 +343,13 @@ TRL = {"prompt": "prompt", **PAIR, **SINGLE, TOOLS: "tools"}
 CHAT = {"messages": "messages", TOOLS: "tools"}
 SYSTEM_TURN = {SYSTEM: "system"}
 ALPACA = {
-    **{"prompt": "instruction", "input": "input", "history": "history", **PAIR, "completion": "output"},
-    **{"label": "kto_tag", TOOLS: "tools"},
+    "prompt": "instruction",
+    "input": "input",
+    "history": "history",
+    **PAIR,
+    "completion": "output",
+    "label": "kto_tag",
+    TOOLS: "tools",
 }
 CONVERSATIONS = {"prompt": "conversations", **PAIR, **CHAT, "messages": "conversations", "label": "kto_tag"}
 ARGILLA = {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response", **SINGLE}
@@ -542,7 +552,8 @@ def _split_last(dialogue: str) -> tuple[str, str]:
 def _as_turns(record: Record, target: Format) -> Record:
     """Make texts of a chat with one question.
 
-    There may be turns before it if the format has a column for them."""
+    There may be turns before it if the format has a column for them.
+    """
     system = [message for message in record.prompt[:1] if message["role"] == SYSTEM]
     *before, question = record.prompt[len(system) :] or [{"role": ""}]
     roles = [message["role"] for message in (*before, question)]

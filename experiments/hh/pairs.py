@@ -1,6 +1,7 @@
 """Pairs of HH, folds by first turn, and predictions by length.
 
-Imports no torch."""
+Imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.formats import assistant, user
 from support.runs import read_metrics, train, write_rows
 
 from dpo.analysis.ledger_file import read_ledger
@@ -28,26 +28,6 @@ TURN = "<{{ message.role }}>{{ message.content }}"
 OPEN = "{% if add_generation_prompt %}<assistant>{% endif %}"
 ENDS_TURNS_WITH_EOS = "{% for message in messages %}" + TURN + "{{ eos_token }}\n{% endfor %}" + OPEN
 ENDS_TURNS_WITH_SEMICOLON = "{% for message in messages %}" + TURN + ";{% endfor %}" + OPEN
-
-
-def user(content: str) -> dict:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str) -> dict:
-    return {"role": "assistant", "content": content}
-
-
-@pytest.fixture
-def chat(tokenizer):
-    """A function from a chat template to the tiny tokenizer with it."""
-
-    def with_template(template: str):
-        copied = copy.deepcopy(tokenizer)
-        copied.chat_template = template
-        return copied
-
-    return with_template
 
 
 HELLO = {"prompt": [user("Hi")], "chosen": [assistant("Hello")], "rejected": [assistant("Go away")]}
@@ -383,9 +363,7 @@ def test_dialogues_that_diverge_early_are_counted(tokenizer):
     start = "\n\nHuman: a\n\nAssistant:"
     row = {"chosen": f"{start} b\n\nHuman: c\n\nAssistant: d", "rejected": f"{start} e"}
     notes = get_custom([row], "mine", tokenizer, data_format="hh").notes
-    assert notes[-1] == (
-        "mine: in 1 record the dialogues diverge before the last answer; the prompt ends where they do"
-    )
+    assert notes[-1] == ("mine: in 1 record the dialogues diverge before the last answer; the prompt ends there")
 
 
 @pytest.mark.parametrize(

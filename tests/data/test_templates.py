@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 
@@ -36,18 +35,6 @@ THINKING = (
 )
 LOOKED_UP = {"prompt": ASK, "chosen": [CALL, RESULT, *SKY], "rejected": [assistant("Green.")], "tools": TOOLS}
 EOS = "<|endoftext|>"
-
-
-@pytest.fixture
-def chat(tokenizer):
-    """A function from a chat template to the tiny tokenizer with it."""
-
-    def with_template(template: str):
-        copied = copy.deepcopy(tokenizer)
-        copied.chat_template = template
-        return copied
-
-    return with_template
 
 
 def encode(data, tokenizer, **limits):
