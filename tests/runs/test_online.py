@@ -592,11 +592,15 @@ def test_a_reward_model_trained_on_pairs_raises_the_reward_of_held_out_prompts(t
     """The commands of docs/online.md: SFT, a reward model, online DPO."""
     common = [*demo.COMMON, f"local_dirs=[{tmp_path}]"]
     common.remove("do_first_sampling=true")
-    start = ("model.archive={sft}/LATEST", "warmup_steps=10", "batch_size=32", "n_examples=1024", "eval_every=512")
-    reward = ("loss=bradley_terry", "optimizer=AdamW", "lr=1e-3", "sample_during_eval=false", *start)
+    start = ("model.archive={sft}/LATEST", "warmup_steps=10", "batch_size=32")
+    reward = (
+        *("loss=bradley_terry", "optimizer=AdamW", "lr=1e-3", "sample_during_eval=false"),
+        *("n_examples=1024", "eval_every=512", *start),
+    )
     online = (
         *("loss=dpo", "loss.beta=0.5", "online=online", "online.scorer=reward_model", "online.max_new_tokens=24"),
-        *("online.reward_model={reward}/LATEST/hf", "online.ties=keep", "optimizer=SGD", "lr=0.2", *start),
+        *("online.reward_model={reward}/LATEST/hf", "online.ties=keep", "optimizer=SGD", "lr=0.05"),
+        *("n_examples=512", "eval_every=256", *start),
     )
     run_dirs = {name: tmp_path / name for name in ("sft", "reward", "online")}
     for (name, run_dir), stage in zip(run_dirs.items(), (demo.STAGES["sft"], reward, online), strict=True):
