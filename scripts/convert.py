@@ -25,9 +25,17 @@ import yaml
 
 from dpo.data.columns import ColumnsError, find_columns, recognize_columns
 from dpo.data.custom import read_scores
-from dpo.data.records import FORMATS, CannotHoldError, read_record, recognize_format, write_record
-from dpo.data.schema import SURROGATE, is_sharegpt
-from dpo.data.sources import iterate_places, load_rows
+from dpo.data.records import (
+    FORMATS,
+    CannotHoldError,
+    Format,
+    Record,
+    read_record,
+    recognize_format,
+    write_record,
+)
+from dpo.data.schema import SURROGATE, drop_nulls, is_sharegpt
+from dpo.data.sources import has_phantom_nulls, iterate_places, load_rows
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.choices import DATA_FORMATS, NUMBER_FIELDS, TOOLS
@@ -121,37 +129,51 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
     """
     rows = load_rows(source, split)
     used = find_used_columns(rows, source)
-    target = FORMATS[to]
-    numbers = {field: used[field] for field in NUMBER_FIELDS if field in used}  # of any format, under their own names
-    target_columns = dict.fromkeys((*target.columns.values(), *numbers))
-    own_columns = {*used.values(), *target_columns}
+    drops_nulls = has_phantom_nulls(rows)
     converted, data_format = [], source.format
-    for row, where in zip(rows, iterate_places(rows, source.path), strict=True):
+    for given, where in zip(rows, iterate_places(rows, source.path), strict=True):
+        row = dict(given)
+        if drops_nulls:
+            row |= {column: drop_nulls(row[column]) for column in used.values() if column in row}
         record = read_record(row, used, where, name=NAME)
         data_format = data_format or recognize_format(row, used, record) or "columns of its own"
-        if record.is_list:
-            scores = read_scores(row, used, len(record.responses), where)
-            if "responses" not in target.columns and len(scores) == 2 and scores[0] != scores[1]:
-                ranked = record.responses if scores[0] > scores[1] else record.responses[::-1]
-                record = record._replace(responses=ranked, is_list=False)
+        scores = read_scores(row, used, len(record.responses), where) if record.is_list else []
+        if "responses" not in FORMATS[to].columns and len(scores) == 2 and scores[0] != scores[1]:
+            ranked = record.responses if scores[0] > scores[1] else record.responses[::-1]
+            record = record._replace(responses=ranked, is_list=False)
         try:
-            written, changes = write_record(record, target)
+            written, changes = convert_row(row, used, record, FORMATS[to])
         except CannotHoldError as error:
-            report.add(f"{error} are left out", where)
-            continue
-        if record.is_list and "scores" in used:
-            written["scores"] = row[used["scores"]]
-        written |= {field: row[column] for field, column in numbers.items() if column in row}
-        values = [row[column] for column in used.values() if column in row]
-        taken = [name for name in target_columns if name not in used.values() and row.get(name)]
-        taken = [name for name in taken if row[name] not in values]  # UltraFeedback's messages repeat chosen
-        changes += [f"the column {name} is left out" for name in taken]
-        lost_keys = _find_other_keys(row[column] for field, column in used.items() if field != TOOLS and column in row)
-        lost_keys -= _find_other_keys(written.values()) | {"tool_calls"}  # which a format holds in its own way
-        for change in [*changes, *(f"the key {key} of messages is left out" for key in sorted(lost_keys))]:
+            changes = [f"{error} are left out"]
+        else:
+            converted.append((where, written))
+        for change in changes:
             report.add(change, where)
-        converted.append((where, written | {key: value for key, value in row.items() if key not in own_columns}))
     return converted, data_format or ""
+
+
+def convert_row(
+    row: dict[str, Any], used: dict[str, str], record: Record, target: Format
+) -> tuple[dict[str, Any], list[str]]:
+    """Convert a row that was read as `record`, and say what changed.
+
+    Columns that `target` and the row's own format do not have are copied. Raises CannotHoldError.
+    """
+    written, changes = write_record(record, target)
+    numbers = (*NUMBER_FIELDS, "scores") if record.is_list else NUMBER_FIELDS  # these have the same names everywhere
+    written |= {field: row[used[field]] for field in numbers if used.get(field) in row}
+    if "scores" in used and not record.is_list:
+        changes.append(f"the column {used['scores']} is left out")
+    held = {field: row[column] for field, column in used.items() if column in row}
+    taken = {*target.columns.values(), *(field for field in NUMBER_FIELDS if field in used)}
+    others = {column: value for column, value in row.items() if column not in used.values()}
+    # UltraFeedback's messages repeat chosen
+    lost = [column for column, value in others.items() if column in taken and value and value not in held.values()]
+    changes += [f"the column {column} is left out" for column in lost]
+    keys = _find_other_keys(value for field, value in held.items() if field != TOOLS)
+    keys -= _find_other_keys(written.values()) | {"tool_calls"}  # which a format holds in its own way
+    changes += [f"the key {key} of messages is left out" for key in sorted(keys)]
+    return written | {column: value for column, value in others.items() if column not in taken}, changes
 
 
 def find_used_columns(rows: Sequence[Any], source: Source) -> dict[str, str]:
@@ -171,7 +193,7 @@ def _find_other_keys(values: Iterable[Any]) -> set[str]:
     return {
         key
         for message in _iterate_messages(values)
-        for key in message.keys() - ({"from", "value"} if is_sharegpt(message) else {"role", "content"})
+        for key in drop_nulls(message).keys() - ({"from", "value"} if is_sharegpt(message) else {"role", "content"})
     }
 
 

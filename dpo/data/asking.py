@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from dpo.data.schema import ASSISTANT, Messages, drop_nulls, read_message, read_tools
+from dpo.data.schema import ASSISTANT, Messages, read_message, read_tools
 from dpo.data.sources import HUB_IDS
 from dpo.data.table import Prompt
 from dpo.errors import InputError
@@ -79,7 +79,7 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str, t
         if prompt_format == RAW or is_dialogue:
             return prompt
         prompt = [{"role": "user", "content": prompt}]
-    messages = [read_message(drop_nulls(message), where) for message in prompt]
+    messages = [read_message(message, where) for message in prompt]
     if not messages:
         raise InputError(f"{where}: the prompt has no messages")
     if prompt_format == RAW:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from dpo.data.records import FORMATS, NUMBERS
 from dpo.data.schema import ASSISTANT, is_message
 from dpo.errors import InputError
 from dpo.losses import LOSSES
@@ -48,6 +49,8 @@ UNQUOTED = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accept
 DIALOGUE, PROSE, OTHER = "dialogue", "prose", "other"  # kinds of columns; see `_find_kind`
 N_INSPECTED = 100  # records that decide the kind of a column
 RESPONSES = ("chosen", "rejected")
+# columns that are named if nothing uses them, whatever they hold
+NEVER_SILENT = ("system", "system_prompt", "image", "images", "video", "videos", "audio", "audios")
 OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)  # which the records of any form may have
 
 
@@ -56,10 +59,10 @@ class ColumnsError(InputError):
 
 
 class RecognizedColumns(NamedTuple):
-    """Used columns, and unused ones that could be a prompt."""
+    """Used columns, and unused ones that somebody may miss."""
 
     used: dict[str, str]  # field to column
-    unused: list[str]  # only columns of prose or dialogues: nobody misses ids, numbers and labels
+    unused: list[str]  # those of prose or dialogues, and NEVER_SILENT: nobody misses ids, numbers and labels
 
     def describe(self, configured: Mapping[str, str]) -> str:
         """A note on guessed and unused columns; empty if there are none.
@@ -135,21 +138,17 @@ def recognize_columns(
     gives these two fields alone. Raises ColumnsError, with the fix, if a field has no column or several.
     """
     _check_configured(present, configured, name, origin)
+    candidates: dict[str, list[str]] = {field: [] for field in (*FIELDS, *PROMPT_PARTS)}
     if format_columns is None:
-        candidates = {field: _find_candidates(field, present, configured) for field in FIELDS}
-        optional = {}
+        candidates |= {field: _find_candidates(field, present, configured) for field in FIELDS}
         if "prompt" not in configured:
-            candidates["prompt"], optional = _separate_parts(candidates["prompt"], present)
-        if SYSTEM in configured or ("prompt" not in configured and _has_prose(candidates[SYSTEM], present)):
-            optional[SYSTEM] = candidates[SYSTEM][0]
-        if len(candidates[TOOLS]) == 1:
-            optional[TOOLS] = candidates[TOOLS][0]
+            candidates |= _separate_parts(candidates["prompt"], present)
+        elif SYSTEM not in configured:
+            candidates[SYSTEM] = []
     else:
-        given = {field: column for field, column in format_columns.items() if column in present}
-        candidates = {field: [given[field]] if field in given else [] for field in FIELDS}
+        candidates |= {field: [column] for field, column in format_columns.items() if column in present}
         numbers = (*NUMBER_FIELDS, *({"scores"} & format_columns.keys()))
         candidates |= {field: _find_candidates(field, present, configured) for field in numbers}
-        optional = {field: given[field] for field in (*PROMPT_PARTS, SYSTEM, TOOLS) if field in given}
     all_forms = dict.fromkeys(chain.from_iterable(FORMS.values()))
     complete_forms = [
         form
@@ -182,12 +181,16 @@ def recognize_columns(
             fix = _write_override(name, form, candidates)
             raise ColumnsError(f"{origin}: the column of {field} may be {columns}: choose one, as in {fix}")
     numbers = NUMBER_FIELDS if with_margins else ("weight",)
-    used = {field: candidates[field][0] for field in (*form, *numbers) if candidates[field]}
-    used |= {field: column for field, column in optional.items() if field not in PROMPT_PARTS or "prompt" in form}
-    unused = [column for column, kind in present.items() if kind != OTHER and column not in used.values()]
+    parts = PROMPT_PARTS if "prompt" in form else ()
+    used = {field: candidates[field][0] for field in (*form, *numbers, *parts, TOOLS) if candidates[field]}
+    is_given = SYSTEM in configured or format_columns is not None
+    if candidates[SYSTEM] and (is_given or _has_turns(candidates[SYSTEM], present, used)):
+        used[SYSTEM] = candidates[SYSTEM][0]
+    left = [column for column in present if column not in used.values()]
+    unused = [column for column in left if present[column] != OTHER]
     if form == PAIR_FIELDS and "prompt" not in used and unused and not responses_hold_prompt:
         raise ColumnsError(_explain_unknown_prompt(unused, candidates, name=name, origin=origin))
-    return RecognizedColumns(used, unused)
+    return RecognizedColumns(used, [column for column in left if column in unused or column.lower() in NEVER_SILENT])
 
 
 def _check_configured(present: Iterable[str], configured: Mapping[str, str], name: str, origin: str) -> None:
@@ -223,27 +226,28 @@ def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str
     return [column for column in free if re.sub(r"[\s-]+", "_", column.strip().lower()) in names]
 
 
-def _separate_parts(candidates: list[str], present: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+def _separate_parts(candidates: list[str], present: Iterable[str]) -> dict[str, list[str]]:
     """Separate `input` and `history` from `instruction`, if that may be the prompt.
 
     In Alpaca's data the prompt is an instruction with an input below it, after a history of turns. Returns the
-    candidates for the prompt, and the columns of its other parts by field.
+    candidates for the prompt and its other parts.
     """
     by_name = {column.strip().lower(): column for column in candidates}
     if "instruction" not in by_name or by_name.keys() - {"instruction", "input"} or len(by_name) < len(candidates):
-        return candidates, {}
-    parts = {"input": by_name["input"]} if "input" in by_name else {}
-    if "history" in present:
-        parts["history"] = "history"
-    return [by_name["instruction"]], parts
+        return {}
+    names = {"prompt": "instruction", "input": "input"}
+    parts = {field: [by_name[name]] for field, name in names.items() if name in by_name}
+    return {**parts, "history": ["history"] if "history" in present else []}
 
 
-def _has_prose(candidates: Sequence[str], present: Mapping[str, str]) -> bool:
-    """Return whether there is one candidate and it has words.
+def _has_turns(candidates: Sequence[str], present: Mapping[str, str], used: Mapping[str, str]) -> bool:
+    """Return whether there is one candidate for the system turn and it has one.
 
-    A column `system` without words may have names of models.
+    It has words, or belongs to the format of the `used` columns. Another `system` may have names of models.
     """
-    return len(candidates) == 1 and present[candidates[0]] != OTHER
+    columns = {field: column for field, column in used.items() if field not in NUMBERS}
+    found = next((form.columns for form in FORMATS.values() if columns.items() <= form.columns.items()), {})
+    return len(candidates) == 1 and (present[candidates[0]] != OTHER or found.get(SYSTEM) == candidates[0])
 
 
 def _list_required(form: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from dpo.data.schema import (
     drop_nulls,
     get_field,
     is_sharegpt,
+    read_arguments,
     read_message,
     read_tools,
 )
@@ -27,13 +29,13 @@ from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.choices import NUMBER_FIELDS, PROMPT_PARTS, SYSTEM, TOOLS
 
-# the role of each speaker in ShareGPT's messages
+# the role of each speaker in ShareGPT's messages; one of CALLERS is read as the assistant's
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
     "assistant": "assistant",
-    "function_call": "assistant",
+    "function_call": "function_call",
     "observation": "tool",
     "system": "system",
 }
@@ -45,6 +47,7 @@ DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs
 UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
 
 
+RESPONSES = ("messages", "chosen", "rejected", "completion")  # fields of one response; messages have the prompt too
 NUMBERS = ("scores", *NUMBER_FIELDS)  # fields that are no texts, which `get_custom` reads
 
 
@@ -81,26 +84,25 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
     `used` maps fields to columns. Raises InputError, which says `where` the row is, unless all responses are texts or
     all are chat messages, and the prompt goes with them. `name` is the dataset's, for that message.
     """
-    values = {
-        field: _as_messages(get_field(row, column, where, (str, list, dict)), where)
-        for field, column in used.items()
-        if field not in (SYSTEM, TOOLS, *PROMPT_PARTS, "label", "responses", *NUMBERS)
-    }
+    prompt = _read_value(row, used["prompt"], where) if "prompt" in used else None
+    if "responses" in used:
+        values = _read_list(row, used["responses"], where)
+    else:
+        values = {used[field]: _read_value(row, used[field], where) for field in RESPONSES if field in used}
     system, below = (_read_optional(row, used, field, where) for field in (SYSTEM, "input"))
     if below:
         get_field(row, used["prompt"], where)  # an input goes with a text
     history = _read_history(row, used["history"], where) if "history" in used else ()
-    context = values.get("prompt", values.get("messages"))
-    if isinstance(context, list):
-        _wrap_answers(values)
-    prompt = values.pop("prompt", None)
-    responses = _read_list(row, used["responses"], where) if "responses" in used else list(values.values())
-    is_chat = isinstance((*responses, prompt)[0], list)  # there may be no responses
-    is_mixed = any(isinstance(response, list) != is_chat for response in responses)
-    if is_mixed or (isinstance(prompt, list) and not is_chat):
-        names = list(values) or ["responses"] * len(responses)
-        shown = [("prompt", prompt)] * (prompt is not None) + list(zip(names, responses, strict=True))
-        kinds = dict.fromkeys(f"{used[field]} holds {name_kind(isinstance(value, list))}" for field, value in shown)
+    chat = prompt if "prompt" in used else values.get(used.get("messages", ""))
+    answers = {column: value for column, value in values.items() if value is not chat}
+    if isinstance(chat, list) and all(isinstance(answer, str) for answer in answers.values()):
+        values |= {column: [{"role": "assistant", "content": answer}] for column, answer in answers.items()}
+    responses: Sequence[Any] = list(values.values())
+    is_chat = any(isinstance(value, list) for value in (prompt, *responses))
+    if is_chat and any(isinstance(response, str) for response in responses):
+        columns = [used["responses"]] * len(values) if "responses" in used else [*values]
+        shown = [(used["prompt"], prompt)] * ("prompt" in used) + list(zip(columns, responses, strict=True))
+        kinds = dict.fromkeys(f"{column} holds {name_kind(isinstance(value, list))}" for column, value in shown)
         raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
     if is_chat:
         prompt, responses = _split_messages(prompt, responses, where)
@@ -119,7 +121,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
                 f"prompt: give a column with the prompt, as 'dataset_sources.{name}.columns={{prompt: COLUMN}}'"
             )
     label = _read_label(row, used["label"], where, name) if "label" in used else None
-    tools = drop_nulls(row.get(used.get(TOOLS, ""))) or None
+    tools = row.get(used.get(TOOLS, "")) or None
     if tools and is_chat and not read_tools(row, used[TOOLS], where):  # no template renders texts, nor their tools
         tools = None
     return Record(prompt, responses, system, below, label, "responses" in used, history, tools)
@@ -127,6 +129,74 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
 
 def name_kind(is_chat: bool) -> str:
     return "chat messages" if is_chat else "text"
+
+
+def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | list[Any]:
+    """Read a text, or messages as `{role, content}` with calls in the assistant's."""
+    value = get_field(row, column, where, (str, list, dict))
+    if isinstance(value, str):
+        return value
+    given = value if isinstance(value, list) else [value]
+    rename = _rename_sharegpt if any(map(is_sharegpt, given)) else _rename_role
+    messages: list[Any] = []
+    for original in given:
+        message = rename(original, where)
+        is_call = message["role"] in CALLERS
+        if is_call:
+            message = _read_call(message, where)
+        if isinstance(message.get("content"), list):
+            message = {**message, "content": _join_parts(message["content"], where)}
+        before = messages[-1] if is_call and messages else {}
+        if before.get("role") == "assistant":  # the call is of the same turn
+            calls = get_field(before, "tool_calls", where, list) if before.get("tool_calls") else []
+            messages[-1] = {**message, **before, "tool_calls": [*calls, *message["tool_calls"]]}
+        else:
+            messages.append(message)
+    for message in messages:
+        read_message(message, where)
+    return messages
+
+
+def _rename_sharegpt(message: Any, where: str) -> dict[str, Any]:
+    """Return ShareGPT's message with our keys and role."""
+    speaker = get_field(message, "from", where)
+    if speaker not in SHAREGPT_ROLES:
+        raise InputError(
+            f"{where}: a message is from {speaker!r}, and must be from one of {', '.join(SHAREGPT_ROLES)}: rename the "
+            f"speaker, or remove the record"
+        )
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {**others, "role": SHAREGPT_ROLES[speaker], "content": get_field(message, "value", where)}
+
+
+def _rename_role(message: Any, where: str) -> dict[str, Any]:
+    """Return a message with our role for ms-swift's."""
+    is_result = get_field(message, "role", where) == "tool_response"
+    return {**message, "role": "tool"} if is_result else message
+
+
+def _join_parts(parts: list[Any], where: str) -> str:
+    """Join the texts of a content that is a list of parts, as OpenAI's may be."""
+    kinds = [get_field(part, "type", where) for part in parts]
+    if other := next((kind for kind in kinds if kind != "text"), None):
+        raise InputError(f"{where}: content has a part of type {other!r}, and must be text: remove the record")
+    return "".join(get_field(part, "text", where) for part in parts)
+
+
+def _read_call(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Read a message that is JSON of one or several calls as the assistant's."""
+    text = get_field(message, "content", where)
+    calls = None
+    with suppress(ValueError):
+        calls = json.loads(text)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise InputError(
+            f'{where}: the call of a tool must be JSON like {{"name": ..., "arguments": ...}}, and is {text!r:.80}: '
+            f"correct it, or remove the record"
+        )
+    functions = [{"type": "function", "function": call} for call in calls]
+    return {**message, "role": "assistant", "content": "", "tool_calls": functions}
 
 
 def _read_optional(row: Mapping[str, Any], used: Mapping[str, str], field: str, where: str) -> str:
@@ -150,8 +220,8 @@ def _read_history(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
     return turns
 
 
-def _read_list(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
-    """Read a list of two or more responses."""
+def _read_list(row: Mapping[str, Any], column: str, where: str) -> dict[str, str | list[Any]]:
+    """Read a list of two or more responses, each under a name of its own."""
     values = get_field(row, column, where, list)
     if len(values) < 2:
         raise InputError(
@@ -159,7 +229,7 @@ def _read_list(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
             f"record"
         )
     items = {f"{column}[{i}]": value for i, value in enumerate(values)}
-    return [_as_messages(get_field(items, item, where, (str, list, dict)), where) for item in items]
+    return {item: _read_value(items, item, where) for item in items}
 
 
 def _read_label(row: Mapping[str, Any], column: str, where: str, name: str) -> bool:
@@ -174,73 +244,6 @@ def _read_label(row: Mapping[str, Any], column: str, where: str, name: str) -> b
             f"false (1 or 0, good or bad, up or down), or remove the record{other}"
         )
     return label in DESIRABLE
-
-
-def _as_messages(value: Any, where: str) -> str | list[Any]:
-    """Return a text unchanged, and messages as `{role, content}`."""
-    if isinstance(value, str):
-        return value
-    messages = value if isinstance(value, list) else [value]
-    if not any(map(is_sharegpt, messages)):  # `_split_messages` checks their role and content
-        read = [_read_swift(message, where) if isinstance(message, dict) else message for message in messages]
-        return _join_calls(read, [isinstance(message, dict) and message.get("role") in CALLERS for message in messages])
-    speakers = [get_field(message, "from", where) for message in messages]
-    if unknown := next((speaker for speaker in speakers if speaker not in SHAREGPT_ROLES), None):
-        raise InputError(
-            f"{where}: a message is from {unknown!r}, and must be from one of {', '.join(SHAREGPT_ROLES)}: rename the "
-            f"speaker, or remove the record"
-        )
-    read = [
-        _read_call(get_field(message, "value", where), where)
-        if speaker in CALLERS
-        else {"role": SHAREGPT_ROLES[speaker], "content": get_field(message, "value", where)}
-        for speaker, message in zip(speakers, messages, strict=True)
-    ]
-    return _join_calls(read, [speaker in CALLERS for speaker in speakers])
-
-
-def _join_calls(messages: Sequence[Any], are_calls: Sequence[bool]) -> list[Any]:
-    """Make one turn of the assistant's message and the calls after it."""
-    joined: list[Any] = []
-    for message, is_call in zip(messages, are_calls, strict=True):
-        before = joined[-1] if is_call and joined and isinstance(joined[-1], dict) else {}
-        earlier_calls = before.get("tool_calls") or []
-        if before.get("role") == "assistant" and isinstance(earlier_calls, list):  # `read_message` refuses others
-            joined[-1] = {**before, "tool_calls": [*earlier_calls, *message["tool_calls"]]}
-        else:
-            joined.append(message)
-    return joined
-
-
-def _read_swift(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with a role of ours for ms-swift's."""
-    if message.get("role") in CALLERS:
-        return _read_call(get_field(message, "content", where), where)
-    message = {key: drop_nulls(value) for key, value in message.items()}
-    return {**message, "role": "tool"} if message.get("role") == "tool_response" else message
-
-
-def _read_call(text: str, where: str) -> dict[str, Any]:
-    """Read JSON of one or several calls as an assistant's message."""
-    try:
-        calls = json.loads(text)
-    except ValueError:
-        calls = None
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise InputError(
-            f'{where}: the call of a tool must be JSON like {{"name": ..., "arguments": ...}}, and is {text!r:.80}: '
-            f"correct it, or remove the record"
-        )
-    functions = [{"type": "function", "function": call} for call in calls]
-    return {"role": "assistant", "content": "", "tool_calls": functions}
-
-
-def _wrap_answers(values: dict[str, Any]) -> None:
-    """Make messages of the responses to a chat that are all texts."""
-    answers = [field for field in values if field not in ("prompt", "messages")]
-    if all(isinstance(values[field], str) for field in answers):
-        values |= {field: [{"role": "assistant", "content": values[field]}] for field in answers}
 
 
 def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -269,41 +272,39 @@ def _split_messages(
 ) -> tuple[Messages, list[Messages]]:
     """Split a record's messages into the prompt's and each response's.
 
-    If the prompt is not messages, it is those with which all responses begin. If it is a text, one of them must have
-    it as its content; before responses that begin with the assistant's message it is the user's. A response that
-    begins so follows the prompt of the first response, if that one is a whole chat.
+    A prompt that is a text is the user's message before responses that begin with the assistant's. A first response
+    that is a whole chat has the prompt of the others if these begin with the assistant's message, as in ms-swift's
+    data. Otherwise the prompt is the messages with which all responses begin; a text must be the content of one.
     """
-    for messages in (prompt if isinstance(prompt, list) else [], *responses):
-        for message in messages:
-            read_message(message, where)
-    begin_with_answer = [bool(messages) and messages[0]["role"] == "assistant" for messages in responses]
-    if isinstance(prompt, list):
-        prompt_messages, answers = prompt, list(responses)
-    elif prompt and all(begin_with_answer):
-        prompt_messages, answers = [{"role": "user", "content": prompt}], list(responses)
-    elif prompt is None and begin_with_answer == [False, True]:
-        *prompt_messages, last = responses[0]
-        answers = [[last], responses[1]]
-    else:
-        prompt_messages = _share_messages(responses)
-        if prompt is not None and all(message.get("content") != prompt for message in prompt_messages):
+    are_answers = [bool(messages) and messages[0]["role"] == "assistant" for messages in responses]
+    if isinstance(prompt, str) and prompt and all(are_answers):
+        prompt = [{"role": "user", "content": prompt}]
+    elif prompt is None and not are_answers[0] and all(are_answers[1:]):
+        prompt, responses = responses[0][:-1], [responses[0][-1:], *responses[1:]]
+    if not isinstance(prompt, list):
+        shared = _share_messages(responses)
+        if prompt is not None and all(message.get("content") != prompt for message in shared):
             raise InputError(
                 f"{where}: the prompt is not the content of any message with which the responses begin: make it one, "
                 f"or give no column for the prompt"
             )
-        answers = [dialogue[len(prompt_messages) :] for dialogue in responses]
-    if not (prompt_messages and all(answers)):
+        prompt, responses = shared, [dialogue[len(shared) :] for dialogue in responses]
+    if not (prompt and all(responses)):
         raise InputError(
             f"{where}: a prompt and its responses need at least one message each: add them, or remove the record"
         )
-    return prompt_messages, answers
+    return prompt, list(responses)
 
 
 def _share_messages(dialogues: Sequence[Messages]) -> Messages:
-    """The messages with which all dialogues begin, without the last of any."""
+    """The messages with which all dialogues begin, without the last of any.
+
+    Messages are the same if chat templates get the same, whatever nulls they have.
+    """
     shared = []
     for messages in zip(*(dialogue[:-1] for dialogue in dialogues), strict=False):
-        if any(message != messages[0] for message in messages):
+        first, *others = (read_message(message, "") for message in messages)  # they were checked
+        if any(message != first for message in others):
             break
         shared.append(messages[0])
     return shared
@@ -409,36 +410,37 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
     record, changes = _change_values(record, target)
     separate = {field: getattr(record, field) for field in (SYSTEM, *PROMPT_PARTS) if field in columns}
     rest = record._replace(**dict.fromkeys(separate, ""))
+    prompt, responses = rest.join_prompt(), rest.responses
+    is_pair = len(responses) == 2 and not record.is_list
+    if record.is_list and "responses" not in columns:
+        raise CannotHoldError("ranked lists")
+    if record.label is not None and "label" not in columns:
+        raise CannotHoldError("labels")
+    if target.responses == WHOLE and is_pair and not _is_shared(prompt, responses):
+        raise CannotHoldError("prompts that are not the common beginning")
+
+    row = {columns[field]: value for field, value in separate.items() if value}
     if not record.is_chat:
         changes += [f"the {field} is now in the prompt" for field in (SYSTEM, *PROMPT_PARTS) if getattr(rest, field)]
-    prompt, responses = rest.join_prompt(), rest.responses
-    row = {columns[field]: value for field, value in separate.items() if value}
     if record.tools and TOOLS in columns:
         is_json = isinstance(record.tools, str) or target.values not in (SHAREGPT, TURNS)  # LLaMA-Factory takes JSON
         row[columns[TOOLS]] = record.tools if is_json else json.dumps(record.tools, ensure_ascii=False)
     elif record.tools:
         changes.append("the tools are left out")
-    if record.is_list and "responses" not in columns:
-        raise CannotHoldError("ranked lists")
+
+    names = ("chosen", "rejected") if is_pair else ("completion",)
     if "responses" in columns and len(responses) > 1:
-        return {**row, columns["prompt"]: prompt, columns["responses"]: list(responses)}, changes
-    if len(responses) == 2 and "rejected" not in columns:
-        raise CannotHoldError("pairs")
-    names = ("chosen", "rejected") if len(responses) == 2 else ("completion",)
-    if record.label is not None and "label" not in columns:
-        raise CannotHoldError("labels")
-    if target.responses == WHOLE and len(responses) == 2 and not _is_shared(prompt, responses):
-        raise CannotHoldError("prompts that are not the common beginning")
-    if names[0] in columns:
+        row |= {columns["prompt"]: prompt, columns["responses"]: list(responses)}
+    elif names[0] in columns:
         if "prompt" in columns:
             row[columns["prompt"]] = _find_question(prompt) if target.responses == WHOLE else prompt
         for field, response in zip(names, responses, strict=True):
             row[columns[field]] = _shape_response(prompt, response, target)
     elif "messages" in columns and record.is_chat:
-        if len(responses[0]) > 1 and (len(responses) == 1 or target.responses != WHOLE):
+        if len(responses[0]) > 1 and not (is_pair and target.responses == WHOLE):
             raise CannotHoldError("responses of several messages")
         row[columns["messages"]] = prompt + responses[0]
-        if len(responses) == 2:
+        if is_pair:
             row[columns["rejected"]] = _shape_response(prompt, responses[1], target)
     else:
         raise CannotHoldError("single responses")
@@ -446,8 +448,9 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
         row[columns["label"]] = record.label
     if target.values == SHAREGPT:
         row = {column: _as_sharegpt(value) for column, value in row.items()}
-        if any("id" in call for message in chain(prompt, *responses) for call in message.get("tool_calls") or ()):
-            changes.append("the ids of calls are left out")
+        calls = [call for message in chain(prompt, *responses) for call in message.get("tool_calls") or ()]
+        lost = dict.fromkeys(key for call in calls if "function" in call for key in call.keys() - {"type", "function"})
+        changes += [f"the {key} of calls is left out" for key in sorted(lost)]
     return row, changes
 
 
@@ -484,15 +487,16 @@ def _as_sharegpt(value: Any) -> Any:
         return [_as_sharegpt(message) for message in value]
     if not isinstance(value, dict):
         return value
+    other = {key: item for key, item in value.items() if key not in ("role", "content", "tool_calls")}
     if value.get("tool_calls"):
         if value.get("content"):
             raise CannotHoldError("words beside calls of tools")
-        functions = [call["function"] for call in read_message(value, "")["tool_calls"]]  # the record was checked
+        functions = [call.get("function", call) for call in value["tool_calls"]]
+        functions = [{**function, "arguments": read_arguments(function, "")} for function in functions]
         calls = functions[0] if len(functions) == 1 else functions
-        return {"from": "function_call", "value": json.dumps(calls, ensure_ascii=False)}
+        return {"from": "function_call", "value": json.dumps(calls, ensure_ascii=False), **other}
     if value["role"] not in SHAREGPT_SPEAKERS:
         raise CannotHoldError(f"messages of {value['role']}")
-    other = {key: text for key, text in value.items() if key not in ("role", "content", "tool_calls")}
     return {"from": SHAREGPT_SPEAKERS[value["role"]], "value": value["content"], **other}
 
 

@@ -188,32 +188,36 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     """Check a chat message, and return it as chat templates expect.
 
     A message that calls tools may have no content. The arguments of a call may be JSON, as OpenAI's are, or missing.
-    Fields that are null, as in Parquet files where only other messages have them, and an empty list of calls are left
-    out.
+    Null fields and an empty list of calls are left out.
     """
     get_field(message, "role", where)
-    given = {key: value for key, value in message.items() if value is not None}
+    given = drop_nulls(message)
     if given.get("tool_calls") == []:
         del given["tool_calls"]
     if "tool_calls" not in given:
         get_field(message, "content", where)
         return given
     calls = []
-    for call in get_field(message, "tool_calls", where, list):
+    for call in get_field(given, "tool_calls", where, list):
         function = call["function"] if isinstance(call, Mapping) and "function" in call else call
         get_field(function, "name", where)
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError as error:
-                raise InputError(
-                    f"{where}: the arguments of {function['name']} must be an object or JSON of one, and are "
-                    f"{arguments!r:.80}: correct them, or remove the record"
-                ) from error
-        calls.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
-    content = get_field(message, "content", where) if "content" in given else ""
+        function = {**function, "arguments": read_arguments(function, where)}
+        calls.append({"type": "function", **call, "function": function})
+    content = get_field(given, "content", where) if "content" in given else ""
     return given | {"content": content, "tool_calls": calls}
+
+
+def read_arguments(function: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Read the arguments of a call: an object, JSON of one, or none."""
+    given = arguments = function.get("arguments") or {}
+    with suppress(ValueError):
+        arguments = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(arguments, Mapping):
+        raise InputError(
+            f"{where}: the arguments of {function['name']} must be an object or JSON of one, and are {given!r:.80}: "
+            f"correct them, or remove the record"
+        )
+    return arguments
 
 
 def drop_nulls(value: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from dpo.data.schema import is_message
 from dpo.errors import InputError
+from dpo.settings.choices import NUMBER_FIELDS, TOOLS
 from dpo.settings.places import METADATA, SAVED, SUFFIXES, Source, find_suffix, seen_from
 from dpo.system.plain_files import check_readable
 
@@ -49,6 +50,16 @@ class FileRows(list[Mapping[str, Any]]):
         for file, lines in self.files:
             for number, line in enumerate(lines, start=1):
                 yield _name_place(file, number, line)
+
+
+def has_phantom_nulls(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether objects may have null fields only because others have them.
+
+    Arrow, of Parquet files, saved datasets and the Hub, gives each object of a column the fields of all others.
+    """
+    return not isinstance(rows, FileRows) or any(
+        file.is_dir() or find_suffix(file.name) == ".parquet" for file, _ in rows.files
+    )
 
 
 def iterate_places(rows: Sequence[Mapping[str, Any]], origin: str) -> Iterator[str]:
@@ -241,8 +252,11 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _find_records(content: Mapping[str, Any], file: Path) -> list[Any]:
-    """Find the records of an object: its list, or itself."""
-    keys = [key for key, value in content.items() if _is_record_list(value)]
+    """Find the records of an object: its list, or itself.
+
+    `tools` are a record's.
+    """
+    keys = [key for key, value in content.items() if key != TOOLS and _is_record_list(value)]
     if len(keys) > 1:
         raise InputError(f"{file} holds {len(keys)} lists of records ({', '.join(keys)}): give each a file of its own")
     if keys:
@@ -300,7 +314,10 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple
                         f"record {n_records} of {file} (line {reader.line_num}) has {len(fields)} fields, and the "
                         f"first line names {len(header)}: put fields with {SEPARATORS[separator]} or newlines in quotes"
                     )
-                yield reader.line_num, dict(zip(header, fields, strict=True))
+                row = dict(zip(header, fields, strict=True))
+                if separator == ";":
+                    row |= {name: row[name].replace(",", ".") for name in NUMBER_FIELDS if name in row}
+                yield reader.line_num, row
             n_lines = reader.line_num
     except csv.Error as error:
         raise InputError(

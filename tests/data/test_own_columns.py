@@ -106,6 +106,18 @@ def test_a_labelled_response_is_recognized(present, columns):
             "prompt=question, chosen=chosen, rejected=rejected, system=system",
         ),
         ({"prompt": "Hi?", **TEXTS, **LABELS}, {}, ""),
+        # a system turn of one word belongs to formats that have a column for it, and may be a model's name in others
+        (
+            {**ANSWERS, **TALK, "system": "/no_think"},
+            {},
+            "prompt=conversations, chosen=chosen, rejected=rejected, system=system",
+        ),
+        (
+            {"prompt": "Hi?", **TEXTS, "system": "gpt-4", "images": ["a.png"]},
+            {},
+            "prompt=prompt, chosen=chosen, rejected=rejected; not used: system, images",
+        ),
+        ({**TEXTS, "images": ["a.png"]}, {}, f"{SHARED}; not used: images"),
     ],
 )
 def test_the_note_names_the_prompt_and_unused_columns(row, given, told, trains_on):

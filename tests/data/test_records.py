@@ -19,7 +19,7 @@ from dpo.data.records import (
     recognize_format,
     write_record,
 )
-from dpo.data.schema import read_tools
+from dpo.data.schema import read_message, read_tools
 from dpo.errors import InputError
 from dpo.settings.choices import DATA_FORMATS
 
@@ -188,11 +188,14 @@ def test_a_system_turn_is_part_of_the_prompt(tokenizer):
     assert data.notes == [
         "mine: format axolotl_intel; columns prompt=question, chosen=chosen, rejected=rejected, system=system"
     ]
-    # a column without words may have the name of a model, and one that is given with the prompt alone is left out
-    named = {**ROWS["axolotl_intel"][0], "system": "gpt-4"}
+    # a column without words may have the name of a model, unless the format of the others has one for the system turn
+    named = {"prompt": "Who is right?", **PAIR, "system": "gpt-4"}
     assert list(get_custom([named], "mine", tokenizer)) == ["Who is right?"]
+    short = {**ROWS["axolotl_intel"][0], "system": "/no_think"}
+    assert list(get_custom([short], "mine", tokenizer)) == ["/no_think\n\nWho is right?"]
+    # one that is given with the prompt alone is left out
     assert list(get_custom(ROWS["axolotl_intel"][:1], "mine", tokenizer, {"prompt": "question"})) == ["Who is right?"]
-    given = {"prompt": "question", "system": "system"}
+    given = {"prompt": "prompt", "system": "system"}
     assert list(get_custom([named], "mine", tokenizer, given)) == ["gpt-4\n\nWho is right?"]
     # in a chat it is a message, unless the chat has one
     row = {"prompt": ASK, "chosen": SKY, "rejected": SKY, "system": "Be kind."}
@@ -204,6 +207,60 @@ def test_responses_to_a_chat_may_be_texts_and_a_prompt_before_messages_too():
     expected = Record(ASK, [[assistant("A is right.")], [assistant("B is right.")]])
     assert read({"conversations": [human("Which colour?")], **PAIR})[0] == expected
     assert read({"prompt": "Which colour?", **{key: [assistant(text)] for key, text in PAIR.items()}})[0] == expected
+    assert read({"prompt": ASK, "responses": [*PAIR.values()]})[0] == expected._replace(is_list=True)
+
+
+def test_messages_keep_their_other_keys():
+    thought = {**assistant("A is."), "reasoning_content": "hm", "name": "Eve"}
+    given = {"conversations": [human("Who?")], "chosen": {**gpt("A is."), "reasoning_content": "hm", "name": "Eve"}}
+    record, recognized = read({**given, "rejected": gpt("B is.")})
+    assert (record.responses, recognized) == ([[thought], [assistant("B is.")]], "sharegpt")
+    calling = {**CALL, "reasoning_content": "hm"}
+    result = {**RESULT, "tool_call_id": "1"}
+    record = Record([user("Who?"), calling, result], [[thought], [{**CALL, "reasoning_content": "so"}]])
+    assert read(write_record(record, FORMATS["sharegpt"])[0])[0] == record
+
+
+def test_keys_of_calls_that_sharegpt_has_no_place_for_are_named():
+    call = {**CALL["tool_calls"][0], "id": "1", "index": 0}
+    _, changes = write_record(Record(ASK, [[{**CALL, "tool_calls": [call]}], SKY]), FORMATS["sharegpt"])
+    assert changes == ["the id of calls is left out", "the index of calls is left out"]
+
+
+@pytest.mark.parametrize("last", [[{**SKY[0], "reasoning_content": "hm"}], [CALL, RESULT, *SKY]])
+def test_the_shared_prompt_does_not_depend_on_nulls_or_on_how_arguments_are_written(last):
+    """Arrow gives all messages of a column the keys that any has."""
+    as_json = {**CALL, "content": None, "tool_calls": [{"function": {"name": "look", "arguments": '{"at": "sky"}'}}]}
+    keys = {key: None for message in (CALL, *last) for key in message}
+    chosen = [{**keys, **message} for message in [*ASK, CALL, RESULT, *last]]
+    rejected = [*ASK, as_json, RESULT, assistant("Green.")]
+    for row in (
+        {"chosen": chosen, "rejected": rejected},
+        {"prompt": "Which colour?", "chosen": chosen, "rejected": rejected},
+        {"messages": chosen, "rejected_messages": rejected},
+    ):
+        record, _ = read(row)
+        read_prompt, *answers = [
+            [read_message(message, "") for message in part] for part in (record.prompt, *record.responses)
+        ]
+        assert (read_prompt, answers) == ([*ASK, CALL, RESULT], [last, [assistant("Green.")]])
+
+
+def test_a_content_of_text_parts_is_their_text_and_other_parts_are_refused():
+    part = {"type": "text", "text": "Which "}
+    asked = {"role": "user", "content": [part, {**part, "text": "colour?"}]}
+    row = {"prompt": [asked], "chosen": SKY, "rejected": SKY}
+    assert read(row)[0].prompt == ASK
+    asked["content"].append({"type": "image_url"})
+    with pytest.raises(InputError, match="record 1 of rows: content has a part of type 'image_url', and must be text"):
+        read(row)
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "3", '"sky"', '"{}"', [1]])
+def test_arguments_other_than_an_object_are_refused(arguments):
+    call = {**CALL, "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+    with pytest.raises(InputError, match="the arguments of look must be an object or JSON of one, and are "):
+        read({"prompt": ASK, "chosen": [call], "rejected": SKY})
 
 
 def test_successive_calls_are_one_turn():
@@ -232,7 +289,7 @@ def test_calls_are_written_and_recognized_whatever_their_arguments():
         "rejected": SKY,
     }
     record, recognized = read(row)
-    assert (record.responses[0], recognized) == ([CALL], "trl_conversational")
+    assert (read_message(record.responses[0][0], ""), recognized) == (CALL, "trl_conversational")
 
 
 def test_a_given_format_decides_which_columns_are_read(tokenizer):

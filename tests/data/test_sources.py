@@ -92,6 +92,8 @@ def test_columns_of_a_csv_may_be_separated_by_semicolons_or_tabs(tmp_path):
     (tmp_path / "a.csv").write_text('\ufeffprompt;chosen\r\na;"b; c"\r\nd;1,5\r\n')
     rows = [{"prompt": "a", "chosen": "b; c"}, {"prompt": "d", "chosen": "1,5"}]
     assert list(load_rows(Source(str(tmp_path / "a.csv")), "train")) == rows
+    (tmp_path / "d.csv").write_text("prompt;margin\n1,5;0,5\n")  # where semicolons separate, commas are decimal
+    assert list(load_rows(Source(str(tmp_path / "d.csv")), "train")) == [{"prompt": "1,5", "margin": "0.5"}]
     (tmp_path / "b.csv").write_text("prompt,a;b\nc;d,e\n")  # a comma goes first
     assert list(load_rows(Source(str(tmp_path / "b.csv")), "train")) == [{"prompt": "c;d", "a;b": "e"}]
 
@@ -104,6 +106,7 @@ def test_columns_of_a_csv_may_be_separated_by_semicolons_or_tabs(tmp_path):
         # one record, as one line of JSON: chats are its fields, and not lists of records
         ({"messages": [{"role": "user", "content": "a"}]}, [{"messages": [{"role": "user", "content": "a"}]}]),
         ({"conversations": [{"from": "human", "value": "a"}]}, [{"conversations": [{"from": "human", "value": "a"}]}]),
+        ({"prompt": "a", "tools": [{"name": "look"}]}, [{"prompt": "a", "tools": [{"name": "look"}]}]),
     ],
 )
 def test_an_object_may_hold_the_list_of_records(tmp_path, content, records):

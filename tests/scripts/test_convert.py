@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from support.formats import ASK, PAIR, ROWS, SKY, TURNS, assistant, user
+from support.formats import ASK, CALL, PAIR, ROWS, SKY, TURNS, assistant, user
 from support.runs import write_rows
 
 from dpo.data.sources import load_rows
@@ -126,7 +126,7 @@ PAIRED = {"prompt": "Q one:", "chosen": " b", "rejected": " a"}
             {**RANKED, "responses": [" b", " a"]},
             "the column scores is left out",
         ),
-        ({**RANKED, "scores": [1, 2]}, "openrlhf", None, PAIRED, ""),
+        ({**RANKED, "scores": [1, 2]}, "openrlhf", None, PAIRED, "the column scores is left out"),
         ({**RANKED, "responses": [" b", " a"]}, "openrlhf", None, PAIRED, ""),
         (
             {"prompt": ASK, "responses": [[{**SKY[0], "name": "Eve"}], SKY]},
@@ -150,6 +150,26 @@ def test_numbers_lists_and_keys_are_kept_or_named(row, to, columns, written, war
     assert status == 0, error
     assert read(tmp_path / "out.jsonl") == [written]
     assert (warned in error) if warned else not error
+
+
+@pytest.mark.parametrize(("middle", "as_json"), [("trl_implicit", False), ("sharegpt", True)])
+def test_nulls_of_json_are_kept(middle, as_json, convert, tmp_path):
+    function = {"name": "look", "arguments": {"at": None, "n": 1}}
+    chosen = [{**CALL, "tool_calls": [{"type": "function", "function": function}]}]
+    tools = [{"name": "look", "parameters": {"n": {"default": None, "type": "integer"}}}]
+    row = {"prompt": ASK, "chosen": chosen, "rejected": SKY, "tools": json.dumps(tools) if as_json else tools}
+    source = write_rows(tmp_path / "rows.jsonl", [row])
+    assert convert(source, "there.jsonl", middle)[::2] == (0, "")
+    assert convert(tmp_path / "there.jsonl", "back.jsonl", "trl_conversational")[::2] == (0, "")
+    assert read(tmp_path / "back.jsonl") == [row]
+
+
+def test_nulls_that_parquet_adds_are_dropped(convert, tmp_path):
+    rows = [{"prompt": ASK, "chosen": [CALL], "rejected": SKY}, {"prompt": ASK, "chosen": SKY, "rejected": SKY}]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    assert convert(source, "there.parquet", "trl_implicit")[::2] == (0, "")
+    assert convert(tmp_path / "there.parquet", "back.jsonl", "trl_conversational")[::2] == (0, "")
+    assert read(tmp_path / "back.jsonl") == rows
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
