@@ -420,7 +420,7 @@ def _quote(value: str) -> str | None:
 
 
 def _explain_path(group: str, value: str) -> str | None:
-    """Explain which key takes the path or Hub id that was given as `group=PATH`."""
+    """Explain which key takes the PATH of `group=PATH`."""
     if "/" not in value and not Path(value).is_dir():
         return None
     if group == "lora":

@@ -267,7 +267,10 @@ class Plan:
 
     @property
     def best(self) -> tuple[str, int]:
-        """The metric that ranks checkpoints, with +1 if higher is better, else -1."""
+        """The metric that ranks checkpoints, and +1 if higher is better.
+
+        The number is -1 if lower is better.
+        """
         return (HELD_OUT_SCORE, +1) if self.online else self.loss.best
 
     @property

@@ -136,8 +136,9 @@ def as_table(summaries: Sequence[dict[str, Any]]) -> str:
     """Format the summaries of jobs as a table, one row for each."""
     rows = [("job", "overrides", "best evaluation", "directory")]
     for summary in summaries:
-        best = "none"
-        if summary["best"] is not None:
+        if summary["best"] is None:
+            best = "none"
+        else:
             values = ", ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items())
             best = f"{values} after {count(summary['examples'], 'example')}"
         ending = "" if summary["finished"] else " (not finished)"

@@ -165,7 +165,7 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """The machine's memory, or less if a cgroup limits this process to less."""
+    """The machine's memory, or what cgroups allow this process of it."""
     meminfo = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())  # values such as "1024 kB"
     total, available = (int(meminfo[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     for line in (proc / "self/cgroup").read_text().splitlines():
@@ -202,7 +202,7 @@ def count_gpus(devices: tuple[str, ...] = DEVICES) -> int:
 
 
 def list_own_gpus(*, multi_process: bool) -> list[int]:
-    """The indices of this process's GPUs: one of a multi-process run's, else all."""
+    """The GPUs of this process: its own under `multi_process`, else all."""
     import torch
 
     return [torch.cuda.current_device()] if multi_process else list(range(torch.cuda.device_count()))

@@ -205,7 +205,7 @@ def init_distributed(
 
 
 def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Join the process group and run the worker; return exit status and message.
+    """Run the worker in a process group; return exit status and message.
 
     The message is "" for a worker that is done. A rank that fails, or that loses contact to another rank, records this
     in the store.
@@ -454,7 +454,7 @@ class _Workers:
         return Outcome.FAILED
 
     def _find_time_left(self) -> float:
-        """The seconds for which the parent waits for the workers that still run."""
+        """The seconds that workers which still run get to exit."""
         outcomes = self._outcomes.values()
         if Outcome.FAILED in outcomes:
             return FAILURE_SECS

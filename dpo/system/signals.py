@@ -89,7 +89,7 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
-    """Call `act` on the first signal of each kind inside, and print its message.
+    """Call `act` on the first of each signal; print its message.
 
     `act` gets the signal's number. A second Ctrl-C raises PressedAgain. If Ctrl-C was ignored before, it stays ignored.
     """
