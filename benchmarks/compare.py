@@ -125,12 +125,7 @@ def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
         n_pairs = int((inputs.segments.queries.diff().long() * inputs.segments.keys.diff()).sum())
     body = rows * length * 2 * shape.matrices + 4 * n_pairs * shape.attention
     head = n_scored * 2 * shape.head
-    return (body + head) * count_passes(with_reference=with_reference)
-
-
-def count_passes(*, with_reference: bool) -> int:
-    """Number of forward passes that cost as much as an update."""
-    return 4 if with_reference else 3  # a backward pass costs two
+    return (body + head) * (4 if with_reference else 3)  # a backward pass costs two forward passes
 
 
 def count_useful_flops(shape: Shape, examples: Sequence[Example], *, with_reference: bool) -> float:
@@ -145,7 +140,7 @@ def count_useful_flops(shape: Shape, examples: Sequence[Example], *, with_refere
         n_tokens = n_prompt + sum(lengths)
         n_keys = n_prompt * (n_prompt + 1) // 2 + sum(n * n_prompt + n * (n + 1) // 2 for n in lengths)
         flops += 2 * n_tokens * shape.matrices + 4 * n_keys * shape.attention + 2 * sum(lengths) * shape.head
-    return flops * count_passes(with_reference=with_reference)
+    return flops * (4 if with_reference else 3)  # as in `count_flops`
 
 
 def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, Any]:

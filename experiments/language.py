@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dpo.data.tokenizer import load_tokenizer
 from dpo.models.adapters import switch
 from dpo.models.answers import Answer, Sampling, Tokens
 from dpo.models.logprobs import logit_scale
@@ -26,10 +25,10 @@ def list_overrides(model: Path, root: Path) -> tuple[str, ...]:
     return (*QUIET, *ADAPTER, CONTINUE, f"model.name_or_path={model}", f"local_dirs=[{root / 'cache'}]")
 
 
-def load_reference(model: Path) -> tuple[Any, Side]:
-    """Load a model's tokenizer, and the model in float32."""
+def load_reference(model: Path) -> Side:
+    """Load the model from which all runs start, in float32."""
     loaded = load_model(str(model), dtype=torch.float32, attn_implementation="sdpa").eval()
-    return load_tokenizer(str(model)), Side(REFERENCE, loaded, beta=None, autocast=None)
+    return Side(REFERENCE, loaded, beta=None, autocast=None)
 
 
 def load_policy(checkpoint: Path) -> tuple[Side, Side]:

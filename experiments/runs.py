@@ -66,10 +66,6 @@ def import_all(*more: str) -> None:
     torch.set_num_threads(1)
 
 
-def count_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +145,7 @@ def iterate_rows(
     started, n_there = time.perf_counter(), sum(job.result.exists() for job in jobs)
     if n_there:
         print(f"{name}: {n_there} of {len(jobs)} runs are there already", flush=True)
-    for n_done, job in enumerate(run_all(jobs, finish, at_once=count_cores()), start=1):
+    for n_done, job in enumerate(run_all(jobs, finish, at_once=len(os.sched_getaffinity(0))), start=1):
         rows = read_rows(job.result)
         if n_done > n_there:
             secs_left = (time.perf_counter() - started) / (n_done - n_there) * (len(jobs) - n_done)

@@ -188,15 +188,9 @@ def answer_file(
                         finite_rewards.setdefault(name, []).append(reward)
                 texts: dict[str, str | None] = {name: answer.text for name, answer in answers.items()}
                 texts.setdefault("reference", None)
-                line = {
-                    "prompt": given_prompts[number],
-                    **texts,
-                    "rewards": json_rewards,
-                    "tokens": {
-                        "prompt": len(prompts[number]),
-                        **{name: len(answer.tokens) for name, answer in answers.items()},
-                    },
-                }
+                tokens = {name: len(answer.tokens) for name, answer in answers.items()}
+                tokens = {"prompt": len(prompts[number]), **tokens}
+                line = {"prompt": given_prompts[number], **texts, "rewards": json_rewards, "tokens": tokens}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
     means = ""

@@ -334,11 +334,7 @@ class GuardedLoader(ConfigLoaderImpl):
         keys = [parse_key(override) for override in overrides]
         if SEARCH_PATH not in keys:  # no --config-dir
             return config
-        hydra_overrides = [
-            override
-            for override, key in zip(overrides, keys, strict=True)
-            if key.startswith("hydra") and key != SEARCH_PATH
-        ]
+        hydra_overrides = [o for o in overrides if parse_key(o).startswith("hydra") and parse_key(o) != SEARCH_PATH]
         try:
             without_files = super().load_configuration(config_name, hydra_overrides, *args, **kwargs)
         except COMPOSITION_ERRORS:  # one of these overrides chooses a file of the user

@@ -194,14 +194,10 @@ def make_option_key(default: Any) -> Key:
     number.
     """
     if isinstance(default, bool):
-        kind = "flag"
-    elif is_number(default) or default == "???":
-        kind = "number"
-    elif isinstance(default, str):
-        kind = "text"
-    else:
-        kind = "anything or null"
-    return Key(kind, KEEP)
+        return Key("flag", KEEP)
+    if is_number(default) or default == "???":
+        return Key("number", KEEP)
+    return Key("text" if isinstance(default, str) else "anything or null", KEEP)
 
 
 KEYS: dict[str, Key] = {

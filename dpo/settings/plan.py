@@ -267,10 +267,7 @@ class Plan:
 
     @property
     def best(self) -> tuple[str, int]:
-        """The metric that ranks checkpoints, and +1 if higher is better.
-
-        The number is -1 if lower is better.
-        """
+        """The metric that ranks checkpoints; +1 if higher is better, else -1."""
         return (HELD_OUT_SCORE, +1) if self.online else self.loss.best
 
     @property
@@ -281,9 +278,7 @@ class Plan:
     @property
     def prompts_at_a_time(self) -> int:
         """Number of prompts that a process answers at a time in training."""
-        batch_size = self.data.eval_batch_size
-        if self.online and self.online.batch_size:
-            batch_size = self.online.batch_size
+        batch_size = (self.online and self.online.batch_size) or self.data.eval_batch_size
         return max(1, batch_size // self.dims.data_size)
 
     @property
@@ -441,5 +436,4 @@ def _look_up(table: Mapping[str, Any], name: Any, default: Any) -> Any:
 def _read_positive(values: Mapping[str, Any], key: str) -> int | None:
     """Return a key's value if it is a positive integer, else None."""
     value = values.get(key)
-    is_positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    return value if is_positive else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

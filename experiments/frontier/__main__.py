@@ -89,12 +89,12 @@ def read_rows(files: Sequence[Path]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.frontier", description=__doc__.split("\n")[0])
     sizes = parser.add_mutually_exclusive_group()
-    for size, description in (
-        ("quick", "smaller: one seed, a third of the pairs"),
-        ("night", "larger: all methods, ten seeds on each of five tasks"),
-        ("tune", "only try learning rates and passes: settings.json"),
+    for option, description in (
+        ("--quick", "smaller: one seed, a third of the pairs"),
+        ("--night", "larger: all methods, ten seeds on each of five tasks"),
+        ("--tune", "only try learning rates and passes: settings.json"),
     ):
-        sizes.add_argument(f"--{size}", dest="size", action="store_const", const=size, help=description)
+        sizes.add_argument(option, dest="size", action="store_const", const=option.strip("-"), help=description)
     parser.set_defaults(size="default")
     parser.add_argument(
         "--out",

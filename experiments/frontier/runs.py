@@ -68,11 +68,8 @@ def read_pairs(file: Path, task: Task) -> Pairs:
     def read(column: str, length: int) -> np.ndarray:
         return np.stack([task.read(row[column], length) for row in rows])
 
-    return Pairs(
-        read("prompt", task.prompt_length),
-        read("chosen", task.response_length),
-        read("rejected", task.response_length),
-    )
+    chosen, rejected = (read(column, task.response_length) for column in ("chosen", "rejected"))
+    return Pairs(read("prompt", task.prompt_length), chosen, rejected)
 
 
 def write_scorer(root: Path, task: Task, seed: int) -> str:
@@ -90,17 +87,10 @@ def list_overrides(root: Path, task: Task, *, data: str) -> tuple[str, ...]:
     # without EOS there is no token to pad with, and `padded` rows of one length need none
     layout = ("layout=padded",) if task.fixed_length else ()
     return (
-        f"model.name_or_path={root / 'model'}",
-        "model.block_name=LlamaDecoderLayer",
-        "model.random_init=true",
-        f"datasets=[{data}]",
-        f"dataset_sources.{data}={root / 'data' / data}",
-        f"local_dirs=[{root}]",
-        f"max_length={length}",
-        f"max_prompt_length={task.prompt_length}",
-        *COMMON,
-        *layout,
-    )
+        f"model.name_or_path={root / 'model'}", "model.block_name=LlamaDecoderLayer", "model.random_init=true",
+        f"datasets=[{data}]", f"dataset_sources.{data}={root / 'data' / data}", f"local_dirs=[{root}]",
+        f"max_length={length}", f"max_prompt_length={task.prompt_length}", *COMMON, *layout,
+    )  # fmt: skip
 
 
 def load_policy(root: Path, archive: Path) -> Any:

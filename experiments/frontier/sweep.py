@@ -165,13 +165,9 @@ class Sweep:
         overrides = [
             *runs.list_overrides(self.root, self.task, data=run.data),
             *method.list_overrides(beta=run.beta, noise=run.label_noise, scorer=scorer, longest=longest),
-            f"seed={run.seed}",
-            f"lr={run.lr}",
-            f"model.archive={self.root / 'reference.pt'}",
-            f"n_epochs={1 if method.fresh else run.passes}",
-            f"batch_size={batch_size}",
-            "warmup_steps=10",
-        ]
+            f"seed={run.seed}", f"lr={run.lr}", f"model.archive={self.root / 'reference.pt'}",
+            f"n_epochs={1 if method.fresh else run.passes}", f"batch_size={batch_size}", "warmup_steps=10",
+        ]  # fmt: skip
         course = self.list_course(run)
         if course:
             overrides.append(f"save_every={course[0] * batch_size}")

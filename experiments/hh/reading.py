@@ -89,12 +89,16 @@ def list_methods(rows: Sequence[Row]) -> list[str]:
     return [method for method in METHODS if any(row["method"] == method for row in rows)]
 
 
-def list_baselines(rows: Sequence[Row], data: Data) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """List baselines, which rank pairs without preferences.
+class Baselines(NamedTuple):
+    """Held-out pairs of all folds, ranked without preferences."""
 
-    Each has the numbers of the pairs, their margins, and chosen minus rejected tokens, (pairs,) each. They are read
-    from the rows of the method with the most folds.
-    """
+    pairs: np.ndarray  # numbers of the pairs, (n,)
+    differences: np.ndarray  # chosen minus rejected tokens, by the number of the pair
+    margins: dict[str, np.ndarray]  # by the name of the baseline, (n,)
+
+
+def make_baselines(rows: Sequence[Row], data: Data) -> Baselines:
+    """Make the baselines from the rows of the method with most folds."""
     last = [row for row in rows if row["share"] == 1.0]
     most = max(list_methods(rows), key=lambda method: sum(row["method"] == method for row in last))
     own = sorted((row for row in last if row["method"] == most), key=lambda row: row["fold"])
@@ -103,35 +107,28 @@ def list_baselines(rows: Sequence[Row], data: Data) -> dict[str, tuple[np.ndarra
         return np.concatenate([row[key] for row in own])
 
     pairs = join("pairs")
-    tokens = np.stack([join(f"{role}_tokens") for role in ROLES], axis=-1)  # (pairs, 2)
+    tokens = np.stack([join(f"{role}_tokens") for role in ROLES], axis=-1)  # (n, 2)
     logps = np.stack([join(f"reference_{role}") for role in ROLES], axis=-1)
-    differences = tokens[:, 0] - tokens[:, 1]
-    by_length = predict_by_length(tokens, data.folds[pairs])
     means = logps / tokens
-    return {
-        "length, logistic regression": (pairs, by_length, differences),
-        "log ref, sum": (pairs, logps[:, 0] - logps[:, 1], differences),
-        "log ref, mean over tokens": (pairs, means[:, 0] - means[:, 1], differences),
+    margins = {
+        "length, logistic regression": predict_by_length(tokens, data.folds[pairs]),
+        "log ref, sum": logps[:, 0] - logps[:, 1],
+        "log ref, mean over tokens": means[:, 0] - means[:, 1],
     }
-
-
-def find_differences(rows: Sequence[Row], data: Data) -> np.ndarray:
-    """Chosen minus rejected tokens, by the number of the pair."""
-    pairs, _, differences = next(iter(list_baselines(rows, data).values()))
-    by_number = np.zeros(len(data.folds), int)
-    by_number[pairs] = differences
-    return by_number
+    differences = np.zeros(len(data.folds), int)
+    differences[pairs] = tokens[:, 0] - tokens[:, 1]
+    return Baselines(pairs, differences, margins)
 
 
 def format_tables(rows: Sequence[Row], data: Data) -> str:
     """Make the tables of methods and of planned differences."""
     kl = choose_kl(rows)
-    differences = find_differences(rows, data)  # tokens, by the number of the pair
+    ranked, differences, baseline_margins = make_baselines(rows, data)
     scores_at_kl: dict[str, dict[int, float]] = {}  # by method and number of the pair
     lines = [["", "KL", "balanced accuracy", f"at KL {kl:.2f}", "change of log pi, chosen / rejected", "pairs"]]
-    for name, (pairs, margins, own) in list_baselines(rows, data).items():
-        accuracy = balance(judge(margins), pairs, own, data)
-        lines.append([name, "", f"{accuracy:.3f}", "", "", f"{len(pairs)}"])
+    for name, margins in baseline_margins.items():
+        accuracy = balance(judge(margins), ranked, differences[ranked], data)
+        lines.append([name, "", f"{accuracy:.3f}", "", "", f"{len(ranked)}"])
     for method in list_methods(rows):
         along = collect(rows, method)
         end = along[1.0]
@@ -158,12 +155,13 @@ def format_tables(rows: Sequence[Row], data: Data) -> str:
 
 def draw(rows: Sequence[Row], data: Data, *, dark: bool) -> bytes:
     """Draw a PNG of balanced accuracy against KL along the runs."""
-    theme, differences = DARK if dark else LIGHT, find_differences(rows, data)
+    theme = DARK if dark else LIGHT
+    ranked, differences, baseline_margins = make_baselines(rows, data)
     with new_picture(WIDTH, HEIGHT, theme) as picture:
         axis: Any = picture.subplots()
         styles = ((0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
-        for line, (name, (pairs, margins, own)) in zip(styles, list_baselines(rows, data).items(), strict=True):
-            accuracy = balance(judge(margins), pairs, own, data)
+        for line, (name, margins) in zip(styles, baseline_margins.items(), strict=True):
+            accuracy = balance(judge(margins), ranked, differences[ranked], data)
             axis.axhline(accuracy.mean, color=theme.muted, linewidth=1.2, linestyle=line, label=name)
         for color, method in zip(theme.colors, METHODS, strict=False):
             if method in list_methods(rows):

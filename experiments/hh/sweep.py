@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpo.analysis.ledger_file import read_ledger
+from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.models.answers import Sampling
 from experiments import language
@@ -77,8 +78,8 @@ class Sweep:
         keep_settings(self.root, {**settings, "pairs": digests})
         import_all("experiments.language", "dpo.analysis.ledger_file")
         for fold in range(self.size.folds):
-            train = [self.pairs[i].record for i in np.flatnonzero(self.folds != fold)]
-            test = [self.pairs[i].record for i in np.flatnonzero(self.folds == fold)]
+            train = [self.pairs[i].record for i in np.flatnonzero(self.folds != fold).tolist()]
+            test = [self.pairs[i].record for i in np.flatnonzero(self.folds == fold).tolist()]
             write_records(self.root / "data" / str(fold), train=train, test=test)
 
     def list_course(self, fold: int) -> list[int]:
@@ -92,22 +93,13 @@ class Sweep:
         course, per_pair = self.list_course(fold), METHODS[method].examples_per_pair
         overrides = (
             *language.list_overrides(self.model, self.root),
-            "datasets=[hh]",
-            f"dataset_sources.hh={self.root / 'data' / str(fold)}",
-            f"max_length={MAX_LENGTH}",
-            f"max_prompt_length={MAX_PROMPT}",
-            "lr=2e-4",
-            "ledger=true",
-            f"batch_size={self.size.batch * per_pair}",
-            f"n_examples={course[-1] * per_pair}",
-            f"eval_every={course[0] * per_pair}",
-            "n_eval_examples=1000000",
-            f"eval_batch_size={8 * per_pair}",
-            "cache_reference_logps=all",
-            "gradient_accumulation_steps=2",
-            *METHODS[method].overrides,
-            *self.overrides,
-        )
+            "datasets=[hh]", f"dataset_sources.hh={self.root / 'data' / str(fold)}",
+            f"max_length={MAX_LENGTH}", f"max_prompt_length={MAX_PROMPT}", "lr=2e-4", "ledger=true",
+            f"batch_size={self.size.batch * per_pair}", f"n_examples={course[-1] * per_pair}",
+            f"eval_every={course[0] * per_pair}", "n_eval_examples=1000000", f"eval_batch_size={8 * per_pair}",
+            "cache_reference_logps=all", "gradient_accumulation_steps=2",
+            *METHODS[method].overrides, *self.overrides,
+        )  # fmt: skip
         return Job(self.root / "runs" / f"{method}-fold-{fold}", overrides)
 
     def train_all(self, methods: Sequence[str]) -> Iterator[list[Row]]:
@@ -166,8 +158,6 @@ class Sweep:
 
     @cached_property
     def tokenizer(self) -> Any:
-        from dpo.data.tokenizer import load_tokenizer
-
         return load_tokenizer(str(self.model))
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.models.answers import Answer, Sampling, Tokens
 from experiments import language
@@ -127,16 +128,12 @@ class Sweep:
     # --- prompts and pairs --------------------------------------------------------------------------------------------
 
     @cached_property
-    def _reference(self) -> tuple[Any, Any]:
-        return language.load_reference(self.model)
-
-    @property
     def tokenizer(self) -> Any:
-        return self._reference[0]
+        return load_tokenizer(str(self.model))
 
-    @property
+    @cached_property
     def reference(self) -> Any:
-        return self._reference[1]
+        return language.load_reference(self.model)
 
     @cached_property
     def sentiment(self) -> data.Reward:
@@ -217,19 +214,13 @@ class Sweep:
         scorer = data.write_scorer(self.root, self.scale)
         overrides = (
             *language.list_overrides(self.model, self.root),
-            "datasets=[sentiment]",
-            f"dataset_sources.sentiment={self.root / 'data'}",
-            f"max_length={PROMPT_TOKENS + RESPONSE_TOKENS}",
-            f"max_prompt_length={PROMPT_TOKENS}",
-            f"batch_size={BATCH}",
-            f"n_eval_examples={self.size.validation}",
-            "lr=5e-4",
-            "eval_every=1000000000",
-            f"save_every={SAVE_EVERY}",
-            "keep_checkpoints=2",
+            "datasets=[sentiment]", f"dataset_sources.sentiment={self.root / 'data'}",
+            f"max_length={PROMPT_TOKENS + RESPONSE_TOKENS}", f"max_prompt_length={PROMPT_TOKENS}",
+            f"batch_size={BATCH}", f"n_eval_examples={self.size.validation}", "lr=5e-4",
+            "eval_every=1000000000", f"save_every={SAVE_EVERY}", "keep_checkpoints=2",
             *(text.format(knob=knob, scorer=scorer) for text in METHODS[method].overrides),
             *self.overrides,
-        )
+        )  # fmt: skip
         return Job(self.root / "runs" / f"{method}-{knob:g}", overrides)
 
     def train_all(self, methods: Sequence[str]) -> Iterator[list[Row]]:
