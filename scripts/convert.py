@@ -34,7 +34,7 @@ from dpo.settings.choices import DATA_FORMATS, NUMBER_FIELDS, TOOLS
 from dpo.settings.places import SUFFIXES, Source, find_suffix
 from dpo.system.plain_files import replacing
 
-NAME = "IN"  # of the source in messages, which then have the script's options in place of keys
+NAME = "IN"  # of the source in messages
 KINDS = ("pairs", "labels", "targets")  # the first one that the columns hold is converted
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = {"path": options.source, "format": options.format, "columns": options.columns}
         print(convert(Source.parse(NAME, source), options.split, options.out, options.to))
     except InputError as error:
+        # the message is about keys of train.py, where this script has options
         text = str(error).replace(f"dataset_sources.{NAME}.", "--").replace(f"dataset_sources.{NAME}=", f"{NAME}=")
         text = text.replace(f"training on {KINDS[-1]} needs", "converting needs")
         print(f"error: {text}", file=sys.stderr)
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_columns(text: str) -> Any:
     """Parse the value of `--columns`, which `Source.parse` checks."""
     try:
-        return yaml.load(text, Loader=yaml.BaseLoader)  # reads every value as text, as yes and no
+        return yaml.load(text, Loader=yaml.BaseLoader)  # reads every value as text, also `yes` and `no`
     except yaml.YAMLError as error:
         raise argparse.ArgumentTypeError(f"{text} is not like {{prompt: question, chosen: best}}") from error
 
@@ -120,11 +121,10 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
     Returns them, each with the place that it is from, and the name of the source's format.
     """
     rows = load_rows(source, split)
-    used = find_used_columns(rows, source)
+    used = find_used_columns(rows, source)  # columns of IN by field
     target = FORMATS[to]
     numbers = {field: used[field] for field in NUMBER_FIELDS if field in used}  # of any format, under their own names
-    target_columns = dict.fromkeys((*target.columns.values(), *numbers))
-    own_columns = {*used.values(), *target_columns}
+    target_columns = [*target.columns.values(), *numbers]
     converted, data_format = [], source.format
     for row, where in zip(rows, iterate_places(rows, source.path), strict=True):
         record = read_record(row, used, where, name=NAME)
@@ -132,6 +132,7 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
         if record.is_list:
             scores = read_scores(row, used, len(record.responses), where)
             if "responses" not in target.columns and len(scores) == 2 and scores[0] != scores[1]:
+                # OUT holds pairs, so a list of two responses becomes one
                 ranked = record.responses if scores[0] > scores[1] else record.responses[::-1]
                 record = record._replace(responses=ranked, is_list=False)
         try:
@@ -142,28 +143,42 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
         if record.is_list and "scores" in used:
             written["scores"] = row[used["scores"]]
         written |= {field: row[column] for field, column in numbers.items() if column in row}
-        values = [row[column] for column in used.values() if column in row]
-        taken = [name for name in target_columns if name not in used.values() and row.get(name)]
-        taken = [name for name in taken if row[name] not in values]  # UltraFeedback's messages repeat chosen
-        changes += [f"the column {name} is left out" for name in taken]
-        lost_keys = _find_other_keys(row[column] for field, column in used.items() if field != TOOLS and column in row)
-        lost_keys -= _find_other_keys(written.values()) | {"tool_calls"}  # which a format holds in its own way
-        for change in [*changes, *(f"the key {key} of messages is left out" for key in sorted(lost_keys))]:
+        for change in (*changes, *_list_lost(row, used, target_columns, written)):
             report.add(change, where)
-        converted.append((where, written | {key: value for key, value in row.items() if key not in own_columns}))
+        copied = {key: value for key, value in row.items() if key not in (*used.values(), *target_columns)}
+        converted.append((where, written | copied))
     return converted, data_format or ""
 
 
+def _list_lost(
+    row: dict[str, Any], used: dict[str, str], target_columns: Sequence[str], written: dict[str, Any]
+) -> Iterator[str]:
+    """Describe columns and keys of messages that `written` lacks."""
+    used_values = [row[column] for column in used.values() if column in row]
+    for name in dict.fromkeys(target_columns):  # a column of IN with such a name is not copied
+        # it is no loss if it repeats a used column, as UltraFeedback's messages repeat chosen
+        if name not in used.values() and row.get(name) and row[name] not in used_values:
+            yield f"the column {name} is left out"
+    read_keys = _find_other_keys(row[column] for field, column in used.items() if field != TOOLS and column in row)
+    written_keys = _find_other_keys(written.values()) | {"tool_calls"}  # a format holds calls in its own way
+    for key in sorted(read_keys - written_keys):
+        yield f"the key {key} of messages is left out"
+
+
 def find_used_columns(rows: Sequence[Any], source: Source) -> dict[str, str]:
-    """Find the columns of the first of KINDS that the rows hold."""
-    format_columns = FORMATS[source.format].columns if source.format else None
-    options: dict[str, Any] = {"name": NAME, "origin": source.path, "format_columns": format_columns}
+    """Find the columns of the first of KINDS that rows hold."""
     present = find_columns(rows)
+    options: dict[str, Any] = {
+        "name": NAME,
+        "origin": source.path,
+        "format_columns": FORMATS[source.format].columns if source.format else None,
+        "with_margins": True,
+    }
     *first_kinds, last_kind = KINDS
     for kind in first_kinds:
         with suppress(ColumnsError):
-            return recognize_columns(present, source.columns, trains_on=kind, with_margins=True, **options).used
-    return recognize_columns(present, source.columns, trains_on=last_kind, with_margins=True, **options).used
+            return recognize_columns(present, source.columns, trains_on=kind, **options).used
+    return recognize_columns(present, source.columns, trains_on=last_kind, **options).used
 
 
 def _find_other_keys(values: Iterable[Any]) -> set[str]:

@@ -69,15 +69,15 @@ class Source:
 
     @property
     def reading(self) -> Mapping[str, str]:
-        """A JSON value that says how records are read."""
+        """How records are read: format or columns, as a JSON value."""
         return {"format": self.format} if self.format else dict(self.columns)
 
     @property
     def local(self) -> Path | None:
-        """The local path; None if this may be a Hub id."""
+        """The local path; None if it may be a Hub id."""
         path = Path(os.path.expanduser(self.path))
-        is_no_hub_id = self.path.startswith(("/", ".", "~")) or self.path.count("/") > 1 or find_suffix(self.path) != ""
-        return path if is_no_hub_id or os.path.exists(path) else None
+        is_path = self.path.startswith(("/", ".", "~")) or self.path.count("/") > 1 or find_suffix(self.path) != ""
+        return path if is_path or path.exists() else None
 
     @property
     def has_no_splits(self) -> bool:
@@ -98,9 +98,9 @@ def list_built_in() -> tuple[str, ...]:
 
 
 def name_datasets(datasets: str | Sequence[str], sources: Mapping[str, Any]) -> Datasets:
-    """Name every path or Hub id in `datasets` after its last part.
+    """Replace paths and Hub ids in `datasets` by their last parts.
 
-    `sources` is `dataset_sources`; the result has the new names too.
+    `sources` is `dataset_sources`; the result also has the sources of these names.
     """
     names, named_sources, problems = [], dict(sources), []
     values = [datasets] if isinstance(datasets, str) else datasets
@@ -108,7 +108,7 @@ def name_datasets(datasets: str | Sequence[str], sources: Mapping[str, Any]) -> 
         if value in list_built_in() or _has_path(named_sources.get(value)):
             names.append(value)  # it is a name already
             continue
-        local_path, name = Source(value).local, _name_after(value)
+        local_path, name = Source(value).local, _make_name(value)
         if local_path is None and not HUB_ID.fullmatch(value):
             problems.append(
                 f"datasets names {value!r}, which is none of {', '.join(list_built_in())}, and no file or directory: "
@@ -152,18 +152,18 @@ def _has_path(source: Any) -> bool:
 
 
 def seen_from(path: Path) -> str:
-    """Say ` in DIR` of a missing path that is relative."""
+    """Return " in DIR" for a missing relative path, else ""."""
     return "" if path.is_absolute() else f" in {Path.cwd()}"
 
 
-def _name_after(path: str) -> str:
-    """A name for keys: `mine` for `/data/mine.csv.gz` and `somebody/mine`."""
+def _make_name(path: str) -> str:
+    """Make a dataset's name: `mine` for `/data/mine.csv.gz` and `somebody/mine`."""
     name = os.path.basename(os.path.abspath(os.path.expanduser(path)))
     return re.sub(r"[^\w-]", "_", name[: len(name) - len(find_suffix(name))])
 
 
 def place_datasets(config: DictConfig) -> None:
-    """Replace paths in `datasets` by names, and add these to `dataset_sources`."""
+    """Replace paths in `datasets` by names; add these to `dataset_sources`."""
     sources: Any = OmegaConf.to_container(config.dataset_sources)
     datasets: Any = config.datasets if isinstance(config.datasets, str) else list(config.datasets)
     names, named_sources, _ = name_datasets(datasets, sources)
