@@ -45,7 +45,7 @@ def accuracy_error(accuracy: float, n: float) -> float:
 
 
 def best_of_many_quantile(n: int) -> float:
-    """Standard errors by which the best of n values may lead by chance.
+    """Standard errors by which the best of n may lead by chance.
 
     In 19 of 20 runs or more, none of the n is better than a given other value by more standard errors of their
     difference (Bonferroni's correction).
@@ -77,7 +77,7 @@ def mean_error(values: np.ndarray) -> float:
 
 
 def change_and_bound(first: np.ndarray, last: np.ndarray) -> tuple[float, float]:
-    """Change of the mean of successive values, and half its 98 % interval."""
+    """Change of a mean of successive values, and half its 98 % interval."""
     error = math.hypot(mean_error(first), mean_error(last))
     return float(last.mean() - first.mean()), student_quantile(min(len(first), len(last)) - 1) * error
 
@@ -94,9 +94,9 @@ def mean_and_bound(differences: np.ndarray) -> tuple[float, float]:
 
 
 def student_quantile(degrees: int) -> float:
-    """99 % quantile of Student's t, half the width of a 98 % interval.
+    """99 % quantile of Student's t: half a 98 % interval.
 
-    The expansion by Cornish and Fisher, which is right within 1 % from 5 degrees of freedom on.
+    The expansion by Cornish and Fisher is right within 1 % from 5 degrees of freedom on.
     """
     z = Z_98
     return (
@@ -159,7 +159,7 @@ def find_start(run: Run) -> Means | None:
 
 
 def _average_first_rows(log: Log, split: str, n: int) -> Means | None:
-    """Average loss and margin of the first rows; None if a value is missing."""
+    """Average the first rows' losses and margins; None if any is missing."""
     means = Means(float(log[f"loss/{split}"][:n].mean()), float(log[f"rewards_{split}/margins"][:n].mean()))
     return means if all(map(math.isfinite, means)) else None
 

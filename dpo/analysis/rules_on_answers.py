@@ -59,7 +59,7 @@ def _read(sample: Mapping[str, Any], model: str = "policy") -> Continuation:
 
 
 class Flawed(NamedTuple):
-    """The policy's samples that have a flaw, and others after the same prompts."""
+    """The policy's samples with a flaw, beside others of the same prompts."""
 
     value: str  # of the finding: how many samples have the flaw
     are_all: bool
@@ -68,7 +68,7 @@ class Flawed(NamedTuple):
 
 
 def _count_flawed(run: Run, is_flawed: Callable[[Continuation], bool | None]) -> Flawed | None:
-    """Count the policy's newest samples with a flaw; None for 5 % or fewer.
+    """Count the policy's newest flawed samples; None for 5 % or fewer.
 
     The probability is that of a sign test: where one sample of a pair has the flaw and the other has not, chance makes
     it the policy's half of the time. Without others, or if all of them have the flaw, each of the policy's flawed
