@@ -77,7 +77,7 @@ def mean_error(values: np.ndarray) -> float:
 
 
 def change_and_bound(first: np.ndarray, last: np.ndarray) -> tuple[float, float]:
-    """Change of a mean of successive values, and half its 98 % interval."""
+    """Change of successive values' mean, and half its 98 % interval."""
     error = math.hypot(mean_error(first), mean_error(last))
     return float(last.mean() - first.mean()), student_quantile(min(len(first), len(last)) - 1) * error
 
