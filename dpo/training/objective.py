@@ -517,7 +517,7 @@ def _choose_layout(
             max_length=plan.data.max_length,
             compute_dtype=autocast or DTYPES[compute_dtype],
             longest=Longest.of(longest_example, batch_size, plan.data.max_length, n_responses=len(plan.loss.roles)),
-            vetoed=mesh.any,
+            on_any_process=mesh.any,
         )
     release_gathered(model)  # FSDP's root stays gathered after a forward pass without a backward pass
     return choice
