@@ -286,7 +286,7 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
             "The policy has not learned a preference that carries over. If training pairs are ranked right, use more "
             "data; if not, a larger lr or more updates, unless the preferences are noise.",
         )
-    elif is_inconclusive(accuracy, n):
+    elif low <= 0.5:
         text = f"{count(n, 'pair')} cannot tell whether anything was learned."
         if n < ENOUGH_PAIRS:
             text += f" To tell an accuracy of 0.60 from chance takes about {ENOUGH_PAIRS}: {_advise_more_pairs(run)}."
