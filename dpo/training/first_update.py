@@ -12,9 +12,10 @@ from typing import NamedTuple
 from dpo.data.preflight import TrainingData
 from dpo.numbers import count
 from dpo.settings.plan import Plan
+from dpo.training.evaluation import limit_new_tokens
 
-# sampling a token costs as much time as training on this many; measured on one CPU core: between 1 (SmolLM2-135M) and 4
-# (the tests' tiny-llama), see docs/metrics.md
+# sampling a token takes as long as training on this many; on one CPU core between 1 (SmolLM2-135M) and 4 (the tests'
+# tiny-llama) were measured, see docs/metrics.md
 SAMPLED_COST = 3
 # samples before the first update may cost this share of the run's training, unless do_first_sampling=true
 MAX_SAMPLING_SHARE = 0.1
@@ -30,7 +31,8 @@ class FirstUpdate(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, data: TrainingData, sizes: Sequence[int]) -> FirstUpdate:
         """Count the work, given the sizes of the evaluation batches."""
-        evaluation, tasks, warnings, draws_samples = plan.evaluation, [], [], False
+        evaluation, draws_samples = plan.evaluation, False
+        tasks, warnings = [], []
         n_trained = data.report.updates * plan.data.batch_size
         n_held_out = min(plan.data.n_eval_examples, data.report.test.prompts) if plan.online else 0
         sampled_sizes = sizes or _divide(n_held_out, plan.data.eval_batch_size)
@@ -51,8 +53,9 @@ class FirstUpdate(NamedTuple):
                 f"(n_eval_examples; do_first_eval=false leaves it out)"
             )
         if evaluation.do_first_eval and plan.online:
-            models = "the policy" if plan.reference is None else "policy and reference"
-            n_tokens = (1 if plan.reference is None else 2) * n_held_out * plan.online.max_new_tokens
+            models, n_tokens = "the policy", n_held_out * plan.online.max_new_tokens
+            if plan.reference is not None:
+                models, n_tokens = "policy and reference", 2 * n_tokens
             tasks.append(
                 f"answers of {models} to {count(n_held_out, 'held-out prompt')}, up to {count(n_tokens, 'token')} "
                 f"(n_eval_examples; do_first_eval=false leaves them out)"
@@ -60,7 +63,10 @@ class FirstUpdate(NamedTuple):
         draws_first = evaluation.sample_during_eval and evaluation.do_first_sampling is not False
         if evaluation.do_first_eval and sampled_sizes and draws_first:
             draws_samples, message = _decide_on_samples(plan, data, sampled_sizes, n_trained)
-            (tasks if draws_samples else warnings).append(message)
+            if draws_samples:
+                tasks.append(message)
+            else:
+                warnings.append(message)
         if not tasks:
             return cls(n_tested, draws_samples, warnings)
         announcement = "\n".join(["before the first update:", *(f"  {task}" for task in tasks)])
@@ -105,8 +111,7 @@ def _count_samples(plan: Plan, data: TrainingData, sizes: Sequence[int]) -> tupl
     frees_reference = plan.reference == "model" and plan.caches_reference_first
     n_models = 1 if plan.reference is None or frees_reference else 2
     # sampling ends when a batch's longest prompt reaches max_length; that prompt is at least as long as the mean
-    n_left = plan.data.max_length - int(data.report.test.mean_prompt_tokens)
-    n_new_tokens = min(n_left, plan.evaluation.n_eval_tokens or n_left)
+    n_new_tokens = limit_new_tokens(plan, int(data.report.test.mean_prompt_tokens))
     return n_prompts, n_models, n_models * n_prompts * n_new_tokens
 
 

@@ -34,6 +34,7 @@ from dpo.settings.plan import Plan
 from dpo.settings.validation import find_problems
 from dpo.system.host import host_memory, list_own_gpus, resident_memory
 from dpo.training.batches import Batch, Batches, with_mismatched
+from dpo.training.evaluation import limit_new_tokens
 from dpo.training.memory_tracker import MemoryTracker, on_device
 from dpo.training.online import add_placeholders, encode_prompt, list_held_out, some_prompts
 from dpo.training.optimization import OPTIMIZERS
@@ -138,7 +139,7 @@ def run_passes(plan: Plan, data: TrainingData) -> Passes:
 
 
 def sum_phases(plan: Plan, passes: Passes) -> dict[str, Bytes]:
-    """Add up what a process holds and what its passes take, by phase."""
+    """Add up, by phase, what a process holds and its passes take."""
     held = _count_held(plan, passes.policy) + Counter(scorer=passes.scorer, process=passes.process)
     phases: dict[str, Bytes] = {}
     if plan.reference == "model" and plan.caches_reference_first:
@@ -170,8 +171,7 @@ def _find_samples_peak(plan: Plan, policy: Any, fake: FakeTensorMode, eval_batch
     """Peak of the passes of an evaluation that draws samples."""
     # at least 2 tokens, as `_find_sampling_peak` feeds the last two one by one
     n_prompt_tokens = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
-    n_left = plan.data.max_length - n_prompt_tokens
-    sampling = Sampling(min(n_left, plan.evaluation.n_eval_tokens or n_left))
+    sampling = Sampling(limit_new_tokens(plan, n_prompt_tokens))
     n_rows = math.ceil(max(len(batch.examples) for batch in eval_batches) / plan.dims.data_size)
     return _find_sampling_peak(
         plan, policy, fake, sampling, n_rows=n_rows, n_prompt_tokens=n_prompt_tokens, autocast=None
@@ -234,7 +234,10 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
     is_whole = fsdp.frozen_weights == "whole"
 
     def count_frozen(n_bytes: int, n_elements: int, dtype: str) -> int:
-        """Bytes of frozen weights: whole ones are in the `dtype` of their passes, shards in their own."""
+        """Bytes of frozen weights on a process.
+
+        Whole ones are in the `dtype` in which they compute, shards in the dtype in which they were loaded.
+        """
         return n_elements * DTYPES[dtype].itemsize // dims.tensor_size if is_whole else n_bytes // n_shards
 
     weights, trained = list(policy.parameters()), trained_parameters(policy)
@@ -294,7 +297,7 @@ def _list_units(plan: Plan, policy: Any) -> list[list[torch.Tensor]]:
 
 
 def _count_all_gathered(plan: Plan, policy: Any) -> int:
-    """Bytes of the policy's weights when all are gathered; 0 if none are sharded."""
+    """Bytes of the gathered policy; 0 if it is not sharded."""
     if plan.dims.shard_size == 1:
         return 0
     n_elements = sum(_count_elements(unit) for unit in _list_units(plan, policy))
@@ -454,7 +457,7 @@ def _find_sampling_peak(
         choose = choosing(sampling, range(n_rows), n_prompt=n_prompt_tokens)
 
         def forward(n_tokens: int, n_cached: int, cache: Any) -> Any:
-            """Run the policy on `n_tokens` and draw the next; return the new cache.
+            """Run the policy on `n_tokens`, draw the next; return the cache.
 
             `cache` has keys and values of `n_cached` tokens. Only the memory in use matters, so token ids are zeros,
             and the drawn token is not used.
