@@ -35,7 +35,7 @@ from dpo.settings.validation import find_problems
 from dpo.system.host import host_memory, list_own_gpus, resident_memory
 from dpo.training.batches import Batch, Batches, with_mismatched
 from dpo.training.evaluation import limit_new_tokens
-from dpo.training.memory_tracker import MemoryTracker, on_device
+from dpo.training.memory_tracker import MemoryTracker, materialize
 from dpo.training.online import add_placeholders, encode_prompt, list_held_out, some_prompts
 from dpo.training.optimization import OPTIMIZERS
 
@@ -110,7 +110,7 @@ def run_passes(plan: Plan, data: TrainingData) -> Passes:
     fake = FakeTensorMode()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with fake:
-        policy = on_device(policy, device, gathered_dtype)
+        policy = materialize(policy, device, gathered_dtype)
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
@@ -499,7 +499,7 @@ def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, n_rows:
     """
     model.config.get_text_config().pad_token_id = 0  # classifiers refuse several rows without one
     with fake, torch.no_grad():
-        model = on_device(model, device, None)
+        model = materialize(model, device, None)
         ids = torch.ones(n_rows, n_tokens, dtype=torch.long, device=device)
         with MemoryTracker((*model.parameters(), *model.buffers())) as tracker:
             model(input_ids=ids)

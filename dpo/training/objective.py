@@ -86,9 +86,9 @@ def find_shares_ranked_right(
 ) -> torch.Tensor:
     """Find the share of the other kind that each example ranks right.
 
-    A labelled example has one reward: in `chosen` if `is_chosen`, else in `rejected`; all are (B,). A chosen example ranks
-    right the rejected ones with lower rewards, and a rejected example the chosen ones with higher rewards. Shares are
-    by weight, and a tie counts half. Their weighted mean is the area under the ROC curve.
+    All are (B,). A labelled example has one reward, in `chosen` if `is_chosen`, else in `rejected`. A chosen example
+    ranks right the rejected ones with lower rewards, and a rejected example the chosen ones with higher rewards. Shares
+    are by weight, and a tie counts half. Their weighted mean is the area under the ROC curve.
     """
 
     def find_share_below(values: torch.Tensor, others: torch.Tensor, other_weights: torch.Tensor) -> torch.Tensor:
@@ -325,7 +325,7 @@ class Objective:
 
     @torch.no_grad()
     def find_log_ratios(self, batches: Iterable[Batch]) -> list[float]:
-        """Log-ratios, log pi - log ref, of examples with a chosen response alone."""
+        """Log-ratios of examples whose only response is chosen."""
         scores, _ = self._compute_all_scores(batches)
         return (scores.chosen - scores.reference_chosen).tolist()
 
