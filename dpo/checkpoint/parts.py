@@ -211,7 +211,7 @@ def _list_parameter_ids(state_dict: Mapping[str, Any]) -> list[list[int]]:
 
 @cache
 def _list_state_keys(optimizer_class: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
-    """The keys of an optimizer's state of a parameter, found by a step."""
+    """The keys of an optimizer's state, found by making a step."""
     parameter = torch.nn.Parameter(torch.zeros((2,) * ndim))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer_class([parameter], lr=1.0)

@@ -134,7 +134,7 @@ def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losse
 def _preference_loss(scores: Scores, beta: float, **options: Any) -> Losses:
     """`preference_loss` on scores; its rewards are those of `with_rewards`."""
     losses, _, _ = preference_loss(
-        scores.chosen - scores.offset / beta,  # in units of rewards, the offset is subtracted from beta * h
+        scores.chosen - scores.offset / beta,  # the offset is one of rewards, which are beta times log-ratios
         scores.rejected,
         scores.reference_chosen,
         scores.reference_rejected,
@@ -416,8 +416,8 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
     u_w, u_l = scores.log_ratios()
     chosen_losses = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
     rejected_losses = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)
-    # Summed over the batch, both have the same value, as they compare the same ranks. But partners have no gradient: the
-    # first gives that of the chosen responses, the second that of the rejected ones. So its value is subtracted again.
+    # Both have the same sum over the batch, as they compare the same ranks. But partners have no gradient: the first
+    # term gives that of the chosen responses, the second that of the rejected ones. So its value is subtracted again.
     return with_rewards(chosen_losses + rejected_losses - rejected_losses.detach(), u_w, u_l, beta)
 
 
