@@ -139,10 +139,7 @@ def get_shp(
 
 
 def _strip_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check a Stack Exchange row and convert its HTML to text.
-
-    Raises InputError for a damaged row.
-    """
+    """Check a Stack Exchange row and convert its HTML to text."""
     get_field(row, "question", where)
     if not get_field(row, "answers", where, list):
         raise InputError(f"{where}: answers is empty")

@@ -179,8 +179,8 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
 
     `run` is None on all ranks but 0, which has locked the directory.
     """
-    silence_bitsandbytes()  # set_seed's module imports PEFT
-    from transformers import set_seed
+    silence_bitsandbytes()  # `transformers.set_seed` imports PEFT
+    import transformers
 
     from dpo.checkpoint.resume import check_inputs
     from dpo.models.loading import find_model_config, find_weights
@@ -189,10 +189,11 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
 
     meet_rank_0("the run's directory")  # rank 0 alone opens it, and may copy a checkpoint and logs into it
     resume_from = from_rank_0(run.checkpoint if run else None)
-    set_seed(plan.run.seed)  # Python's, numpy's and torch's
+    transformers.set_seed(plan.run.seed)  # Python's, numpy's and torch's
     set_up_torch(plan)
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
-        hide_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
 
     if run is not None and run.resume_point is None and models is None:
         find_weights(plan)  # raises for missing weights before the data is loaded, which may take minutes
@@ -269,9 +270,9 @@ def train(
 
 
 def export_last(rank: int, plan: Plan) -> None:
-    """Export a complete run's last checkpoint to its `hf`, if wanted and missing.
+    """Export a complete run's last checkpoint, if wanted and missing.
 
-    Rank 0 writes it, and prints a warning if that fails.
+    Rank 0 writes it to the checkpoint's `hf`, and prints a warning if that fails.
     """
     if not plan.run.export or plan.run.debug:
         return
@@ -308,13 +309,6 @@ def find_trainer(plan: Plan) -> Any:
     import trainers
 
     return trainers.TRAINERS[plan.trainer.name]
-
-
-def hide_progress_bars() -> None:
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
 
 
 def set_up_torch(plan: Plan) -> None:

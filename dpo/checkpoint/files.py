@@ -71,7 +71,10 @@ def write_checkpoint(
                 files[file_name], blocks[file_name] = file.sync()
             del state
         with _explaining(directory):
-            _write_manifest(temporary, {"examples": step_idx, "files": files, "blocks": blocks, **facts})
+            manifest = {"examples": step_idx, "files": files, "blocks": blocks, **facts}
+            with HashedFile(temporary / MANIFEST) as file:
+                file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
+                file.sync()
             sync_directory(temporary)
             if os.path.lexists(directory):  # saved again at this step: a rename cannot replace a non-empty directory
                 remove(former)
@@ -81,13 +84,6 @@ def write_checkpoint(
         shutil.rmtree(former, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure
-
-
-def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest with its own checksum, and sync it."""
-    with HashedFile(directory / MANIFEST) as file:
-        file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
-        file.sync()
 
 
 @contextmanager

@@ -78,10 +78,7 @@ class OptimizerPart(Part):
         return sum(tensor.nbytes for state in self.source.state.values() for tensor in state.values())
 
     def restore(self, file: Path) -> None:
-        """Load this process's shards.
-
-        Raises DamagedCheckpoint if the state does not fit.
-        """
+        """Load this process's shards; raise DamagedCheckpoint for a misfit."""
         state = None
         if is_rank_0():
             state = read_state(file)

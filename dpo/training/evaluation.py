@@ -97,15 +97,12 @@ class Evaluator:
             prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
             by_model.append(sample_batches(model, continue_prompts, prompts, self.mesh))
         texts = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.encode)]
-        samples = [
-            Sample(text, policy=continuation.text, reference=None, policy_ended=continuation.ended)
-            for text, continuation in zip(texts, by_model[0], strict=True)
-        ]
+        samples = [Sample(text, said.text, None, said.ended) for text, said in zip(texts, by_model[0], strict=True)]
         if len(by_model) == 1:
             return samples
         return [
-            sample._replace(reference=continuation.text, reference_ended=continuation.ended)
-            for sample, continuation in zip(samples, by_model[1], strict=True)
+            sample._replace(reference=said.text, reference_ended=said.ended)
+            for sample, said in zip(samples, by_model[1], strict=True)
         ]
 
     def sampled_models(self) -> Iterator[Any]:

@@ -700,19 +700,15 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
     if plan.online:
         _print_online_phases(plan, phases)
     if plan.dims.shard_size > 1:
-        _print_communication(decided_plan)
+        sent, frozen = count_communication(decided_plan), decided_plan.fsdp.frozen_weights or "sharded"
+        details = f" (frozen weights are {frozen})" if plan.has_frozen_weights else ""
+        print(
+            f"FSDP sends {sent.total() / 1e9:.2f} GB from each process in an update, of which gathered weights "
+            f"{sent['gathered'] / 1e9:.2f}, reduced gradients {sent['reduced'] / 1e9:.2f}{details}"
+        )
     if memory.total() > available:
         print("won't fit; looking for settings that would help", flush=True)  # a prediction for each takes a while
         print(f"try {_join_suggestions(plan, data)}")
-
-
-def _print_communication(plan: Plan) -> None:
-    sent = count_communication(plan)
-    details = f" (frozen weights are {plan.fsdp.frozen_weights or 'sharded'})" if plan.has_frozen_weights else ""
-    print(
-        f"FSDP sends {sent.total() / 1e9:.2f} GB from each process in an update, of which gathered weights "
-        f"{sent['gathered'] / 1e9:.2f}, reduced gradients {sent['reduced'] / 1e9:.2f}{details}"
-    )
 
 
 def _print_online_phases(plan: Plan, phases: dict[str, Bytes]) -> None:
@@ -730,10 +726,7 @@ def _print_online_phases(plan: Plan, phases: dict[str, Bytes]) -> None:
 
 @contextmanager
 def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
-    """Raise RunError with advice if memory runs out inside.
-
-    The message says how much memory a process needs, and which settings would reduce that.
-    """
+    """Raise RunError with advice if memory runs out inside."""
     try:
         yield
     except RunError:  # a RuntimeError too, but its message needs no explanation

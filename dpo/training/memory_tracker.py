@@ -76,7 +76,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def materialize(model: Any, device: str, dtype: torch.dtype | None) -> Any:
-    """Replace a model's tensors, which are on the meta device, by empty ones.
+    """Replace a model's tensors on the meta device by empty ones.
 
     Parameters get the `dtype`; None keeps their own. In a FakeTensorMode the new tensors take no memory. (A model
     cannot be built in that mode instead, as PEFT could not add adapters to it.)

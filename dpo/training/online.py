@@ -86,13 +86,10 @@ class OnlineBatches(Batches):
         for note in self.scorer.notes:
             progress.line(note)
         self.states = {"online": ScorerState(self.scorer)}
-        online = plan.online
-        self.n_samples, self.missing_eos_penalty = online.n_samples, online.missing_eos_penalty
-        self.labels, self.keeps_ties = online.labels, online.ties == "keep"
+        self.online = online = plan.online
         self.sampling = Sampling(
             online.max_new_tokens, online.temperature, online.top_p, seed, plan.model.cache_implementation
         )
-        self.n_offline = plan.n_offline
         self._reference_answers: list[Answer] = []  # to the held-out prompts, once they are drawn
 
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
@@ -125,11 +122,13 @@ class OnlineBatches(Batches):
         drawn, weights = {}, [1.0] * len(prompts)
         for (index, encoded_prompt), prompt_answers in zip(encoded_prompts.items(), scored, strict=True):
             drawn[index] = choose_pair(prompts[index], prompt_answers)
-            if self.labels == "bradley_terry":
+            if self.online.labels == "bradley_terry":
                 seed = (self.seed, update, LABEL_STREAM, prompts[index].index_in_split)
                 drawn[index] = draw_label(drawn[index], seed)
-            # a tie stays in the batch, with weight 0, so that every process has as many forwards as without ties
-            weights[index] = float(self.keeps_ties or not drawn[index].is_tie)
+            if drawn[index].is_tie and self.online.ties != "keep":
+                weights[index] = (
+                    0.0  # it stays in the batch, so that every process has as many forwards as without ties
+                )
             examples[index] = _add_pair(encoded_prompt, drawn[index])
         in_order = [examples[index] for index in range(len(prompts))]
         microbatches = self.split(in_order, self.plan.data.gradient_accumulation_steps)
@@ -139,7 +138,7 @@ class OnlineBatches(Batches):
             microbatches,
             cache_rows=(),  # the reference's log-probabilities are not cached: the same pairs hardly come again
             drawn=drawn,
-            metrics=_compute_metrics(list(drawn.values()), may_flip=self.labels != "hard"),
+            metrics=_compute_metrics(list(drawn.values()), may_flip=self.online.labels != "hard"),
             seconds={"sampling": scoring_start - sampling_start, "scoring": time.perf_counter() - scoring_start},
         )
 
@@ -209,7 +208,7 @@ class OnlineBatches(Batches):
         """
         rng = np.random.default_rng([self.seed, update, OFFLINE_STREAM])
         chosen_pairs = {}
-        for index in sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist()):
+        for index in sorted(rng.choice(len(prompts), self.plan.n_offline, replace=False).tolist()):
             pairs = list_examples(prompts[index])
             chosen_pairs[index] = pairs[rng.integers(len(pairs))]
         return chosen_pairs
@@ -219,9 +218,9 @@ class OnlineBatches(Batches):
 
         Prompts and answers go by the prompt's index in the batch.
         """
-        n_before = update * self.plan.data.batch_size
-        numbers = {index: (n_before + index) * self.n_samples for index in encoded_prompts}
-        return self._sample(self.objective.policy, encoded_prompts, numbers, n_samples=self.n_samples)
+        n_before, n_samples = update * self.plan.data.batch_size, self.online.n_samples
+        numbers = {index: (n_before + index) * n_samples for index in encoded_prompts}
+        return self._sample(self.objective.policy, encoded_prompts, numbers, n_samples=n_samples)
 
     def _sample(
         self, model: Any, encoded_prompts: Mapping[int, Example], numbers: Mapping[int, int], *, n_samples: int
@@ -291,7 +290,7 @@ class OnlineBatches(Batches):
         scores = iter([score for outcome in outcomes for score in outcome])  # of all prompts' answers, in order
 
         def add_score(answer: Answer) -> Answer:
-            penalty = 0.0 if answer.ended else self.missing_eos_penalty
+            penalty = 0.0 if answer.ended else self.online.missing_eos_penalty
             return answer._replace(score=next(scores) - penalty)
 
         return [[add_score(answer) for answer in answers] for _, answers in answered]
@@ -330,7 +329,7 @@ def list_held_out(plan: Plan, data: TrainingData) -> list[Prompt]:
 def add_placeholders(encoded_prompt: Example, n_tokens: int, n_answers: int) -> Example:
     """Add answers of `n_tokens` to a prompt's example.
 
-    The tokens of the first are 0, those of the second 1: the shared-prefix layout would pack equal answers only once.
+    They differ, as the shared-prefix layout would pack equal answers only once.
     """
     answers = tuple((token,) * n_tokens for token in range(n_answers))
     return encoded_prompt._replace(responses=answers, roles=TRAINS_ON["pairs"][:n_answers])

@@ -18,18 +18,13 @@ class StopRequest:
         self.is_agreed = False
 
     def raise_if_agreed(self) -> None:
-        """Raise Stopped if all processes have agreed to stop.
-
-        A process that runs alone needs no agreement.
-        """
+        """Raise Stopped if all processes have agreed to stop."""
+        # a process that runs alone needs no agreement
         if self.is_agreed or (self._mesh.world_size == 1 and self.signals):
             raise Stopped(*self.signals[:1])
 
     def raise_if_any(self) -> None:
-        """Raise Stopped on every process if any has received a signal.
-
-        Takes a collective.
-        """
+        """Raise Stopped on every process if any has received a signal."""
         if self._mesh.any(bool(self.signals)):
             raise Stopped(*self.signals[:1])
 
