@@ -18,7 +18,7 @@ from support.warm import launch
 from dpo.data.examples import Example
 from dpo.losses import find_loss
 from dpo.models.pretrained import load_model
-from dpo.training.objective import rank_labelled
+from dpo.training.objective import find_shares_ranked_right
 from trainers import TRAINERS, BasicTrainer
 
 LAYOUTS = ("padded", "shared_prefix")
@@ -213,13 +213,13 @@ def test_the_kl_of_kto_is_estimated_on_the_mismatched_examples_of_the_global_bat
 def test_labelled_responses_are_ranked_against_all_of_the_other_kind():
     is_chosen = torch.tensor([True, True, False, True, False])
     chosen, rejected = torch.tensor([3.0, 1.0, 0, -2.0, 0]), torch.tensor([0, 0, 1.0, 0, -1.0])
-    shares = rank_labelled(chosen, rejected, is_chosen, torch.ones(5))
+    shares = find_shares_ranked_right(chosen, rejected, is_chosen, torch.ones(5))
     assert shares.tolist() == pytest.approx([1, 0.75, 0.5, 0, 2 / 3])  # 1.0 ties with 1.0, which counts half
     assert shares[is_chosen].mean().item() == pytest.approx(3.5 / 6)
     assert shares[~is_chosen].mean().item() == pytest.approx(3.5 / 6)
 
     weights = torch.tensor([4.0, 2.0, 3.0, 1.0, 1.0])
-    shares = rank_labelled(chosen, rejected, is_chosen, weights)
+    shares = find_shares_ranked_right(chosen, rejected, is_chosen, weights)
     assert shares.tolist() == pytest.approx([1, 2.5 / 4, 5 / 7, 0, 6 / 7])
     assert (shares * weights)[is_chosen].sum().item() == pytest.approx(7 * 21 / 28)
     assert (shares * weights)[~is_chosen].sum().item() == pytest.approx(4 * 21 / 28)
