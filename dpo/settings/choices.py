@@ -96,10 +96,8 @@ SYSTEM = "system"  # the field of a system turn, which the records of any form m
 PROMPT_PARTS = ("input", "history")  # of a prompt in Alpaca's data, beside the instruction
 TOOLS = "tools"  # the field of the tools that a chat may call, which records may have too
 NUMBER_FIELDS = ("weight", "margin")  # and these
-FIELDS = (
-    *dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form),
-    *(SYSTEM, TOOLS, *NUMBER_FIELDS),
-)
+OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)  # of any form; the config may say that they have no column
+FIELDS = (*dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form), *OPTIONAL_FIELDS)
 DATA_FORMATS = (  # of custom data, in the order in which they are tried
     "hh", "trl_standard", "trl_conversational", "trl_implicit", "ultrafeedback", "openrlhf", "alpaca", "sharegpt",
     "axolotl_chat_template", "axolotl_prompt_pairs", "axolotl_intel", "axolotl_argilla", "axolotl_icr",
