@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from support.formats import ASK, CALL, RESULT, SKY, TOOLS, assistant, user
+from support.formats import ASK, CALL, END, RESULT, SKY, TOOLS, TURN, WITH_TOOLS, assistant, user
 from support.runs import write_rows
 
 from dpo.data.asking import render
@@ -18,10 +18,6 @@ from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from preference_datasets import get_batch_iterator
 
-# like ChatML with tools, in fewer letters
-TURN = "<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}"
-END = "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-WITH_TOOLS = "{% for tool in tools or [] %}({{ tool.function.name }})\n{% endfor %}{% for m in messages %}" + TURN + END
 AS_JSON = WITH_TOOLS.replace(
     "[{{ call.function.name }}]", "[{{ call.function.name }} {{ call.function.arguments | tojson }}]"
 )
