@@ -227,7 +227,7 @@ class _Conversation:
 
 
 def _iterate_texts(value: Any) -> Iterator[str]:
-    """Yield the texts and numbers in a value, and the keys of objects."""
+    """Yield the texts, keys and numbers in a value."""
     if isinstance(value, dict):
         yield from value
     if isinstance(value, (list, dict)):
@@ -247,7 +247,10 @@ def _list_parts(messages: Messages) -> Iterator[str]:
 
 
 def _find_dropped(messages: Messages, rendered: str) -> str:
-    """The words with which the first text of messages begins that a rendered text lacks."""
+    """Find words of messages that a rendered text lacks.
+
+    They are the beginning of the first text that is not there whole; empty if all are.
+    """
 
     def is_there(text: str) -> bool:  # as it is, or as a template writes JSON
         return text in rendered or json.dumps(text, ensure_ascii=False)[1:-1] in rendered

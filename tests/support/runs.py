@@ -137,7 +137,7 @@ def write_weighted(folder: Path) -> Path:
 
 
 def write_chats(folder: Path) -> Path:
-    """Write pairs of chats with tools and responses of several turns, 22 to train on and 8 to test."""
+    """Write 22 training pairs and 8 test pairs of chats with tools."""
     for split, n in (("train", 22), ("test", 8)):
         rows = []
         for i in range(n):
