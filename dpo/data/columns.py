@@ -25,6 +25,7 @@ from dpo.settings.choices import (
     FORMS,
     LABEL_FIELDS,
     NUMBER_FIELDS,
+    OPTIONAL_FIELDS,
     PAIR_FIELDS,
     PROMPT_PARTS,
     SCORED_FIELDS,
@@ -48,7 +49,6 @@ UNQUOTED = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accept
 DIALOGUE, PROSE, OTHER = "dialogue", "prose", "other"  # kinds of columns; see `_find_kind`
 N_INSPECTED = 100  # records that decide the kind of a column
 RESPONSES = ("chosen", "rejected")
-OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)  # which the records of any form may have
 
 
 class ColumnsError(InputError):
@@ -61,7 +61,7 @@ class RecognizedColumns(NamedTuple):
     used: dict[str, str]  # field to column
     unused: list[str]  # only columns of prose or dialogues: nobody misses ids, numbers and labels
 
-    def describe(self, configured: Mapping[str, str]) -> str:
+    def describe(self, configured: Mapping[str, str | None]) -> str:
         """A note on guessed and unused columns; empty if there are none.
 
         A column is guessed if it is neither `configured` nor has the name of its field.
@@ -119,7 +119,7 @@ def _is_prose(value: Any) -> bool:
 
 def recognize_columns(
     present: Mapping[str, str],
-    configured: Mapping[str, str],
+    configured: Mapping[str, str | None],
     *,
     name: str,
     origin: str,
@@ -130,9 +130,10 @@ def recognize_columns(
     """Recognize the columns of what a loss trains on.
 
     `present` maps the columns to their kinds, and `configured` fields to the columns that the config gives for dataset
-    `name`. `format_columns` are those of its format, if the config gives one; no others are used. Pairs need no prompt
-    if chosen and rejected begin with it: if they are dialogues, if nothing else could be the prompt, or if the config
-    gives these two fields alone. Raises ColumnsError, with the fix, if a field has no column or several.
+    `name`, None for a field without one. `format_columns` are those of its format, if the config gives one; no others
+    are used. Pairs need no prompt if chosen and rejected begin with it: if they are dialogues, if nothing else could be
+    the prompt, or if the config gives these two fields alone. Raises ColumnsError, with the fix, if a field has no
+    column or several.
     """
     _check_configured(present, configured, name, origin)
     if format_columns is None:
@@ -140,7 +141,7 @@ def recognize_columns(
         optional = {}
         if "prompt" not in configured:
             candidates["prompt"], optional = _separate_parts(candidates["prompt"], present)
-        if SYSTEM in configured or ("prompt" not in configured and _has_prose(candidates[SYSTEM], present)):
+        if configured.get(SYSTEM) or ("prompt" not in configured and _has_prose(candidates[SYSTEM], present)):
             optional[SYSTEM] = candidates[SYSTEM][0]
         if len(candidates[TOOLS]) == 1:
             optional[TOOLS] = candidates[TOOLS][0]
@@ -190,7 +191,7 @@ def recognize_columns(
     return RecognizedColumns(used, unused)
 
 
-def _check_configured(present: Iterable[str], configured: Mapping[str, str], name: str, origin: str) -> None:
+def _check_configured(present: Iterable[str], configured: Mapping[str, str | None], name: str, origin: str) -> None:
     """Check the config's columns: that they exist, and make up a form."""
     key = f"dataset_sources.{name}.columns"
     if not any(configured.keys() <= {*form, *OPTIONAL_FIELDS} for form in chain.from_iterable(FORMS.values())):
@@ -200,6 +201,8 @@ def _check_configured(present: Iterable[str], configured: Mapping[str, str], nam
             f"({', '.join(SCORED_FIELDS)}), or {CHAT_FIELDS[0]} alone or with label; any may have weight and margin"
         )
     for field, column in configured.items():
+        if column is None:
+            continue
         fields = [other for other, other_column in configured.items() if other_column == column]
         if len(fields) > 1:
             raise InputError(
@@ -209,13 +212,14 @@ def _check_configured(present: Iterable[str], configured: Mapping[str, str], nam
             raise ColumnsError(f"{key}.{field}={column}: {origin} has no such column; there are {', '.join(present)}")
 
 
-def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str, str]) -> list[str]:
+def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str, str | None]) -> list[str]:
     """Find the columns that may be a field.
 
-    It is the configured column, else the column with the field's name, else all with one of its other names.
+    It is the configured column, or none if that is None. Without a configured column, it is the column with the field's
+    name, or else all with one of its other names.
     """
     if field in configured:
-        return [configured[field]]
+        return [column] if (column := configured[field]) else []
     free = [column for column in present if column not in configured.values()]
     if field in free:
         return [field]

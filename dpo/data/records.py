@@ -120,8 +120,9 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
             )
     label = _read_label(row, used["label"], where, name) if "label" in used else None
     tools = drop_nulls(row.get(used.get(TOOLS, ""))) or None
-    if tools and is_chat and not read_tools(row, used[TOOLS], where):  # no template renders texts, nor their tools
-        tools = None
+    if tools and is_chat:  # no template renders texts, nor their tools
+        fix = f"leave the column out with 'dataset_sources.{name}.columns={{tools: null}}'"
+        tools = tools if read_tools(row, used[TOOLS], where, fix) else None
     return Record(prompt, responses, system, below, label, "responses" in used, history, tools)
 
 

@@ -101,14 +101,12 @@ FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),  # pairs with `unpair`
     "lists": (SCORED_FIELDS, RANKED_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),
 }
-# fields that the records of any form may have too
+# fields that the records of any form may have too; the config may say that they have no column
 SYSTEM = "system"  # a system turn
 TOOLS = "tools"  # the tools that a chat may call
 NUMBER_FIELDS = ("weight", "margin")
-FIELDS = (
-    *dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form),
-    *(SYSTEM, TOOLS, *NUMBER_FIELDS),
-)
+OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)
+FIELDS = (*dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form), *OPTIONAL_FIELDS)
 PROMPT_PARTS = ("input", "history")  # of a prompt in Alpaca's data, beside the instruction
 DATA_FORMATS = (  # of custom data, in the order in which they are tried
     "hh", "trl_standard", "trl_conversational", "trl_implicit", "ultrafeedback", "openrlhf", "alpaca", "sharegpt",

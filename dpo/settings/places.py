@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dpo.errors import InputError
-from dpo.settings.choices import DATA_FORMATS, FIELDS
+from dpo.settings.choices import DATA_FORMATS, FIELDS, OPTIONAL_FIELDS, join_with_or
 from dpo.settings.files import load_defaults
 from dpo.settings.keys import Problem, is_text
 
@@ -33,7 +33,8 @@ class Source:
 
     path: str
     revision: str | None = None  # of a Hub id: a branch, tag or commit
-    columns: Mapping[str, str] = field(default_factory=dict)  # maps fields of choices.FIELDS to the source's columns
+    # maps fields of choices.FIELDS to the source's columns, and those without a column to None
+    columns: Mapping[str, str | None] = field(default_factory=dict)
     format: str | None = None  # one of choices.DATA_FORMATS; None: recognized
 
     @classmethod
@@ -60,15 +61,19 @@ class Source:
             raise InputError(f"{key}.format={data_format} is not one of {', '.join(DATA_FORMATS)}")
         if columns and data_format:
             raise InputError(f"{key} has columns={columns} and format={data_format}, which names columns too: give one")
-        if not isinstance(columns, Mapping) or set(columns) - set(FIELDS) or not all(map(is_text, columns.values())):
+        if (
+            not isinstance(columns, Mapping)
+            or set(columns) - set(FIELDS)
+            or not all(is_text(column) or (column is None and of in OPTIONAL_FIELDS) for of, column in columns.items())
+        ):
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to the names of your columns, such as "
-                f"{{prompt: question, chosen: best}}"
+                f"{{prompt: question, chosen: best}}, or {join_with_or(OPTIONAL_FIELDS)} to null for none"
             )
         return cls(str(value["path"]), value.get("revision"), columns, data_format)
 
     @property
-    def reading(self) -> Mapping[str, str]:
+    def reading(self) -> Mapping[str, str | None]:
         """How records are read: format or columns, as a JSON value."""
         return {"format": self.format} if self.format else dict(self.columns)
 
