@@ -10,6 +10,7 @@ import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,7 @@ ROWS_PER_WORKER = 5000  # of Stack Exchange: a few seconds of work, more than it
 
 
 def _progress(rows: Sequence, name: str, silent: bool) -> Iterable:
-    disable = True if silent else None  # None: disabled unless stderr is a terminal
+    disable = True if silent else None  # with None, tqdm is silent unless stderr is a terminal
     return tqdm.tqdm(rows, desc=f"Processing {name}", disable=disable)
 
 
@@ -138,10 +139,7 @@ def get_shp(
 
 
 def _strip_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check a Stack Exchange row and convert its HTML to text.
-
-    Raises InputError for a damaged row.
-    """
+    """Check a Stack Exchange row and convert its HTML to text."""
     get_field(row, "question", where)
     if not get_field(row, "answers", where, list):
         raise InputError(f"{where}: answers is empty")
@@ -193,12 +191,14 @@ def get_se(
     for row in _progress(stripped, "SE", silent):
         responses = [" " + answer["text"] for answer in row["answers"]]
         scores = [answer["pm_score"] for answer in row["answers"]]
-        index_pairs = itertools.combinations(range(len(scores)), 2)  # (earlier, later)
-        # the earliest score of a repeated text counts: a dict keeps a key's last value, so go backwards
+        pairs = []  # (better, worse)
+        for earlier, later in itertools.combinations(range(len(scores)), 2):
+            pairs.append((earlier, later) if scores[earlier] > scores[later] else (later, earlier))
+        # the first score of a repeated text counts: a dict keeps a key's last value, so go backwards
         first_score = dict(zip(reversed(responses), reversed(scores), strict=True))
         data[f"\n\nHuman: {row['question']}\n\nAssistant:"] = {
             "responses": responses,
-            "pairs": [(i, j) if scores[i] > scores[j] else (j, i) for i, j in index_pairs],
+            "pairs": pairs,
             "sft_target": max(responses, key=first_score.__getitem__),
         }
     return data
@@ -220,8 +220,7 @@ def get_dataset(
 ) -> PreferenceData:
     """Load a split of a dataset as `{prompt: {responses, pairs, sft_target}}`.
 
-    Each prompt has responses, a list of str; pairs (better, worse) of indices into that list; and the SFT target, a
-    str.
+    Responses are a list of str, pairs are (better, worse) as indices into that list, and the SFT target is a str.
 
     `dataset_sources[name]` says where a dataset is; only built-in datasets need none. For custom data, `tokenizer`
     renders chat messages, `trains_on` says what kind of examples its columns must provide, and `with_margins` whether a
@@ -230,12 +229,11 @@ def get_dataset(
     field, and empty data.
     """
     configured_source = (dataset_sources or {}).get(name)
+    if name == "demo" and configured_source is not None:
+        raise InputError(
+            f"dataset_sources.demo={configured_source}: the demo data is generated; choose another name for custom data"
+        )
     if name == "demo":
-        if configured_source is not None:
-            raise InputError(
-                f"dataset_sources.demo={configured_source}: the demo data is generated; choose another name for custom "
-                f"data"
-            )
         return get_demo(split)
     if configured_source is None and name not in HUB_IDS:
         raise InputError(
@@ -254,7 +252,8 @@ def get_dataset(
     first = next(iter(data.values()))
     assert {"responses", "pairs", "sft_target"} <= set(first), f"{name} gives {set(first)}"
     if not silent:
-        print("".join(f"{note}\n" for note in data.notes), end="")
+        for note in data.notes:
+            print(note)
     return data
 
 
@@ -270,12 +269,12 @@ def _load_custom(
     rows = load_rows(source, split, cache_dir)
     origin = source.path if source.has_no_splits else f"{source.path} ({split})"
     try:
-        form = {"name": name, "data_format": source.format, "trains_on": trains_on, "with_margins": with_margins}
-        return get_custom(rows, origin, tokenizer, source.columns, **form)
+        options = {"name": name, "data_format": source.format, "trains_on": trains_on, "with_margins": with_margins}
+        return get_custom(rows, origin, tokenizer, source.columns, **options)
     except ColumnsError as error:
         if split == "train" or source.has_no_splits:
             raise
-        # the train split was loaded before, so its columns are recognized: if the test split's differ, say so
+        # the train split was loaded before, so its columns are known to be right: if the test split's differ, say so
         columns, train_columns = find_columns(rows), find_columns(load_rows(source, "train", cache_dir))
         if columns.keys() == train_columns.keys():
             raise
@@ -344,16 +343,17 @@ def get_batch_iterator(
     """
     if n_epochs is None and n_examples is None:
         raise InputError("give n_epochs or n_examples: without either the batches would never end")
-    options: dict[str, Any] = {"cache_dir": cache_dir, "dataset_sources": dataset_sources, "tokenizer": tokenizer}
-    options |= {"silent": silent, "trains_on": "targets" if sft_mode else "pairs"}
-    prompts = list(iterate_prompts(get_dataset, names, split, **options))
+    load = partial(get_dataset, silent=silent, cache_dir=cache_dir, dataset_sources=dataset_sources)
+    trains_on = "targets" if sft_mode else "pairs"
+    prompts = list(iterate_prompts(load, names, split, tokenizer=tokenizer, trains_on=trains_on))
     counts = [len(prompt.examples) for prompt in prompts]
     if sum(counts) < batch_size:
         raise InputError(
             f"the {split} split has {sum(counts)} examples, too few for one batch of batch_size={batch_size}"
         )
     encode = TextEncoder(tokenizer)
-    order = {"batch_size": batch_size, "shuffle": shuffle, "n_epochs": n_epochs, "n_examples": n_examples, "seed": seed}
-    lengths = {"max_length": max_length, "max_prompt_length": max_prompt_length}
-    for example_ids in iterate_examples(counts, **order):
-        yield padded_batch(read_examples(prompts, example_ids), encode, **lengths)
+    for example_ids in iterate_examples(
+        counts, batch_size=batch_size, shuffle=shuffle, n_epochs=n_epochs, n_examples=n_examples, seed=seed
+    ):
+        examples = read_examples(prompts, example_ids)
+        yield padded_batch(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)

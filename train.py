@@ -91,7 +91,7 @@ def main(config: DictConfig) -> None:
 
 def run(config: DictConfig) -> None:
     """Run a validated config, in as many processes as it says."""
-    OmegaConf.resolve(config)  # once, before processes start: the run's directory contains the time
+    OmegaConf.resolve(config)  # once, before processes start: the name of the run's directory contains the time
     place_datasets(config)
     config.local_run_dir = os.path.expanduser(config.local_run_dir)
     plan = resolve(config)
@@ -125,7 +125,7 @@ def describe(config: DictConfig) -> str:
 def dry_run(plan: Plan) -> None:
     """Print what a run would do, and the memory it needs.
 
-    Raises the InputErrors that the run would raise. Writes nothing.
+    Raises InputError wherever the run would. Writes nothing.
     """
     from dpo.checkpoint.resume import check_inputs, look_at_run
     from dpo.models.layouts import Padded
@@ -142,12 +142,13 @@ def dry_run(plan: Plan) -> None:
     set_up_torch(plan)  # the memory that attention needs depends on its kernel
     data = read_data(plan)
     check_inputs(resume_point, data, find_model_config(plan))
-    lr_notes, first_update_notes = [], []
     if resume_point is None:  # a resumed run keeps its first learning rate, and its first update is done
         batch_sizes = Batches(plan, data, Padded(), seed=plan.run.seed).test_sizes()  # the same in either layout
         lr_notes = notes_on_scaling(plan.training, plan.dims.data_size)
-        first_update_notes = FirstUpdate.of(plan, data, batch_sizes).messages
-    for note in (*lr_notes, *scorer_notes, *first_update_notes):
+        notes = [*lr_notes, *scorer_notes, *FirstUpdate.of(plan, data, batch_sizes).messages]
+    else:
+        notes = scorer_notes
+    for note in notes:
         print(note)
     print_prediction(plan, data)
 
@@ -163,24 +164,23 @@ def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any]
     with ending_on_stop_signals(config.local_run_dir), explaining_full_disk(config.local_run_dir):
         plan = resolve(config, world_size=world_size)
         with without_collecting_garbage():
+            import trainers  # noqa: F401  (for `train`: it takes seconds)
             from dpo.checkpoint.resume import open_run
             from dpo.reporting.table import LOGS
-
-            find_trainer(plan)  # imports the trainers
-        if models is None:  # models of the caller must stay collectable: reference cycles may hold them
+        if models is None:  # the caller's models must stay collectable, as reference cycles may hold them
             never_collect_imports()
         run = open_run(plan, LOGS) if rank == 0 else None
-        with run.lock if run else nullcontext():  # released here, as a caller of worker_main may go on to another run
+        with run.lock if run else nullcontext():  # released at the end: a caller of worker_main may start another run
             work_in_run_dir(run, rank, config, plan, models)
 
 
 def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: tuple[Any, Any] | None) -> None:
     """Load, train and export, in the run's directory.
 
-    `run` is the directory, which rank 0 has locked; None on other ranks.
+    `run` is None on all ranks but 0, which has locked the directory.
     """
-    silence_bitsandbytes()  # set_seed's module imports PEFT
-    from transformers import set_seed
+    silence_bitsandbytes()  # `transformers.set_seed` imports PEFT
+    import transformers
 
     from dpo.checkpoint.resume import check_inputs
     from dpo.models.loading import find_model_config, find_weights
@@ -189,10 +189,11 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
 
     meet_rank_0("the run's directory")  # rank 0 alone opens it, and may copy a checkpoint and logs into it
     resume_from = from_rank_0(run.checkpoint if run else None)
-    set_seed(plan.run.seed)  # Python's, numpy's and torch's
+    transformers.set_seed(plan.run.seed)  # Python's, numpy's and torch's
     set_up_torch(plan)
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
-        hide_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
 
     if run is not None and run.resume_point is None and models is None:
         find_weights(plan)  # raises for missing weights before the data is loaded, which may take minutes
@@ -269,7 +270,7 @@ def train(
 
 
 def export_last(rank: int, plan: Plan) -> None:
-    """Export a complete run's last checkpoint, if wanted and not yet done.
+    """Export a complete run's last checkpoint, if wanted and missing.
 
     Rank 0 writes it to the checkpoint's `hf`, and prints a warning if that fails.
     """
@@ -277,11 +278,7 @@ def export_last(rank: int, plan: Plan) -> None:
         return
     from dpo.system.waiting import after_rank_0, leave_together
 
-    def export_on_rank_0() -> None:
-        if rank == 0:
-            _export_latest(plan)
-
-    after_rank_0("the export", export_on_rank_0)
+    after_rank_0("the export", lambda: _export_latest(plan) if rank == 0 else None)
     leave_together()
 
 
@@ -297,8 +294,9 @@ def _export_latest(plan: Plan) -> None:
         out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=is_trusted, verify=False)
         print(f"exported {out}", flush=True)
     except Exception as error:  # no error of an export may fail a run that is complete
-        error_type = "" if isinstance(error, (InputError, RunError)) else f"{type(error).__name__} "
-        reason = " ".join(f"{error_type}{error}".split())  # on one line
+        reason = " ".join(str(error).split())  # on one line
+        if not isinstance(error, (InputError, RunError)):
+            reason = f"{type(error).__name__} {reason}"
         command = f"python -m scripts.export {plan.run.local_run_dir} DIR"
         print(
             f"warning: the run is complete, but its export failed: {reason}; to export it, run {command}",
@@ -311,13 +309,6 @@ def find_trainer(plan: Plan) -> Any:
     import trainers
 
     return trainers.TRAINERS[plan.trainer.name]
-
-
-def hide_progress_bars() -> None:
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
 
 
 def set_up_torch(plan: Plan) -> None:
@@ -335,8 +326,8 @@ def worker_main(
 ) -> None:
     """Train loaded models, in this process or together with others.
 
-    The reference implementation has this function too. Start processes with `torch.multiprocessing.spawn(worker_main,
-    nprocs=N, args=(N, config, policy, reference))`; they meet at `config.fsdp_port`. Keys missing from the config get
+    It is called as in the reference implementation: `torch.multiprocessing.spawn(worker_main, nprocs=N, args=(N,
+    config, policy, reference))` starts N processes, which meet at `config.fsdp_port`. Keys missing from the config get
     the defaults of `config/`. Raises InputError for a config that cannot run.
     """
     import torch
@@ -353,12 +344,13 @@ def worker_main(
             raise InputError(
                 "fsdp_port is null: set it to the same free port in all processes, such as utils.get_open_port()"
             )
-    if problems := find_config_problems(config, plan):
+    problems = find_config_problems(config, plan)
+    if problems:
         raise InputError("; ".join(problems))
     OmegaConf.resolve(config)
     place_datasets(config)
-    makes_group = plan.trainer.multi_process and not torch.distributed.is_initialized()
-    if makes_group:
+    makes_process_group = plan.trainer.multi_process and not torch.distributed.is_initialized()
+    if makes_process_group:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
     # one directory for all ranks: the default name contains the time, which differs between them
@@ -366,7 +358,7 @@ def worker_main(
     if rank == 0:
         print(describe(config), flush=True)
     work(rank, world_size, config, (unwrap(policy), unwrap(reference_model)))
-    if makes_group:
+    if makes_process_group:
         torch.distributed.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-# concatenated_inputs, _get_batch_logps and preference_loss are unused: the reference code has them in its trainers.py
+# unused here, but in the reference code's trainers.py: concatenated_inputs, _get_batch_logps and preference_loss
 from dpo.checkpoint.parts import ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
@@ -56,7 +56,7 @@ from dpo.training.self_test import self_test
 from dpo.training.stop import StopRequest
 from preference_datasets import load_data
 
-LONG_SECS = 5  # the first evaluation is announced if it is predicted to take longer
+LONG_EVALUATION_SECS = 5  # the first evaluation is announced if it is predicted to take longer
 
 
 class Trainer:
@@ -148,7 +148,8 @@ class Trainer:
         plan = self.plan
         n_rows, identity = self.data.n_examples, (self.data.identity, plan.data.max_length, plan.data.max_prompt_length)
         if self.loss.mismatched:
-            n_rows, identity = 2 * n_rows, (*identity, self.seed)  # mismatched examples depend on the seed
+            n_rows *= 2  # each example has a mismatched one
+            identity = (*identity, self.seed)  # it depends on the seed
         logps = ReferenceLogps(n_rows, len(self.loss.reference_columns), repr(identity))
         if plan.reference in ("base", "adapter"):
             adapter = adapters.REFERENCE if plan.reference == "adapter" else None
@@ -169,7 +170,8 @@ class Trainer:
     def reference_model(self) -> torch.nn.Module | None:
         """The separate reference model, if it is loaded.
 
-        None if the reference is the policy without its adapter or with another, and once all pairs are cached.
+        None if the reference is the policy itself, without its adapter or with another, and once a separate model was
+        freed because all examples are cached.
         """
         if self.reference is None or self.reference.model is self.policy:
             return None
@@ -211,7 +213,7 @@ class Trainer:
         """Train to the end of the data, evaluating and saving when due.
 
         Also evaluates and saves after the last update. On a stop signal it finishes the update, saves and raises
-        Stopped; with several processes one more update may come before that.
+        Stopped. Several processes may make one more update first, in which they agree to stop.
         """
         if self.state.batch_counter == 0:
             for note in self.first_update.messages:
@@ -235,28 +237,31 @@ class Trainer:
 
     def train_step(self, batch: Batch) -> Update:
         """Make one update on a global batch, the same on every process."""
-        start, objective = time.perf_counter(), self.objective
+        start = time.perf_counter()
         self.policy.train()
-        context = objective.prepare(batch, update=self.state.batch_counter)
-        metrics = []
+        context = self.objective.prepare(batch, update=self.state.batch_counter)
+        metrics, n_microbatches = [], len(batch.microbatches)
         for i, microbatch in enumerate(batch.microbatches, start=1):
-            accumulate(self.policy, last=i == len(batch.microbatches), reduce_once=self.plan.fsdp.reduce_once)
-            metrics.append(self._backward(microbatch, context))  # tensors on the device, so the host runs ahead
-            self.progress.part(i, len(batch.microbatches), "microbatch")
+            accumulate(self.policy, last=(i == n_microbatches), reduce_once=self.plan.fsdp.reduce_once)
+            metrics.append(self._backward(microbatch, context))  # they stay on the device, so the host need not wait
+            self.progress.part(i, n_microbatches, "microbatch")
         # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
         release_gathered(self.reference_model)
         reduced = self._reduce(metrics, self.clip_gradient(), len(batch.examples), context.rows_to_cache)
         [lr] = self.scheduler.get_last_lr()  # before the scheduler's step: the rate of this update
-        counters = self.state.count(len(batch.examples))  # an update that a callback refuses counts too
+        state = self.state
+        state.count_update(len(batch.examples))  # an update that a callback refuses counts too
         means = reduced.means(batch.examples, batch.weights)
         means["grad_norm"] = reduced.scalars["grad_norm"]
-        update = Update(*counters, batch.examples, reduced.examples, means, batch.drawn)
+        update = Update(
+            state.batch_counter, state.example_counter, batch.examples, reduced.examples, means, batch.drawn
+        )
         has_loss = any(batch.weights)  # false if all pairs are ties: a step would move the weights by momentum alone
         if self.callbacks.allow(update) and has_loss:
             step_optimizer(self.optimizer)
             self.scheduler.step()
-            objective.after_step(update.metrics)
-        objective.sync_if_due(update.number)
+            self.objective.after_step(update.metrics)
+        self.objective.sync_if_due(update.number)
         self.optimizer.zero_grad()
         further_metrics = {
             "lr": lr,
@@ -274,11 +279,11 @@ class Trainer:
 
         The only time in an update that the host waits for the device.
         """
-        is_asked_to_stop = bool(self.stop.signals)
-        scalars = {  # to be summed over the ranks
-            # from rank 0 alone, as all ranks have the same norm
+        has_signal = bool(self.stop.signals)
+        scalars = {  # summed over the ranks
+            # the norm is the same on all ranks, so the sum takes it from rank 0 alone
             "grad_norm": grad_norm if self.rank == 0 else torch.zeros_like(grad_norm),
-            "n_ranks_to_stop": torch.full_like(grad_norm, is_asked_to_stop),
+            "n_ranks_to_stop": torch.full_like(grad_norm, float(has_signal)),
         }
         reduced = self.objective.reduce(metrics, n_examples, rows_to_cache, scalars)
         self.stop.is_agreed = reduced.scalars["n_ranks_to_stop"] > 0
@@ -291,8 +296,8 @@ class Trainer:
         """
         microbatch = microbatch.to(self.objective.device)
         with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
-            losses, metrics = self.objective.losses(microbatch, context, split="train")
-            weights = context.weights[microbatch.indices]
+            losses, metrics = self.objective.losses(microbatch, context, split="train")  # (B,) each
+            weights = context.weights[microbatch.indices]  # (B,)
             weighted_sum = (losses.where(weights > 0, 0) * weights).sum()  # the loss of a tie may be infinite
             # data_size cancels FSDP's mean over processes: the gradient is that of the global batch's weighted mean
             (weighted_sum * self.mesh.data_size / context.total_weight).backward()
@@ -316,7 +321,7 @@ class Trainer:
             self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
             path = self.reference.logps.find_path(self.plan.run.local_dir, self.reference.digest)
-            # all training batches, also those that a resumed run has trained on, so that it writes the same file
+            # every training batch, even in a resumed run, so that it writes the same file
             batches = itertools.chain(self.eval_batches, self.batches.train())
             n_batches = len(self.eval_batches) + self.data.report.updates
             batches = self.progress.over(batches, total=n_batches, what="score")
@@ -333,14 +338,15 @@ class Trainer:
 
         `seconds` is the time of the self-test.
         """
-        if self.plan.online:  # most of the time goes into sampling, whose speed is not known yet
+        # online most of the time goes into sampling, whose speed is not known yet
+        if self.plan.online or not self.plan.evaluation.do_first_eval:
             return
         lengths = [example.n_tokens for batch in with_mismatched(self.eval_batches) for example in batch.examples]
         n_tested_tokens = sum(lengths[: self.first_update.n_tested])
         n_forwards = 2 if self.loss.reference else 1  # per example of an evaluation: the policy, and the reference
         n_test_forwards = n_forwards + 1  # the self-test runs the policy twice, in train and in eval mode
         predicted = seconds * n_forwards / n_test_forwards * sum(lengths) / n_tested_tokens
-        if self.plan.evaluation.do_first_eval and predicted > LONG_SECS:
+        if predicted > LONG_EVALUATION_SECS:
             self.progress.line(f"the evaluation takes about {clock_time(predicted)}, at the speed of the self-test")
 
     @contextmanager
@@ -394,11 +400,14 @@ class Trainer:
         examples = [example for batch in self.eval_batches for example in batch.examples]
         means = evaluated.means(examples, [example.weight for example in examples])
         metrics = {**self.batches.evaluate(), **means}
-        is_first = state.batch_counter == 0
-        draws_samples = self.first_update.draws_samples if is_first else self.plan.evaluation.sample_during_eval
+        draws_samples = self.plan.evaluation.sample_during_eval
+        if state.batch_counter == 0:
+            draws_samples = self.first_update.draws_samples
         samples = self.evaluator.samples(n_examples=state.example_counter) if draws_samples else []
-        counters = state.batch_counter, state.example_counter
-        self.callbacks.emit("evaluation", Evaluation(*counters, metrics, samples, examples, evaluated.examples))
+        evaluation = Evaluation(
+            state.batch_counter, state.example_counter, metrics, samples, examples, evaluated.examples
+        )
+        self.callbacks.emit("evaluation", evaluation)
         state.evaluated_at = state.example_counter
         state.saved_at = None  # a checkpoint of this state, if there is one, lacks these metrics: save it again
         return metrics
@@ -447,7 +456,7 @@ class Trainer:
     def _report_best(self) -> None:
         """Log which checkpoint BEST names, if it is better than LATEST."""
         metric, sign = self.plan.best
-        best, latest = self.checkpoints.best, self.checkpoints.latest  # qualities: the metric times its sign
+        best, latest = self.checkpoints.best, self.checkpoints.latest  # the metric times its sign: higher is better
         if best > latest:
             step = self.run_dir / f"step-{self.checkpoints.best_at}"
             self.progress.line(
@@ -456,17 +465,11 @@ class Trainer:
 
     def _list_parts(self) -> list[Part]:
         """The parts of a checkpoint, in the order of writing."""
-        models: list[Part] = [adapters.policy_part(self.policy)]
+        parts: list[Part] = [adapters.policy_part(self.policy)]
         if self.objective.follow_every:  # otherwise the reference never changes
-            models.append(ModelPart(FOLLOWING, self.reference_model))
-        optimizer = OptimizerPart(self.optimizer, self.mesh)
-        return [
-            *models,
-            optimizer,
-            Part("scheduler", self.scheduler),
-            Part("trainer", self.state),
-            RandomPart(self.mesh),
-        ]
+            parts.append(ModelPart(FOLLOWING, self.reference_model))
+        parts += [OptimizerPart(self.optimizer, self.mesh), Part("scheduler", self.scheduler)]
+        return [*parts, Part("trainer", self.state), RandomPart(self.mesh)]
 
 
 def _measure_speed(batch: Batch, step_seconds: float) -> dict[str, float]:
@@ -521,11 +524,11 @@ class BasicTrainer(Trainer):
 
         Those by the reference are an empty list without a reference.
         """
-        texts = [
-            [said.text for said in self.evaluator.continuations(model, batch, n_examples=self.state.example_counter)]
-            for model in self.evaluator.sampled_models()
-        ]
-        return (texts[0], texts[1]) if len(texts) == 2 else (texts[0], [])
+        texts: list[list[str]] = []  # by model
+        for model in self.evaluator.sampled_models():
+            continuations = self.evaluator.continuations(model, batch, n_examples=self.state.example_counter)
+            texts.append([continuation.text for continuation in continuations])
+        return texts[0], (texts[1] if len(texts) == 2 else [])
 
     def _make_microbatch(self, batch: PaddedBatch) -> Microbatch:
         [microbatch] = self.objective.layout.split(find_examples(batch), 1)
@@ -540,8 +543,11 @@ class FSDPTrainer(BasicTrainer):
     @cached_property
     def communication(self) -> Communication:
         """Rank 0's decision on frozen weights, with its notes."""
-        decide = partial(decide_communication, self.plan, self.data)
-        return from_rank_0(after_rank_0("the predicted memory", lambda: decide() if self.rank == 0 else None))
+
+        def decide_on_rank_0() -> Communication | None:
+            return decide_communication(self.plan, self.data) if self.rank == 0 else None
+
+        return from_rank_0(after_rank_0("the predicted memory", decide_on_rank_0))
 
     def notes(self) -> list[str]:
         return [*super().notes(), *self.communication.notes]

@@ -36,7 +36,8 @@ def draw(text: str) -> str:
         if line.startswith("|"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             rows[cells[0]] = cells
-    height, model = TOP + len(LABELS) * (BAR_HEIGHT + GAP) + 8, re.search(r"SmolLM2-\w+", section)[0]
+    model = re.search(r"SmolLM2-\w+", section)[0]
+    height = TOP + len(LABELS) * (BAR_HEIGHT + GAP) + 8
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="14">',
@@ -47,7 +48,8 @@ def draw(text: str) -> str:
         lines.append(f'<text x="{left}" y="50" fill="#555">{title}</text>')
         values = {name: float(rows[name][column].removesuffix(" GB")) for name in LABELS}
         for i, (name, value) in enumerate(values.items()):
-            y, length = TOP + i * (BAR_HEIGHT + GAP), LONGEST_BAR * value / max(values.values())
+            y = TOP + i * (BAR_HEIGHT + GAP)
+            length = LONGEST_BAR * value / max(values.values())
             color = OUR_COLOR if name.startswith("ours") else OTHER_COLOR
             lines.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{BAR_HEIGHT}" fill="{color}"/>')
             lines.append(f'<text x="{left + length + 6:.1f}" y="{y + 17}">{value:.1f} {unit}</text>')

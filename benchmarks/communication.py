@@ -22,7 +22,7 @@ import transformers
 
 from benchmarks.harness import GOLDEN, compose
 from dpo.settings.plan import Plan, resolve
-from dpo.training.memory import Passes, add_up, count_communication, run_passes
+from dpo.training.memory import Passes, count_communication, run_passes, sum_phases
 from preference_datasets import load_data
 
 PAIRS, PER_MICROBATCH = 64, 8
@@ -99,7 +99,7 @@ def make_plan(folder: Path, name: str, settings: str, gpus: int) -> Plan:
 
 def list_numbers(plan: Plan, model: Model, passes: Passes) -> str:
     """Memory, bytes sent and their share of an update, as text."""
-    memory = max(need.total() for need in add_up(plan, passes).values())
+    memory = max(need.total() for need in sum_phases(plan, passes).values())
     sent = count_communication(plan).total()
     seconds = PAIRS / plan.gpus * (model.per_pair_lora if plan.lora else model.per_pair)
     share = sent / BANDWIDTH / (sent / BANDWIDTH + seconds)

@@ -125,8 +125,7 @@ def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
         n_pairs = int((inputs.segments.queries.diff().long() * inputs.segments.keys.diff()).sum())
     body = rows * length * 2 * shape.matrices + 4 * n_pairs * shape.attention
     head = n_scored * 2 * shape.head
-    n_passes = 3 + with_reference  # forward and backward of the policy, forward of the reference
-    return (body + head) * n_passes
+    return (body + head) * (4 if with_reference else 3)  # a backward pass costs two forward passes
 
 
 def count_useful_flops(shape: Shape, examples: Sequence[Example], *, with_reference: bool) -> float:
@@ -141,7 +140,7 @@ def count_useful_flops(shape: Shape, examples: Sequence[Example], *, with_refere
         n_tokens = n_prompt + sum(lengths)
         n_keys = n_prompt * (n_prompt + 1) // 2 + sum(n * n_prompt + n * (n + 1) // 2 for n in lengths)
         flops += 2 * n_tokens * shape.matrices + 4 * n_keys * shape.attention + 2 * sum(lengths) * shape.head
-    return flops * (3 + with_reference)
+    return flops * (4 if with_reference else 3)  # as in `count_flops`
 
 
 def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, Any]:
@@ -203,14 +202,14 @@ def count_collectives(trainer: Any, batch: Any) -> dict[str, float]:
 def measure_row(overrides: Sequence[str], updates: int) -> dict[str, Any]:
     """Measure a row in fresh processes.
 
-    Memory and CPU seconds are of the rank that has most, other values of rank 0.
+    Memory and CPU seconds are those of the rank with the most; other values are those of rank 0.
     """
     host_memory = [0]
 
     def watch(pid: int) -> None:
         host_memory.append(measure_tree_memory(pid))
 
-    # not more often: the kernel stops a process while it counts its pages
+    # every 0.2 s and not more often, as the kernel stops a process while it counts its pages
     ranks = measure_afresh("compare:measure", [*COMMON, *overrides], updates, watch=watch, every=0.2)
     return {
         **ranks[0],
@@ -258,11 +257,11 @@ def write_pairs(overrides: Sequence[str], updates: int, folder: Path) -> dict[st
 
 def train_adapter(overrides: Sequence[str], folder: Path) -> Path:
     """Train an SFT adapter for one update, from which `lora.reference=adapter` starts."""
-    others = [override for override in overrides if not override.startswith(("loss", "trainer", "world_size", "lora"))]
+    kept = [override for override in overrides if not override.startswith(("loss", "trainer", "world_size", "lora"))]
     fixed = ("exp_name=sft", "wandb.enabled=false", "do_first_eval=false", "export=false", "loss=sft", "lora=lora")
     one_update = ("n_examples=2", "batch_size=2", "gradient_accumulation_steps=1")
     paths = (f"local_run_dir={folder / 'sft'}", f"local_dirs=[{folder}]")
-    run_python(str(ROOT / "train.py"), *COMMON, *others, *fixed, *paths, *one_update)
+    run_python(str(ROOT / "train.py"), *COMMON, *kept, *fixed, *paths, *one_update)
     return folder / "sft" / "LATEST"
 
 
@@ -376,7 +375,8 @@ def main() -> None:
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of an environment with TRL")
     options, overrides = parser.parse_known_args()
     rows = [*TABLES[options.table], *TRL]
-    if unknown := set(options.only.split(";") if options.only else ()) - {*rows}:
+    chosen = options.only.split(";") if options.only else []
+    if unknown := {*chosen} - {*rows}:
         parser.error(f"--only: unknown rows {', '.join(sorted(unknown))}; the rows are {'; '.join(rows)}")
     results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -144,16 +144,14 @@ def _measure_on_rank(
     (folder / f"{rank}.json").write_text(json.dumps(measure(rank, world_size, config, *arguments)))
 
 
-def measure_in_turns(
-    measures: Mapping[Name, Callable[[int], Result]], rounds: int, *, warm_up: bool = False
-) -> dict[Name, list[Result]]:
+def measure_in_turns(measures: Mapping[Name, Callable[[int], Result]], rounds: int) -> dict[Name, list[Result]]:
     """Call each measure once per round, in an alternating order.
 
-    A measure gets the number of the round. With `warm_up` there is also a round 0, whose results do not count.
+    A measure gets the number of the round. Round 0 warms up, and its results do not count.
     """
     results: dict[Name, list[Result]] = {name: [] for name in measures}
     names = list(measures)
-    for round_number in range(0 if warm_up else 1, rounds + 1):
+    for round_number in range(rounds + 1):
         # by the alternating order, a machine that becomes slower or faster does so for all alike
         for name in names if round_number % 2 == 1 else reversed(names):
             result = measures[name](round_number)
@@ -165,10 +163,10 @@ def measure_in_turns(
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def add_range(values: Sequence[float], form: str = ".2f") -> str:
+def add_range(values: Sequence[float]) -> str:
     """Format the median, with the range of three values or more."""
-    text = format(median(values), form)
-    return text if len(values) < 3 else f"{text} [{min(values):{form}}, {max(values):{form}}]"
+    text = f"{median(values):.2f}"
+    return text if len(values) < 3 else f"{text} [{min(values):.2f}, {max(values):.2f}]"
 
 
 def print_row(name: object, cells: Iterable[object], *, first: int = 34, width: int = 13) -> None:

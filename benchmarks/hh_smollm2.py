@@ -148,7 +148,7 @@ def score(out: Path, names: Sequence[str], config: Any, n_samples: int, sampling
         path, file = find_policy(out, name), find_folder(out, name) / "scores.json"
         is_newer = file.exists() and file.stat().st_mtime > (path / "config.json").stat().st_mtime
         if is_newer and json.loads(file.read_text())["settings"] == settings:
-            continue
+            continue  # the scores are those of this policy
         print(f"scoring {name}", flush=True)
         reference = reference or load(find_policy(out, SFT))
         policy = reference if name == SFT else load(path)
@@ -174,10 +174,9 @@ def log_ratios(out: Path, name: str) -> np.ndarray:
 def online_pairs(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Read gaps and length differences of the training pairs, (n,) each.
 
-    They are from a run's ledger or TRL's logs, so each pair is measured before the update that trains on it. A gap is
-    the log-ratio of chosen minus that of rejected. A length difference is the tokens of chosen minus those of rejected.
-
-    The gaps of TRL's per-token IPO are sums too: its rewards are beta times log-ratios, whatever the loss.
+    A gap is the log-ratio of chosen minus that of rejected, a length difference the tokens of chosen minus those of
+    rejected. They are read from a run's ledger or TRL's logs, so each pair is measured before the update that trains on
+    it. TRL's margins are beta times the gaps under every loss, also under its per-token IPO.
     """
     if name in TRL:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
@@ -223,7 +222,7 @@ def make_result(out: Path, name: str) -> Result:
     chosen_tokens, rejected_tokens = np.array(scores["tokens"]).T
     test = rank_pairs(gaps, chosen_tokens - rejected_tokens)
     if name == SFT:
-        return result | {f"{prefix}{key}": None for prefix in ("", "online_") for key in test}
+        return result | dict.fromkeys(test) | dict.fromkeys(f"online_{key}" for key in test)
     online_gaps, online_differences = online_pairs(folder, name)
     half = len(online_gaps) // 2  # in the first half the policy has learned little
     online = rank_pairs(online_gaps[half:], online_differences[half:])

@@ -48,8 +48,8 @@ def anonymous_memory() -> int:
 def measure(rank: int, world_size: int, config: Any, marker: str) -> dict[str, int]:
     """Load models as a run does, and measure the memory that stays.
 
-    `loaded` is in bytes, as is `larger`: the weights of the larger model. While models load, the file `marker` holds
-    the process id of rank 0, so that `measure_case` can watch its memory.
+    Returns bytes: `loaded` of anonymous memory, and `larger` of the larger model's weights. While models load, the file
+    `marker` holds the process id of rank 0, so that `measure_case` can watch its memory.
     """
     load_data, sizes = preference_datasets.load_data, {}
 
@@ -73,10 +73,7 @@ def measure(rank: int, world_size: int, config: Any, marker: str) -> dict[str, i
 
 
 def measure_case(settings: list[str], marker: Path) -> tuple[int, dict[str, int]]:
-    """Measure the peak of rank 0's anonymous memory, and its sizes.
-
-    The sizes are those of `measure`.
-    """
+    """Measure rank 0: the peak of its anonymous memory, and `measure`'s sizes."""
     peak = 0
 
     def watch(_: int) -> None:

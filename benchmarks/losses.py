@@ -38,7 +38,7 @@ SETTINGS = (
     *("sample_during_eval=false", "num_workers=0"),
 )
 DPO = ("loss=dpo", "loss.beta=0.1")
-ROWS = {  # overrides of each loss, and of options of DPO
+ROWS = {  # overrides for each loss and for options of DPO; a later entry replaces an earlier one
     **{name: (f"loss={name}",) for name in LOSSES},
     **{name: (f"loss={name}", "unpair=true", "batch_size=16") for name in LOSSES if LOSSES[name].trains_on == "labels"},
     "dpo": DPO,

@@ -85,7 +85,7 @@ def main() -> None:
             return seconds, len(forwards)
 
         measures = {name: lambda number, name=name: measure(name, number) for name in ways}
-        results = measure_in_turns(measures, options.rounds, warm_up=True)
+        results = measure_in_turns(measures, options.rounds)
     n_rows = min(config.batch_size, config.eval_batch_size) * config.online.n_samples
     secs = {name: median(secs for secs, _ in rounds) for name, rounds in results.items()}
     ms_per_forward = {name: median(1000 * secs / n for secs, n in rounds) for name, rounds in results.items()}

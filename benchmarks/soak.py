@@ -69,24 +69,24 @@ def _read_text(path: Path) -> str | None:
 
 
 def _find_unequal_keys(a: Any, b: Any, key: str = "") -> list[str]:
-    """Find the keys at which two nested states differ, with dots.
+    """Find the dotted keys at which two nested states differ.
 
     The sizes of logs do not count: they depend on the digits of times.
     """
     if key.endswith(".log_bytes"):
         return []
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        have_same_type = a.shape == b.shape and a.dtype == b.dtype
-        both_nan = (a != a) & (b != b) if have_same_type else None
-        return [] if have_same_type and ((a == b) | both_nan).all() else [key]
-    children: list[tuple[str, Any, Any]] | None = None
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return [key]
+        both_nan = (a != a) & (b != b)
+        return [] if ((a == b) | both_nan).all() else [key]
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        children = [(f"{key}.{name}", a[name], b[name]) for name in a]
+        names = [*a]
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        children = [(f"{key}.{i}", a[i], b[i]) for i in range(len(a))]
-    if children is None:
+        names = [*range(len(a))]
+    else:
         return [] if repr(a) == repr(b) else [key]
-    return [unequal for child, x, y in children for unequal in _find_unequal_keys(x, y, child)]
+    return [unequal for name in names for unequal in _find_unequal_keys(a[name], b[name], f"{key}.{name}")]
 
 
 # --- killing a run ---------------------------------------------------------------------------------------------------
@@ -126,7 +126,9 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, draw: random.Random
             return max((len([*folder.iterdir()]) for folder in run_dir.glob(".step-*.tmp")), default=0)
         return 0
 
-    n_lines, phase, n_files = count_lines(), draw.choice(("update", "save", "start")), draw.randrange(1, 7)
+    n_lines = count_lines()
+    phase = draw.choice(("update", "save", "start"))
+    n_files = draw.randrange(1, 7)
     delays = {"update": draw.uniform(0, 2), "save": 0, "start": draw.uniform(0, 8)}  # seconds after the phase begins
     has_begun = {
         "update": lambda: count_lines() != n_lines,

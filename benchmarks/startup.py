@@ -60,7 +60,8 @@ def write_pairs(path: Path, n: int, seed: int) -> None:
     text = make_text(rng)
 
     def draw_sentence(typical_words: float) -> str:
-        start, n_words = rng.randrange(990_000), int(rng.lognormvariate(0, 0.8) * typical_words) + 1
+        start = rng.randrange(990_000)
+        n_words = int(rng.lognormvariate(0, 0.8) * typical_words) + 1
         return " ".join(text[start : start + min(n_words, 600)]).capitalize() + "."
 
     path.parent.mkdir(exist_ok=True)
@@ -101,7 +102,7 @@ def measure_answers(checkouts: list[Path], repeats: int) -> None:
         for name in ANSWERS
         for checkout in checkouts
     }
-    seconds = measure_in_turns(measures, repeats, warm_up=True)  # the page cache must be warm
+    seconds = measure_in_turns(measures, repeats)
     for name in ANSWERS:
         print_row(name, [f"{add_range(seconds[name, checkout])} s" for checkout in checkouts], first=28, width=24)
 
@@ -177,8 +178,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        few_pairs = max(64, options.pairs // 1000)
-        for n in (options.pairs,) if options.processes else (few_pairs, options.pairs):
+        sizes = [options.pairs]
+        if not options.processes:
+            sizes.insert(0, max(64, options.pairs // 1000))
+        for n in sizes:
             data = folder / str(n)
             write_pairs(data / "train.jsonl.gz", n, seed=0)
             write_pairs(data / "test.jsonl.gz", 64, seed=1)

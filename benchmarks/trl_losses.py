@@ -51,9 +51,9 @@ def draw() -> dict[str, Any]:
 
 
 def table(pairs: list[dict], kind: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Make a table of each token's value, (2 * pairs, T).
+    """Tabulate each token's value of a kind, (2 * pairs, T).
 
-    The rows are the chosen responses, then the rejected ones.
+    The rows are the chosen responses, then the rejected ones, padded with 0.
     """
     rows = [pair[side][kind] for side in SIDES for pair in pairs]
     return torch.tensor([row + [0.0] * (T - len(row)) for row in rows], dtype=dtype)
@@ -105,7 +105,8 @@ def dpo(pairs: list[dict], log_probs: torch.Tensor, **options: Any) -> torch.Ten
             **options,
         },
     )
-    inputs = {"input_ids": mask * 0, "attention_mask": mask * 0 + 1, "completion_mask": mask}
+    zeros, ones = torch.zeros_like(mask), torch.ones_like(mask)
+    inputs = {"input_ids": zeros, "attention_mask": ones, "completion_mask": mask}
     return DPOTrainer._compute_loss(trainer, trainer.model, inputs, return_outputs=False)
 
 
@@ -171,8 +172,9 @@ def kto(pairs: list[dict], log_probs: torch.Tensor, *, loss_type: str, **options
         **options,
     )
     trainer._compute_kl_logps = partial(KTOTrainer._compute_kl_logps, trainer)
-    inputs = {"input_ids": mask * 0, "attention_mask": mask * 0 + 1, "completion_mask": mask}
-    inputs |= {f"KL_{name}": values for name, values in inputs.items()} | {"KL_input_ids": mask * 0 + 1}
+    zeros, ones = torch.zeros_like(mask), torch.ones_like(mask)
+    inputs = {"input_ids": zeros, "attention_mask": ones, "completion_mask": mask}
+    inputs |= {"KL_input_ids": ones, "KL_attention_mask": ones, "KL_completion_mask": mask}
     inputs["label"] = torch.tensor([side == "chosen" for side in SIDES for _ in pairs])
     return KTOTrainer._compute_loss(trainer, trainer.model, inputs, return_outputs=False)
 

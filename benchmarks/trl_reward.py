@@ -41,8 +41,8 @@ class Trainer(trl.RewardTrainer):
         return loss
 
 
-def draw_rows() -> list[dict[str, str]]:
-    """Pairs of different lengths."""
+def make_rows() -> list[dict[str, str]]:
+    """Make pairs of different lengths."""
     return [
         {
             "prompt": f"\n\nHuman: Where is number {i}?{' It is late.' * (i % 3)}\n\nAssistant:",
@@ -59,7 +59,7 @@ def draw_head(size: int) -> list[float]:
 
 
 def train(rows: list[dict[str, Any]], head: list[float], *, centering: float) -> list[float]:
-    """The loss of each update."""
+    """Train a reward model; return the loss of each update."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=1, dtype=torch.float32)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def train(rows: list[dict[str, Any]], head: list[float], *, centering: float) ->
 
 
 def main() -> None:
-    rows, head = draw_rows(), draw_head(64)
+    rows, head = make_rows(), draw_head(64)
     with_margins = [{**row, "margin": MARGIN * (i % 3)} for i, row in enumerate(rows)]
     cases: dict[str, Callable[[], list[float]]] = {
         "plain": lambda: train(rows, head, centering=0),

@@ -79,10 +79,9 @@ def main(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = DPOConfig(output_dir=str(folder / "checkpoints"), **{**LIKE_OURS, **settings})
-    policy, reference = (
-        None if unused else AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        for unused in (False, config.precompute_ref_log_probs)
-    )
+    policy, reference = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), None
+    if not config.precompute_ref_log_probs:
+        reference = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     watch = Stopwatch()
     trainer = LikeOurs(
         model=policy,

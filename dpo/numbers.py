@@ -29,7 +29,7 @@ def percent(share: float) -> str:
     """A share in percent; 100 % and 0 % only if exact."""
     if not math.isfinite(share):
         return "unknown"
-    digits = int(0.99 < share < 1 or 0 < share < 0.01)
+    digits = 1 if 0.99 < share < 1 or 0 < share < 0.01 else 0
     text = f"{100 * share:.{digits}f}"
     return ("0 %" if float(text) == 0 else f"{text} %").replace("-", "\N{MINUS SIGN}")
 
@@ -54,10 +54,10 @@ def duration(seconds: float) -> str:
     if seconds < 59.95:
         return f"{figure(seconds)} s"
     whole = round(seconds) if seconds < 3600 else 60 * round(seconds / 60)
-    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
-    size, name, part, rest = next(unit for unit in units if whole >= unit[0])
-    below = whole % size // part
-    return f"{whole // size} {name}" + (f" {below} {rest}" if below else "")
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))  # seconds, and the unit below
+    size, unit, lower_size, lower_unit = next(row for row in units if whole >= row[0])
+    rest = whole % size // lower_size
+    return f"{whole // size} {unit}" + (f" {rest} {lower_unit}" if rest else "")
 
 
 def clock_time(seconds: float) -> str:
@@ -69,7 +69,9 @@ def clock_time(seconds: float) -> str:
 
 def hours(value: float) -> str:
     """Device hours, with two digits below ten."""
-    return f"{value:.2g}" if 0 <= value < 0.1 else f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
+    if 0 <= value < 0.1:
+        return f"{value:.2g}"
+    return f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
 
 
 def shortened(text: str) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dpo.data.tokenizer import load_tokenizer
 from dpo.models.adapters import switch
 from dpo.models.answers import Answer, Sampling, Tokens
 from dpo.models.logprobs import logit_scale
@@ -26,10 +25,10 @@ def list_overrides(model: Path, root: Path) -> tuple[str, ...]:
     return (*QUIET, *ADAPTER, CONTINUE, f"model.name_or_path={model}", f"local_dirs=[{root / 'cache'}]")
 
 
-def load_reference(model: Path) -> tuple[Any, Side]:
-    """Load a model's tokenizer, and the model in float32."""
+def load_reference(model: Path) -> Side:
+    """Load the model from which all runs start, in float32."""
     loaded = load_model(str(model), dtype=torch.float32, attn_implementation="sdpa").eval()
-    return load_tokenizer(str(model)), Side(REFERENCE, loaded, beta=None, autocast=None)
+    return Side(REFERENCE, loaded, beta=None, autocast=None)
 
 
 def load_policy(checkpoint: Path) -> tuple[Side, Side]:
@@ -49,11 +48,12 @@ def sample(
 
     Answer k to prompt i has the random numbers of (first + i, k) for every policy.
     """
-    numbered = [(prompt, (first + i) * n_samples + k) for i, prompt in enumerate(prompts) for k in range(n_samples)]
-    numbered.sort(key=lambda item: len(item[0]))  # prompts of a batch need little padding
-    answers: dict[int, Answer] = {}
-    for start in range(0, len(numbered), SAMPLED_AT_ONCE):
-        batch_prompts, numbers = zip(*numbered[start : start + SAMPLED_AT_ONCE], strict=True)
+    # each prompt once for each of its answers, with the answer's number, which determines the random numbers
+    requests = [(prompt, (first + i) * n_samples + k) for i, prompt in enumerate(prompts) for k in range(n_samples)]
+    requests.sort(key=lambda request: len(request[0]))  # prompts of a batch need little padding
+    answers: dict[int, Answer] = {}  # by number
+    for start in range(0, len(requests), SAMPLED_AT_ONCE):
+        batch_prompts, numbers = zip(*requests[start : start + SAMPLED_AT_ONCE], strict=True)
         answers |= zip(numbers, side.answer(tokenizer, batch_prompts, numbers, sampling), strict=True)
     in_order = [answers[number] for number in sorted(answers)]
     return [in_order[start : start + n_samples] for start in range(0, len(in_order), n_samples)]
@@ -67,22 +67,20 @@ def sum_kls(policy: Side, reference: Side, prompts: Sequence[Tokens], answers: S
     (Rao-Blackwell; arXiv 2504.10637). `benchmarks.preference_scores.divergence` is the same for one answer.
     """
     kls: list[float] = []
-    for start in range(0, len(answers), SCORED_AT_ONCE):
-        of_batch = slice(start, start + SCORED_AT_ONCE)
-        rows = [(prompt, answer.tokens) for prompt, answer in zip(prompts[of_batch], answers[of_batch], strict=True)]
+    texts = [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+    for start in range(0, len(texts), SCORED_AT_ONCE):
+        batch = texts[start : start + SCORED_AT_ONCE]
         # padding on the right, where causal attention does not look
-        texts = [torch.tensor([*prompt, *tokens]) for prompt, tokens in rows]
-        input_ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # (B, T)
+        rows = [torch.tensor([*prompt, *tokens]) for prompt, tokens in batch]
+        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (B, T)
         hidden = []  # of the policy and the reference, (B, T, H)
         for side in (policy, reference):
             with switch(side.model, side.adapter)():
                 hidden.append(side.model.base_model(input_ids, use_cache=False).last_hidden_state)
-        for row, (prompt, tokens) in enumerate(rows):
-            predicting = slice(len(prompt) - 1, len(prompt) + len(tokens) - 1)
-            logps, reference_logps = (
-                find_logps(side, states[row, predicting])
-                for side, states in zip((policy, reference), hidden, strict=True)
-            )
+        for row, (prompt, tokens) in enumerate(batch):
+            predicting = slice(len(prompt) - 1, len(prompt) + len(tokens) - 1)  # places before the answer's tokens
+            logps = find_logps(policy, hidden[0][row, predicting])  # (N, V)
+            reference_logps = find_logps(reference, hidden[1][row, predicting])
             kls.append(float((logps.exp() * (logps - reference_logps)).sum()))
     return kls
 

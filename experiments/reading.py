@@ -31,14 +31,18 @@ def estimate_mean(values: Any, clusters: Any, strata: Any = None) -> Estimate:
     """Estimate the mean of values, (n,), which depend within clusters.
 
     With `strata` it is the mean of the strata's means. The interval is the normal one, by linearization: a value's
-    influence is its distance from its stratum's mean over the stratum's size, and influences add up within a cluster.
+    influence on the mean is its distance from its stratum's mean over the stratum's size, and over the number of
+    strata. Influences add up within a cluster.
     """
-    values, clusters = np.asarray(values, float), np.unique(np.asarray(clusters), return_inverse=True)[1]
-    kinds, strata = np.unique(np.zeros(len(values)) if strata is None else strata, return_inverse=True)
-    sizes = np.bincount(strata)
-    means = np.bincount(strata, values) / sizes
-    influences = (values - means[strata]) / (sizes[strata] * len(kinds))
-    by_cluster = np.bincount(clusters, influences)
+    values = np.asarray(values, float)
+    if strata is None:
+        strata = np.zeros(len(values))
+    _, clusters = np.unique(np.asarray(clusters), return_inverse=True)  # the number of each value's cluster, (n,)
+    _, strata = np.unique(strata, return_inverse=True)  # the number of its stratum, (n,)
+    sizes = np.bincount(strata)  # (strata,)
+    means = np.bincount(strata, values) / sizes  # (strata,)
+    influences = (values - means[strata]) / (sizes[strata] * len(sizes))  # (n,)
+    by_cluster = np.bincount(clusters, influences)  # (clusters,)
     n = len(by_cluster)
     error = np.sqrt((by_cluster**2).sum() * n / (n - 1)) if n > 1 else np.nan
     return Estimate(float(means.mean()), float(NORMAL_975 * error))

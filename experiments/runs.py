@@ -25,9 +25,9 @@ from dpo.numbers import duration
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = (
-    *("do_first_eval=false", "sample_during_eval=false", "export=false", "wandb.enabled=false", "num_workers=0"),
-    *("optimizer=AdamW", "schedule=cosine"),
-)
+    "do_first_eval=false", "sample_during_eval=false", "export=false", "wandb.enabled=false", "num_workers=0",
+    "optimizer=AdamW", "schedule=cosine",
+)  # fmt: skip
 IMPORTED = (
     "datasets", "hydra", "transformers.models.llama", "transformers.trainer_utils", "dpo.checkpoint.resume",
     "dpo.training.memory", "train", "trainers",
@@ -64,10 +64,6 @@ def import_all(*more: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-
-
-def count_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -124,7 +120,7 @@ def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int)
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
                 # forked: a fresh interpreter would import for longer than a short run trains
-                process = get_context("fork").Process(target=_work, args=(job, finish))
+                process = get_context("fork").Process(target=_run_job, args=(job, finish))
                 process.start()
                 running[process.sentinel] = job, process
             for sentinel in wait(running):
@@ -144,12 +140,12 @@ def iterate_rows(
 ) -> Iterator[tuple[Job, list[Row]]]:
     """Run jobs on all cores, and yield each with its rows.
 
-    A line is printed for each job that is done now, with the time left.
+    A line is printed for each job that was not done before, with the time left.
     """
     started, n_there = time.perf_counter(), sum(job.result.exists() for job in jobs)
     if n_there:
         print(f"{name}: {n_there} of {len(jobs)} runs are there already", flush=True)
-    for n_done, job in enumerate(run_all(jobs, finish, at_once=count_cores()), start=1):
+    for n_done, job in enumerate(run_all(jobs, finish, at_once=len(os.sched_getaffinity(0))), start=1):
         rows = read_rows(job.result)
         if n_done > n_there:
             secs_left = (time.perf_counter() - started) / (n_done - n_there) * (len(jobs) - n_done)
@@ -164,7 +160,7 @@ def _make_error(job: Job, status: int) -> Exception:
     return InputError(text) if status == BAD_INPUT else RunError(text)
 
 
-def _work(job: Job, finish: Callable[[Job], None]) -> None:
+def _run_job(job: Job, finish: Callable[[Job], None]) -> None:
     """Run a job in this process, with its output in `log.txt`."""
     if CONTINUE not in job.overrides:
         shutil.rmtree(job.directory, ignore_errors=True)  # of a run that was killed
@@ -233,9 +229,9 @@ def choose_directory(name: str, options: argparse.Namespace) -> Path:
 def select_jobs(runs: Mapping[Job, Any], names: Sequence[str]) -> list[Job]:
     """Select the jobs of the methods in `names`, and those done.
 
-    `runs` has (method, ...) of each job.
+    `runs` has a tuple for each job, which begins with its method.
     """
-    return [job for job, (method, *_) in runs.items() if method in names or job.result.exists()]
+    return [job for job, run in runs.items() if run[0] in names or job.result.exists()]
 
 
 def choose_methods(parser: argparse.ArgumentParser, methods: Sequence[str], wanted: str | None) -> list[str]:

@@ -38,7 +38,8 @@ COPIES = 2  # of weights in bfloat16, which autocast keeps from forward to backw
 UPDATE = 4  # temporaries of RMSprop on a GPU, when activations and copies are freed
 ADAPTER = 0.2  # per parameter of the base: an adapter of rank 16, in float32, with gradients and RMSprop state
 QUANTIZED = 0.52  # a parameter that lora=qlora quantizes, with its scales
-NOT_QUANTIZED = 0.13  # share of parameters that lora=qlora does not quantize: embeddings and head of an 8B model
+# share of the parameters of an 8B model that lora=qlora does not quantize: embeddings and head
+UNQUANTIZED_SHARE = 0.13
 
 
 class Gpu(NamedTuple):
@@ -71,21 +72,23 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
 
     `memory` is the host's, in bytes.
     """
+    n_gpus = len(gpus)
     usable_bytes = 0.9 * min((gpu.total for gpu in gpus), default=memory)
     dtype = "bfloat16" if gpus and all(gpu.bf16 for gpu in gpus) else "float32"
-    fit = find_fit(model, usable_bytes, n_gpus=len(gpus), dtype=dtype) if gpus else None
+    fit = find_fit(model, usable_bytes, n_gpus=n_gpus, dtype=dtype) if gpus else None
     if fit is None:
-        return recommend_small_model(usable_bytes, n_gpus=len(gpus))
+        return recommend_small_model(usable_bytes, n_gpus=n_gpus)
 
-    # a power of 2, and at most a batch of about 64 on all GPUs together
-    examples = 2 ** int(math.log2(min(fit.free_bytes / fit.pair_bytes, max(1, 64 // len(gpus)))))
+    most_examples = min(fit.free_bytes / fit.pair_bytes, max(1, 64 // n_gpus))  # about 64 on all GPUs together
+    examples = 2 ** int(math.log2(most_examples))
     # without other GPUs FSDP would copy every weight twice per microbatch for nothing (docs/distributed.md)
-    trainer, precision, copies, reference = "FSDPTrainer", "model.fsdp_policy_mp=bfloat16", "", ""
-    if len(gpus) == 1:
-        trainer, precision = "BasicTrainer", "model.autocast=bfloat16"
-        copies, reference = f", autocast's copies {COPIES}", " model.reference_dtype=bfloat16"
-    if dtype == "float32":
-        precision = copies = reference = ""
+    trainer = "BasicTrainer" if n_gpus == 1 else "FSDPTrainer"
+    precision = reference = copies = ""
+    if dtype == "bfloat16" and n_gpus == 1:
+        precision, reference = " model.autocast=bfloat16", " model.reference_dtype=bfloat16"
+        copies = f", autocast's copies {COPIES}"
+    elif dtype == "bfloat16":
+        precision = " model.fsdp_policy_mp=bfloat16"
     reasons = [
         f"weights 4, gradients 4 and RMSprop state 4 bytes per parameter in float32, reference 2 in 16 bits{copies}: "
         f"{gb(fit.state_bytes)} of each GPU's {gb(usable_bytes)} (90 %), {gb(fit.free_bytes)} remain for activations",
@@ -93,11 +96,11 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
         f"{examples} per GPU per microbatch (calculated, not measured; SFT needs less)",
     ]
     if fit.model != model:
-        needed = f"{gb(STATE * MODELS[model].n_parameters / len(gpus))} per GPU plus activations or temporaries"
+        needed = f"{gb(STATE * MODELS[model].n_parameters / n_gpus)} per GPU plus activations or temporaries"
         reasons.insert(0, f"model={model} needs {needed}; {fit.model} is the largest that fits")
-    if len(gpus) > 1:
+    if n_gpus > 1:
         reasons.append("use TensorParallelTrainer only if one example does not fit a GPU: it shards activations too")
-    reasons.append(recommend_adapters(usable_bytes, n_gpus=len(gpus), dtype=dtype))
+    reasons.append(recommend_adapters(usable_bytes, n_gpus=n_gpus, dtype=dtype))
     # rank 0 loads one model at a time, the policy in float32; 4 GB are for everything else
     loading_bytes = 4 * MODELS[fit.model].n_parameters + 4e9
     if memory < loading_bytes:
@@ -106,11 +109,10 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
     dpo = f"loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST{reference}"
     reasons.append(f"then DPO: the same with {dpo}")
     # about 64 examples per update, as in the README, and batch sizes that divide it
-    microbatch = len(gpus) * examples
+    microbatch = n_gpus * examples
     accumulation = max(1, 64 // microbatch)
     command = (
-        f"python train.py loss=sft model={fit.model} datasets=[hh] exp_name=hh_sft trainer={trainer}"
-        f"{' ' if precision else ''}{precision}"
+        f"python train.py loss=sft model={fit.model} datasets=[hh] exp_name=hh_sft trainer={trainer}{precision}"
         f"{' activation_checkpointing=true' if fit.checkpointing else ''}"
         f" batch_size={microbatch * accumulation} gradient_accumulation_steps={accumulation}"
         f" eval_batch_size={microbatch}"
@@ -134,21 +136,23 @@ def find_fit(model: str, usable_bytes: float, *, n_gpus: int, dtype: str) -> Fit
     Activation checkpointing is tried before a smaller model.
     """
     names = list(MODELS)
+    uses_autocast = n_gpus == 1 and dtype == "bfloat16"
     for name in reversed(names[: names.index(model) + 1]):
+        n_parameters = MODELS[name].n_parameters / n_gpus  # on each GPU
+        state_bytes = (STATE + COPIES if uses_autocast else STATE) * n_parameters
+        free_bytes = usable_bytes - state_bytes
+        can_update = usable_bytes >= (STATE + UPDATE) * n_parameters
         for checkpointing in (False, True):
             in_bfloat16, in_float32 = MODELS[name].checkpointed if checkpointing else MODELS[name].activations
             pair_bytes = in_bfloat16 if dtype == "bfloat16" else in_float32
-            n_parameters = MODELS[name].n_parameters / n_gpus
-            state_bytes = (STATE + COPIES * (n_gpus == 1 and dtype == "bfloat16")) * n_parameters
-            free_bytes = usable_bytes - state_bytes
-            if free_bytes >= pair_bytes and usable_bytes >= (STATE + UPDATE) * n_parameters:
+            if can_update and free_bytes >= pair_bytes:
                 return Fit(name, checkpointing, state_bytes, free_bytes, pair_bytes)
     return None
 
 
 def recommend_small_model(usable_bytes: float, *, n_gpus: int) -> Advice:
     """Recommend a tiny model where none of `MODELS` fits."""
-    millions = usable_bytes / 2 / STATE / 1e6
+    millions = usable_bytes / 2 / STATE / 1e6  # the other half is for activations
     reasons = [
         f"{'the GPUs are small' if n_gpus else 'no GPU'}: models of up to about {millions:.0f} million "
         f"parameters fit ({STATE} bytes each, and as much for activations, in 90 % of the memory)",
@@ -166,9 +170,10 @@ def recommend_adapters(usable_bytes: float, *, n_gpus: int, dtype: str = "float3
 
     Half of the memory is left for activations.
     """
-    width = 2 if dtype == "bfloat16" else 4  # bytes of a parameter that is not quantized
-    dtype_setting = " model.policy_dtype=bfloat16" if dtype == "bfloat16" else ""
-    quantized_width = (1 - NOT_QUANTIZED) * QUANTIZED + NOT_QUANTIZED * width
+    width, dtype_setting = 4, ""  # `width` is the bytes of a parameter that is not quantized
+    if dtype == "bfloat16":
+        width, dtype_setting = 2, " model.policy_dtype=bfloat16"
+    quantized_width = (1 - UNQUANTIZED_SHARE) * QUANTIZED + UNQUANTIZED_SHARE * width  # the mean over parameters
     options = []
     for name, base_bytes, n_shards in (
         ("lora", width, max(1, n_gpus)),

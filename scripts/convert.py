@@ -42,7 +42,7 @@ from dpo.settings.choices import DATA_FORMATS, NUMBER_FIELDS, TOOLS
 from dpo.settings.places import SUFFIXES, Source, find_suffix
 from dpo.system.plain_files import replacing
 
-NAME = "IN"  # of the source in messages, which then have the script's options in place of keys
+NAME = "IN"  # of the source in messages
 KINDS = ("pairs", "labels", "targets")  # the first one that the columns hold is converted
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = {"path": options.source, "format": options.format, "columns": options.columns}
         print(convert(Source.parse(NAME, source), options.split, options.out, options.to))
     except InputError as error:
+        # the message is about keys of train.py, where this script has options
         text = str(error).replace(f"dataset_sources.{NAME}.", "--").replace(f"dataset_sources.{NAME}=", f"{NAME}=")
         text = text.replace(f"training on {KINDS[-1]} needs", "converting needs")
         print(f"error: {text}", file=sys.stderr)
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_columns(text: str) -> Any:
     """Parse the value of `--columns`, which `Source.parse` checks."""
     try:
-        return yaml.load(text, Loader=yaml.BaseLoader)  # reads every value as text, as yes and no
+        return yaml.load(text, Loader=yaml.BaseLoader)  # reads every value as text, also `yes` and `no`
     except yaml.YAMLError as error:
         raise argparse.ArgumentTypeError(f"{text} is not like {{prompt: question, chosen: best}}") from error
 
@@ -128,7 +129,7 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
     Returns them, each with the place that it is from, and the name of the source's format.
     """
     rows = load_rows(source, split)
-    used = find_used_columns(rows, source)
+    used = find_used_columns(rows, source)  # columns of IN by field
     drops_nulls = has_phantom_nulls(rows)
     converted, data_format = [], source.format
     for given, where in zip(rows, iterate_places(rows, source.path), strict=True):
@@ -139,6 +140,7 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
         data_format = data_format or recognize_format(row, used, record) or "columns of its own"
         scores = read_scores(row, used, len(record.responses), where) if record.is_list else []
         if "responses" not in FORMATS[to].columns and len(scores) == 2 and scores[0] != scores[1]:
+            # OUT holds pairs, so a list of two responses becomes one
             ranked = record.responses if scores[0] > scores[1] else record.responses[::-1]
             record = record._replace(responses=ranked, is_list=False)
         try:
@@ -177,15 +179,19 @@ def convert_row(
 
 
 def find_used_columns(rows: Sequence[Any], source: Source) -> dict[str, str]:
-    """Find the columns of the first of KINDS that the rows hold."""
-    format_columns = FORMATS[source.format].columns if source.format else None
-    options: dict[str, Any] = {"name": NAME, "origin": source.path, "format_columns": format_columns}
+    """Find the columns of the first of KINDS that rows hold."""
     present = find_columns(rows)
+    options: dict[str, Any] = {
+        "name": NAME,
+        "origin": source.path,
+        "format_columns": FORMATS[source.format].columns if source.format else None,
+        "with_margins": True,
+    }
     *first_kinds, last_kind = KINDS
     for kind in first_kinds:
         with suppress(ColumnsError):
-            return recognize_columns(present, source.columns, trains_on=kind, with_margins=True, **options).used
-    return recognize_columns(present, source.columns, trains_on=last_kind, with_margins=True, **options).used
+            return recognize_columns(present, source.columns, trains_on=kind, **options).used
+    return recognize_columns(present, source.columns, trains_on=last_kind, **options).used
 
 
 def _find_other_keys(values: Iterable[Any]) -> set[str]:

@@ -44,7 +44,7 @@ HUB_LIMIT = 5
 START_LIMIT = 60  # imports and devices
 REDUCE_LIMIT = 150  # an all-reduce: NCCL starts slowly on 8 GPUs
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-FIXES = {  # what to do, by the name of the check
+FIXES = {  # what to do, by the name of the check, or by the backend of an all-reduce
     "software": "pip install -r requirements.txt",
     "gpu": "expect CUDA out of memory: nvidia-smi shows which process holds the memory that is not free; end that "
     "process, or list the other GPUs in CUDA_VISIBLE_DEVICES",
@@ -81,13 +81,16 @@ class Finding(NamedTuple):
     fix: str | None = None
 
 
-def judge(check: str, text: str, value: float, *, ok: float = 1, warning: float = 0, fix: str | None = None) -> Finding:
-    """Judge a value: OK from `ok` on, warning from `warning` on.
+def make_finding(check: str, level: str, text: str) -> Finding:
+    """Make a finding, with the fix of FIXES unless all is well."""
+    return Finding(check, level, text, None if level == OK else FIXES[check])
 
-    By default `value` is true or false, and false is a warning; with `warning=1` false is a problem.
-    """
-    level = OK if value >= ok else WARNING if value >= warning else PROBLEM
-    return Finding(check, level, text, None if level == OK else fix or FIXES[check])
+
+def grade(value: float, *, ok: float, warning: float) -> str:
+    """Grade a value: OK from `ok` on, WARNING from `warning` on."""
+    if value >= ok:
+        return OK
+    return WARNING if value >= warning else PROBLEM
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -102,7 +105,7 @@ def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Findi
     pinned = {name: version for name, version in pins if name.replace("-", "_") not in BACKENDS}
     installed = {package.name: package.version for package in importlib.metadata.distributions()}
     if missing := [name for name in pinned if name not in installed]:
-        return [Finding("software", PROBLEM, f"not installed: {', '.join(missing)}", FIXES["software"])]
+        return [make_finding("software", PROBLEM, f"not installed: {', '.join(missing)}")]
     text = ", ".join([f"python {platform.python_version()}", *(f"{name} {installed[name]}" for name in pinned)])
     other_majors = [
         f"{name} {version}"
@@ -110,8 +113,8 @@ def check_software(requirements: Path = ROOT / "requirements.txt") -> list[Findi
         if installed[name].split(".")[0] != version.split(".")[0]
     ]
     if other_majors:
-        text += f"; the tests ran with {', '.join(other_majors)}"
-    return [judge("software", text, not other_majors)]
+        return [make_finding("software", WARNING, f"{text}; the tests ran with {', '.join(other_majors)}")]
+    return [make_finding("software", OK, text)]
 
 
 # --- probes, in child processes -------------------------------------------------------------------------------------
@@ -183,7 +186,7 @@ def probe_devices() -> list[Gpu]:
 
 
 def find_matmul_error(device: str, dtype: Any) -> str | None:
-    """Say how far a product on `device` is off, if beyond rounding."""
+    """Compare a product with an exact one; None unless it is wrong."""
     import torch
 
     left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)  # (512, 512) each
@@ -265,7 +268,7 @@ def check_gpu() -> list[Finding]:
     has_nccl = torch.distributed.is_nccl_available()
     nccl_version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "missing"
     text = f"driver {driver or 'unknown'}, CUDA {torch.version.cuda}, NCCL {nccl_version}"
-    return [*judge_gpus(gpus), judge("cuda", text, has_nccl, warning=1)]
+    return [*judge_gpus(gpus), make_finding("cuda", OK if has_nccl else PROBLEM, text)]
 
 
 def judge_no_gpu(driver: str | None, cuda: str | None, visible: str | None, failure: str | None = None) -> Finding:
@@ -290,23 +293,25 @@ def judge_gpus(gpus: Sequence[Gpu]) -> list[Finding]:
     """Judge memory, arithmetic and bfloat16."""
     findings = []
     for i, gpu in enumerate(gpus):
-        text = f"{i}: {gpu.name}, {gb(gpu.free)} of {gb(gpu.total)} free"
-        findings.append(judge("gpu", text, gpu.free / gpu.total, ok=0.85, warning=0.5))
+        level = grade(gpu.free / gpu.total, ok=0.85, warning=0.5)
+        findings.append(make_finding("gpu", level, f"{i}: {gpu.name}, {gb(gpu.free)} of {gb(gpu.total)} free"))
     errors = "; ".join(f"GPU {i}: {gpu.error}" for i, gpu in enumerate(gpus) if gpu.error)
     text = errors or "correct on every GPU, in every dtype that it supports"
-    findings.append(judge("matmul", text, not errors, warning=1))
+    findings.append(make_finding("matmul", PROBLEM if errors else OK, text))
     without_bf16 = ", ".join(str(i) for i, gpu in enumerate(gpus) if not gpu.bf16)
-    text = f"not supported by GPU {without_bf16}" if without_bf16 else "supported by every GPU"
-    findings.append(judge("bfloat16", text, not without_bf16))
+    if without_bf16:
+        findings.append(make_finding("bfloat16", WARNING, f"not supported by GPU {without_bf16}"))
+    else:
+        findings.append(make_finding("bfloat16", OK, "supported by every GPU"))
     return findings
 
 
 def check_all_reduce() -> list[Finding]:
     gpus, _ = visible_gpus()
-    n_gpus = len(gpus)
-    backend, n = ("nccl", n_gpus) if n_gpus else ("gloo", 2)
+    backend, n = ("nccl", len(gpus)) if gpus else ("gloo", 2)
     try:
-        return [judge_all_reduce(run_probe(f"probe_all_reduce({backend!r}, {n})", REDUCE_LIMIT), backend)]
+        results = run_probe(f"probe_all_reduce({backend!r}, {n})", REDUCE_LIMIT)
+        return [judge_all_reduce(results, backend)]
     except ChildError as error:
         text = f"{backend} over {count(n, 'process', 'processes')} failed: {error}"
         return [Finding("all-reduce", PROBLEM, text, FIXES[backend])]
@@ -318,10 +323,11 @@ def judge_all_reduce(results: Sequence[Mapping[str, float]], backend: str) -> Fi
     errors = ", ".join(
         f"{result['wrong']:.0f} elements on rank {rank}" for rank, result in enumerate(results) if result["wrong"]
     )
+    start = f"{backend} over {count(len(results), 'process', 'processes')}"
+    if errors:
+        return Finding("all-reduce", PROBLEM, f"{start}: the sum is wrong in {errors}", FIXES[backend])
     speed = f"{n_bytes / 1e6:.0f} MB in {seconds * 1e3:.1f} ms: {gb(n_bytes / seconds)}/s"
-    outcome = f"the sum is wrong in {errors}" if errors else f"correct, {speed}"
-    text = f"{backend} over {count(len(results), 'process', 'processes')}: {outcome}"
-    return judge("all-reduce", text, not errors, warning=1, fix=FIXES[backend])
+    return Finding("all-reduce", OK, f"{start}: correct, {speed}")
 
 
 # --- checks of the host -----------------------------------------------------------------------------------------------
@@ -330,7 +336,7 @@ def judge_all_reduce(results: Sequence[Mapping[str, float]], backend: str) -> Fi
 def check_host() -> list[Finding]:
     total, available = host_memory()
     text = f"{len(os.sched_getaffinity(0))} CPU cores, {gb(available)} of {gb(total)} of memory available"
-    return [judge("host", text, available, ok=8e9, warning=2e9)]
+    return [make_finding("host", grade(available, ok=8e9, warning=2e9), text)]
 
 
 def check_open_files() -> list[Finding]:
@@ -338,7 +344,7 @@ def check_open_files() -> list[Finding]:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
     text = f"{soft} soft, {hard} hard; a run raises its soft limit to the hard one"
-    return [judge("open files", text, hard, ok=4096, warning=1024)]
+    return [make_finding("open files", grade(hard, ok=4096, warning=1024), text)]
 
 
 def check_disk() -> list[Finding]:
@@ -350,10 +356,10 @@ def check_disk() -> list[Finding]:
     local_dir = Path(get_local_dir(config["local_dirs"])).absolute()
     folder = next(path for path in (local_dir, *local_dir.parents) if path.exists())  # where runs will be made
     if not os.access(folder, os.W_OK | os.X_OK):
-        return [Finding("disk", PROBLEM, f"{folder} is not writable", FIXES["disk"])]
+        return [make_finding("disk", PROBLEM, f"{folder} is not writable")]
     free = shutil.disk_usage(folder).free
     text = f"{gb(free)} free for runs and caches in {folder}; a real run needs about 50 GB"
-    return [judge("disk", text, free, ok=50e9, warning=2e9)]
+    return [make_finding("disk", grade(free, ok=50e9, warning=2e9), text)]
 
 
 def check_hub() -> list[Finding]:
@@ -361,15 +367,15 @@ def check_hub() -> list[Finding]:
 
     host = urlsplit(constants.ENDPOINT).hostname
     if constants.HF_HUB_OFFLINE:
-        return [Finding("hub", OK, "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set: only local and cached files")]
+        return [make_finding("hub", OK, "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set: only local and cached files")]
     fetch = "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=4)"
     url = f"{constants.ENDPOINT}/api/models?limit=1"
     try:  # in a child process, because DNS look-ups ignore the timeout of urlopen
         ask(sys.executable, "-P", "-c", fetch, url, limit=HUB_LIMIT)
-        return [Finding("hub", OK, f"{host} answers")]
+        return [make_finding("hub", OK, f"{host} answers")]
     except ChildError as error:
         reason = re.sub(r"^[\w.]+: |<urlopen error |>$", "", str(error))  # without the exception's name
-        return [Finding("hub", WARNING, f"{host}: {reason}", FIXES["hub"])]
+        return [make_finding("hub", WARNING, f"{host}: {reason}")]
 
 
 def check_wandb() -> list[Finding]:
@@ -387,9 +393,8 @@ def check_wandb() -> list[Finding]:
             if netrc.netrc(file).authenticators(host):
                 return [Finding("wandb", OK, f"an API key for {host} is in {file}")]
         except (netrc.NetrcParseError, OSError):  # the error is not shown: it may quote the file
-            return [Finding("wandb", WARNING, f"{file} cannot be read: runs log offline", FIXES["wandb"])]
-    text = "no API key: without a terminal to ask for one, runs log offline"
-    return [Finding("wandb", WARNING, text, FIXES["wandb"])]
+            return [make_finding("wandb", WARNING, f"{file} cannot be read: runs log offline")]
+    return [make_finding("wandb", WARNING, "no API key: without a terminal to ask for one, runs log offline")]
 
 
 def check_backends() -> list[Finding]:
@@ -440,7 +445,7 @@ def examine(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
 
 
 def format_report(findings: Sequence[Finding], advice: Advice) -> str:
-    """Format the report in lines of at most 100 columns."""
+    """Format the report, in at most 100 columns."""
     lines = []
     wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)
     for finding in findings:

@@ -42,15 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from scripts.ledger import find_texts
 
     runs = [run for path in options.runs for run in list_runs(path.expanduser())]
-    find = None
-    out = REPORT.parent
     if len(runs) == 1:
-        find = partial(find_texts, trust_remote_code=options.trust_remote_code)
-        out = runs[0] / REPORT.parent
-    if options.out is not None:
-        out = options.out.expanduser()
+        default_out = runs[0] / REPORT.parent
+        find_run_texts = partial(find_texts, trust_remote_code=options.trust_remote_code)
+    else:
+        default_out, find_run_texts = REPORT.parent, None
+    out = default_out if options.out is None else options.out.expanduser()
     try:
-        page = write_report(runs, out, find_texts=find)
+        page = write_report(runs, out, find_texts=find_run_texts)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

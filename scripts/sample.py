@@ -173,26 +173,28 @@ def answer_file(
     """Write the answers to each prompt, with rewards and numbers of tokens."""
     from tqdm import tqdm
 
-    all_rewards: dict[str, list[float]] = {}  # by model
+    finite_rewards: dict[str, list[float]] = {}  # by model
     with out.open("w", encoding="utf-8") as file:
         for start in tqdm(range(0, len(prompts), batch_size), unit="batch", disable=None):
-            end = min(start + batch_size, len(prompts))
-            answers_by_prompt = panel.answer(prompts[start:end], range(start, end), sampling)
-            rewards_by_prompt = panel.rewards(prompts[start:end], answers_by_prompt)
-            for i, answers, rewards in zip(range(start, end), answers_by_prompt, rewards_by_prompt, strict=True):
+            batch = prompts[start : start + batch_size]
+            numbers = range(start, start + len(batch))
+            answers_by_prompt = panel.answer(batch, numbers, sampling)
+            rewards_by_prompt = panel.rewards(batch, answers_by_prompt)
+            for number, answers, rewards in zip(numbers, answers_by_prompt, rewards_by_prompt, strict=True):
                 json_rewards: dict[str, float | None] = dict.fromkeys(rewards)  # null for NaN, infinity and no reward
                 for name, reward in rewards.items():
                     if reward is not None and math.isfinite(reward):
                         json_rewards[name] = reward
-                        all_rewards.setdefault(name, []).append(reward)
+                        finite_rewards.setdefault(name, []).append(reward)
                 texts: dict[str, str | None] = {name: answer.text for name, answer in answers.items()}
                 texts.setdefault("reference", None)
-                tokens = {"prompt": len(prompts[i])} | {name: len(answer.tokens) for name, answer in answers.items()}
-                line = {"prompt": given_prompts[i], **texts, "rewards": json_rewards, "tokens": tokens}
+                tokens = {name: len(answer.tokens) for name, answer in answers.items()}
+                tokens = {"prompt": len(prompts[number]), **tokens}
+                line = {"prompt": given_prompts[number], **texts, "rewards": json_rewards, "tokens": tokens}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
     means = ""
-    for name, rewards in all_rewards.items():
+    for name, rewards in finite_rewards.items():
         means += f"; mean reward of the {name} {fmean(rewards):.4g}"
         if len(rewards) < len(prompts):
             means += f" over {len(rewards)} answers"

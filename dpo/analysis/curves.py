@@ -154,7 +154,8 @@ def list_charts(runs: Sequence[Run]) -> list[Chart]:
 def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
     """Draw each chart for which a run has values."""
     for chart in list_charts(runs):
-        if lines := make_lines(chart, runs):
+        lines = make_lines(chart, runs)
+        if lines:
             svg, png = draw(chart, lines, several=len(runs) > 1)
             yield Picture(chart.name, chart.title, describe(chart, lines), svg, png)
 
@@ -166,7 +167,7 @@ def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
     """
     several, lines = len(runs) > 1, []
     for run_index, run in enumerate(runs):
-        if chart.loss is not None and chart.loss != run.loss:
+        if chart.loss not in (None, run.loss):
             continue
         for metric_index, metric in enumerate(chart.metrics):
             if not any(np.isfinite(log[metric.replace("SPLIT", split)]).any() for split, log in run.splits):
@@ -181,10 +182,9 @@ def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
 def smooth(values: np.ndarray, *, width: int | None = None, robust: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Compute a running mean, or a running median if `robust`.
 
-    Returns at most MOST_POINTS indices, and the means there.
-
-    A mean is over the window of `width` values around its index: by default an odd number of at least 5, about a
-    fifteenth of all values. At both ends the window is smaller. NaN does not count.
+    Returns at most MOST_POINTS indices, and the means there, (points,) each. A mean is over a window of values around
+    its index, without NaN. `width` is by default an odd number of at least 5, about a fifteenth of all values. At both
+    ends the window is smaller.
     """
     n = len(values)
     indices = np.unique(np.linspace(0, max(n - 1, 0), min(n, MOST_POINTS)).astype(int))  # evenly spaced
@@ -199,17 +199,16 @@ def smooth(values: np.ndarray, *, width: int | None = None, robust: bool = False
 
 
 def find_extremes(values: np.ndarray) -> np.ndarray:
-    """Choose indices to draw: the extremes of parts of a long run."""
+    """Find indices to draw: in a long run, extremes of its parts."""
     if len(values) <= 2 * MOST_POINTS:
         return np.arange(len(values))
-    chosen_indices = []
-    for indices in np.array_split(np.arange(len(values)), MOST_POINTS):
-        finite = indices[np.isfinite(values[indices])]
-        if len(finite):
-            chosen_indices += [finite[values[finite].argmin()], finite[values[finite].argmax()]]
-        else:  # a NaN leaves a gap in the line
-            chosen_indices.append(indices[0])
-    return np.unique(chosen_indices)
+    drawn = []
+    for part in np.array_split(np.arange(len(values)), MOST_POINTS):
+        if np.isnan(values[part]).all():
+            drawn.append(part[0])  # leaves a gap in the line
+        else:
+            drawn += [part[np.nanargmin(values[part])], part[np.nanargmax(values[part])]]
+    return np.unique(drawn)
 
 
 STYLE = {
@@ -230,12 +229,13 @@ def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, 
         canvas = FigureCanvasAgg(picture)
         panels: list[list[Line]] = [list(lines)]
         if several:  # a panel for each metric that a run has
-            by_metric = ([line for line in lines if line.metric == metric] for metric in chart.metrics)
-            panels = [panel for panel in by_metric if panel]
+            panels = [[line for line in lines if line.metric == metric] for metric in chart.metrics]
+            panels = [panel for panel in panels if panel]
         [axes] = picture.subplots(1, len(panels), sharey=True, squeeze=False)
         for axis, panel in zip(axes, panels, strict=True):
             for line in panel:
-                _draw_line(axis, chart, line, several=several)
+                _draw_updates(axis, chart, line, several=several)
+                _draw_evaluations(axis, line)
             _style_axis(axis, chart, panel)
             if len(panels) > 1:
                 axis.set_title(panel[0].metric.rpartition("/")[2], color=LIGHT.muted, fontsize=9, loc="left")
@@ -253,22 +253,15 @@ def draw(chart: Chart, lines: Sequence[Line], *, several: bool) -> tuple[bytes, 
     return text.replace("<defs>", f"<defs><style>{COLORS}</style>", 1).encode(), png.getvalue()
 
 
-def _draw_line(axis: Any, chart: Chart, line: Line, *, several: bool) -> None:
-    """Draw a metric's updates, and its evaluations if it has any."""
-    _draw_updates(axis, chart, line, several=several)
-    if len(line.evaluations()[0]):
-        _draw_evaluations(axis, line)
-
-
 def _draw_updates(axis: Any, chart: Chart, line: Line, *, several: bool) -> None:
     """Draw the value of every update, and a running mean of many."""
-    color = LIGHT.colors[line.color % len(LIGHT.colors)]
-    dashed = (0, (4, 1.5))
-    style = "-" if line.color < len(LIGHT.colors) else dashed  # once all colours are used
     examples, values = line.run.train.examples, line.run.train[line.metric.replace("SPLIT", "train")]
     n_finite = int(np.isfinite(values).sum())
     if n_finite == 0:
         return
+    color = LIGHT.colors[line.color % len(LIGHT.colors)]
+    dashed = (0, (4, 1.5))
+    style = "-" if line.color < len(LIGHT.colors) else dashed  # once all colours are used
     drawn = find_extremes(values)
     if chart.smooth and n_finite >= FEWEST_TO_SMOOTH:
         axis.plot(examples[drawn], values[drawn], color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
@@ -282,6 +275,8 @@ def _draw_updates(axis: Any, chart: Chart, line: Line, *, several: bool) -> None
 def _draw_evaluations(axis: Any, line: Line) -> None:
     """Draw evaluations as circles, three or more joined by a dotted line."""
     examples, values = line.evaluations()
+    if not len(values):
+        return
     color = LIGHT.colors[line.color % len(LIGHT.colors)]
     dotted = (0, (1, 1.8))
     axis.plot(
@@ -338,7 +333,7 @@ def _style_axis(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
 
 
 def _spans_decades(lines: Sequence[Line]) -> bool:
-    """Return whether all values are above 0 and span a wide range."""
+    """Return whether values are positive, and some far above a median."""
     values_by_line = [line.run.train.points(line.metric)[1] for line in lines]
     all_values = np.concatenate(values_by_line)
     lowest_median = min(float(np.median(values)) for values in values_by_line)
@@ -373,10 +368,8 @@ def _add_title_and_legend(picture: Any, chart: Chart, lines: Sequence[Line], *, 
     name_by_color = {line.color: (line.run.name if several else line.label) for line in lines}
     if not several and len(name_by_color) == 1:  # the title says what the only line is
         return
-    handles = [
-        mpl.lines.Line2D([], [], color=LIGHT.colors[color % len(LIGHT.colors)], linewidth=2.2)
-        for color in name_by_color
-    ]
+    colors = [LIGHT.colors[color % len(LIGHT.colors)] for color in name_by_color]
+    handles = [mpl.lines.Line2D([], [], color=color, linewidth=2.2) for color in colors]
     names = [printable(name if len(name) <= 24 else f"{name[:22]}...") for name in name_by_color.values()]
     picture.legend(
         handles,
@@ -395,11 +388,13 @@ def describe(chart: Chart, lines: Sequence[Line]) -> str:
     sentences = []
     for line in lines:
         clauses = []
-        for (split, log), name in zip(line.run.splits, ("training", "evaluation"), strict=True):
+        for split, log in line.run.splits:
             values = log.points(line.metric.replace("SPLIT", split))[1]
             if len(values):
                 numbers = (values[0], values[-1], values.min(), values.max())
                 first, last, lowest, highest = map(format_value, numbers)
+                name = "training" if split == "train" else "evaluation"
                 clauses.append(f"{name} from {first} to {last}, between {lowest} and {highest}")
-        sentences.append((f"{line.label}: " if line.label else "") + "; ".join(clauses))
-    return f"{chart.title} against examples. " + ". ".join(sentences) + "."
+        label = f"{line.label}: " if line.label else ""
+        sentences.append(f"{label}{'; '.join(clauses)}.")
+    return f"{chart.title} against examples. {' '.join(sentences)}"

@@ -10,13 +10,12 @@ from collections import deque
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
-# spikes
-SPIKE_RATIO = 10.0  # a spike is above this multiple of the median of the last 100 values,
-# and above this multiple of the largest value before it, other spikes aside. Once most pairs are learned, the loss of a
-# small batch is that of its worst pair, so that many values are far above the median. With an exponential tail, a value
+# a spike is above SPIKE_RATIO times the median of the last 100 values, and above LARGEST_RATIO times the largest value
+# before it, other spikes aside. The second condition is for late updates: once most pairs are learned, the loss of a
+# small batch is that of its worst pair, and many values are far above the median. With an exponential tail, a value
 # exceeds 3 times the largest of n before it with a probability of 6 / ((n + 1) (n + 2) (n + 3))
-LARGEST_RATIO = 3.0
-FIRST_BLOCK = 100  # values among which the largest is sought at first
+SPIKE_RATIO, LARGEST_RATIO = 10.0, 3.0
+FIRST_BLOCK = 100  # values in the first block of `RecentLargest`
 FEWEST_VALUES = 20  # before the first spike; their mean sets the scale for FAINT
 FAINT = 0.01  # a value below this fraction of the mean of the first 20 values is not a spike
 
@@ -47,21 +46,24 @@ class Means(NamedTuple):
 
 
 class RecentLargest:
-    """Largest value of those added, of which it forgets early ones.
+    """Largest of the values added, without early ones.
 
-    Losses and gradients may be large at the start. At least the later half of the values counts, and all of the first
-    `FIRST_BLOCK`: each later block is as long as all before it, and the last two blocks count.
+    Losses and gradients may be large at the start. The values are in blocks: the first has `FIRST_BLOCK`, each later
+    one is as long as all before it. Those in the current block and in the one before it count, so at least the later
+    half of all.
     """
 
     def __init__(self, value: float = -math.inf) -> None:
-        self.value, self._in_block = value, -math.inf
-        self._n, self._block_end = 0, FIRST_BLOCK
+        self.value, self._largest_in_block = value, -math.inf
+        self._n, self._block_end = 0, FIRST_BLOCK  # values added; when the block ends
 
     def add(self, value: float) -> None:
-        self.value, self._in_block = max(value, self.value), max(value, self._in_block)
+        self.value = max(self.value, value)
+        self._largest_in_block = max(self._largest_in_block, value)
         self._n += 1
         if self._n == self._block_end:
-            self.value, self._in_block, self._block_end = self._in_block, -math.inf, 2 * self._n
+            self.value, self._largest_in_block = self._largest_in_block, -math.inf
+            self._block_end = 2 * self._n
 
 
 class InstabilityDetector:
@@ -114,9 +116,9 @@ class InstabilityDetector:
     def find_collapse(self, loss: float, margin: float) -> tuple[Means, int] | None:
         """Add an update; return a collapsed window's means and number of updates.
 
-        In a collapse the mean margin is not above the start's. Also, the mean loss of the long window is above twice
-        the start's by `COLLAPSE_ERRORS` standard errors, or half of the losses in the short window are above `HUGE`
-        times the start's.
+        In a collapsed window the mean margin is not above the start's, and losses are too high. In the long window:
+        their mean is above twice the start's by `COLLAPSE_ERRORS` standard errors. In the short window: half of them
+        are above `HUGE` times the start's.
         """
         if not (math.isfinite(loss) and math.isfinite(margin)):
             return None
@@ -146,7 +148,7 @@ class InstabilityDetector:
     def _multiply_start_loss(self, factor: float) -> float:
         """Multiply the start's loss; a loss near 0 counts as larger.
 
-        The sum of the loss and `factor - 1` times its absolute value is above the loss even if that is negative.
+        The result is above the loss even if that is negative.
         """
         assert self.start is not None
         return self.start.loss + (factor - 1) * max(abs(self.start.loss), LEAST_START_LOSS)

@@ -37,7 +37,7 @@ class Pair:
     first_margin: float
     last_margin: float
     highest_margin: float
-    relative_margin: float  # mean of its margins, each divided by the median |margin| of its period and split
+    relative_margin: float  # mean of its margins, each divided by the median size of margins in its period and split
     texts: Mapping[str, str] | None = None  # prompt, chosen, rejected; the ledger has them only for drawn pairs
     scores: tuple[float, float] | None = None  # of chosen and rejected, for drawn pairs
 
@@ -56,7 +56,7 @@ class Pair:
         return text
 
 
-# a function that finds the texts of a run's pairs, by example; it raises InputError if they cannot be loaded
+# finds the texts of a run's pairs, by example; raises InputError if they cannot be loaded
 FindTexts = Callable[[Run, Sequence[Pair]], Mapping[str, Mapping[str, str]]]
 
 
@@ -166,11 +166,9 @@ class LedgerSummary:
         except (InputError, OSError) as error:
             return replace(self, note=f"Texts are not shown: {error}")
         examples = {pair.example for pair in without_texts}
-        n_missing = len(examples - texts.keys())
-        note = None
-        if n_missing:
-            note = f"The run's datasets have changed, and lack {n_missing} of these {count(len(examples), 'pair')}"
-        return self.with_texts(lambda pair: pair.texts or texts.get(pair.example), note)
+        missing = examples - texts.keys()
+        note = f"The run's datasets have changed, and lack {len(missing)} of these {count(len(examples), 'pair')}"
+        return self.with_texts(lambda pair: pair.texts or texts.get(pair.example), note if missing else None)
 
     def explain_missing_pairs(self, run: Run) -> LedgerSummary:
         """Note it if the run's loss does not train on pairs."""
@@ -230,7 +228,7 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
 
 
 class ClearlyWrong(NamedTuple):
-    """Training pairs whose margin is below minus the typical size of margins."""
+    """Training pairs wrong by at least a margin of median size."""
 
     share: float
     expected: float  # share if margins were normal, with as many above 0
@@ -241,9 +239,9 @@ class ClearlyWrong(NamedTuple):
 def count_clearly_wrong(table: pa.Table) -> ClearlyWrong | None:
     """Count the training pairs that are clearly wrong late in a run.
 
-    A pair counts at its first visit in the second half of the updates. In a normal distribution few margins are that
-    low if most are above 0. Flipped labels mirror the margins of their pairs, so they add a second hump there, the
-    clearer the better the policy ranks other pairs. None with fewer than 100 pairs.
+    A pair counts at its first visit in the second half of the updates. If margins are normal and most are above 0, few
+    are clearly wrong. A flipped label turns its pair's margin into minus that margin, so many flipped labels make a
+    second hump below 0; the better the policy ranks other pairs, the clearer it is. None with fewer than 100 pairs.
     """
     table = encode(table)
     margins, updates = _numbers(table, "margin"), _numbers(table, "update")
@@ -253,29 +251,32 @@ def count_clearly_wrong(table: pa.Table) -> ClearlyWrong | None:
     rows = rows[first_visits]
     if len(rows) < 100:
         return None
-    typical_sizes = _find_group_medians(abs(margins[rows]), _periods(table)[rows])
-    share_right = float((margins[rows] > 0).mean())
-    share = float((margins[rows] <= -typical_sizes).mean())
-    return ClearlyWrong(share, _expect_clearly_wrong(share_right), share_right, len(rows))
+    margins = margins[rows]  # (pairs,)
+    median_sizes = _find_group_medians(abs(margins), _periods(table)[rows])
+    right = float((margins > 0).mean())
+    share = float((margins <= -median_sizes).mean())
+    return ClearlyWrong(share, _expect_clearly_wrong(right), right, len(rows))
 
 
-def _expect_clearly_wrong(share_right: float) -> float:
-    """Compute the share of a normal distribution below minus its median size.
+def _expect_clearly_wrong(right: float) -> float:
+    """Expect the share of clearly wrong pairs among normal margins.
 
-    Its standard deviation is 1; `share_right` of it is above 0.
+    `right` is the share of margins above 0. The standard deviation is 1, as the scale of margins does not matter.
     """
     normal = NormalDist()
-    mean = normal.inv_cdf(min(max(share_right, 0.01), 0.99))
+    mean = normal.inv_cdf(min(max(right, 0.01), 0.99))
     low, high = 0.0, abs(mean) + 1
-    for _ in range(50):  # bisection for the median size
+    for _ in range(50):  # bisection for the median size: half of the margins are between -size and size
         size = (low + high) / 2
-        is_below_median = normal.cdf(size - mean) - normal.cdf(-size - mean) < 0.5
-        low, high = (size, high) if is_below_median else (low, size)
+        if normal.cdf(size - mean) - normal.cdf(-size - mean) < 0.5:
+            low = size
+        else:
+            high = size
     return normal.cdf(-high - mean)
 
 
 class _Pairs:
-    """The pairs of a ledger, as arrays with an entry per pair.
+    """The pairs of a ledger, in arrays of visits and of pairs.
 
     A visit is a row of the ledger's table. Ties, and visits before the first update, are left out.
     """
@@ -289,34 +290,32 @@ class _Pairs:
         rounding = min(abs(first_margins).max(initial=0.0), LARGEST_ROUNDING)
 
         self._table = table
-        [self._rows] = (is_finite & ~is_before_first_update & ~_is_tie(table)).nonzero()  # rows of the visits
-        self._margins = margins[self._rows]  # of the visits
-        splits = _codes(table, "split")[self._rows]  # 0 or 1
+        [self._rows] = (is_finite & ~is_before_first_update & ~_is_tie(table)).nonzero()  # (visits,)
+        self._margins = margins[self._rows]  # (visits,)
+        splits = _codes(table, "split")[self._rows]  # (visits,), 0 or 1
 
         # margins grow while training, so each is compared with the margins of its period and split
-        typical_margins = _find_group_medians(abs(self._margins), _periods(table)[self._rows] * 2 + splits)
-        scales = np.maximum(typical_margins, rounding)
+        period_and_split = _periods(table)[self._rows] * 2 + splits
+        scales = np.maximum(_find_group_medians(abs(self._margins), period_and_split), rounding)
         relative_margins = np.divide(self._margins, scales, out=np.zeros_like(self._margins), where=scales > 0)
 
-        pair_ids = _codes(table, "example")[self._rows] * 2 + splits  # one number per example and split
-        # `_first_visits` and `_last_visits` are indices into `_rows` and `_margins`
+        example_and_split = _codes(table, "example")[self._rows] * 2 + splits  # (visits,), a number for each pair
+        # `_first_visits` has an index in `_rows` for each pair, `pair_of_visit` the index of a pair for each visit
         _, self._first_visits, pair_of_visit, self.n_visits = np.unique(
-            pair_ids, return_index=True, return_inverse=True, return_counts=True
+            example_and_split, return_index=True, return_inverse=True, return_counts=True
         )
         n_pairs = len(self.n_visits)
         self._last_visits = np.zeros(n_pairs, dtype=np.int64)
         np.maximum.at(self._last_visits, pair_of_visit, np.arange(len(self._rows)))
-        self.highest_margins = np.full(n_pairs, -np.inf)
-        np.maximum.at(self.highest_margins, pair_of_visit, self._margins)
-        self.always_wrong = self.highest_margins <= -rounding
-        self.mean_relative_margins = np.bincount(pair_of_visit, relative_margins, n_pairs) / np.maximum(
-            self.n_visits, 1
-        )
+        self._highest_margins = np.full(n_pairs, -np.inf)
+        np.maximum.at(self._highest_margins, pair_of_visit, self._margins)
+        self.always_wrong = self._highest_margins <= -rounding
+        self.mean_relative_margins = np.bincount(pair_of_visit, relative_margins, n_pairs) / self.n_visits
 
     def list_worst(self, is_listed: np.ndarray, top: int) -> list[Pair]:
         """List the `top` pairs of the lowest relative margins, where `is_listed`."""
-        [indices] = is_listed.nonzero()
-        indices = indices[np.argsort(self.mean_relative_margins[indices], kind="stable")][:top]
+        by_margin = np.argsort(self.mean_relative_margins, kind="stable")  # indices of pairs, the worst first
+        indices = by_margin[is_listed[by_margin]][:top]
         rows = self._table.take(self._rows[self._first_visits[indices]]).to_pylist()
         return [
             Pair(
@@ -324,7 +323,7 @@ class _Pairs:
                 visits=int(self.n_visits[i]),
                 first_margin=float(self._margins[self._first_visits[i]]),
                 last_margin=float(self._margins[self._last_visits[i]]),
-                highest_margin=float(self.highest_margins[i]),
+                highest_margin=float(self._highest_margins[i]),
                 relative_margin=float(self.mean_relative_margins[i]),
                 **_get_drawn_texts(row),
             )
@@ -333,14 +332,14 @@ class _Pairs:
 
     def measure_lengths(self) -> list[Lengths]:
         """Relate margins to lengths, for each split that has pairs."""
-        rows, margins = self._rows[self._last_visits], self._margins[self._last_visits]
-        chosen_tokens, rejected_tokens = (_numbers(self._table, f"{side}_tokens")[rows] for side in SIDES)
-        differences = chosen_tokens - rejected_tokens
+        rows, margins = self._rows[self._last_visits], self._margins[self._last_visits]  # (pairs,)
+        differences = (_numbers(self._table, "chosen_tokens") - _numbers(self._table, "rejected_tokens"))[rows]
         is_train = _is_train(self._table)[rows]
-        masks = {"train": is_train, "eval": ~is_train}
-        return [
-            _relate_to_lengths(split, differences[mask], margins[mask]) for split, mask in masks.items() if mask.any()
-        ]
+        lengths = []
+        for split, mask in (("train", is_train), ("eval", ~is_train)):
+            if mask.any():
+                lengths.append(_relate_to_lengths(split, differences[mask], margins[mask]))
+        return lengths
 
 
 def _get_drawn_texts(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -352,10 +351,13 @@ def _get_drawn_texts(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _relate_to_lengths(split: str, differences: np.ndarray, margins: np.ndarray) -> Lengths:
-    """Average margins by length difference, and correlate them, (pairs,) each."""
+    """Average the margins of each class of length differences, and correlate them.
+
+    `differences` and `margins` are (pairs,).
+    """
     ranges = [f"{low} to {high - 1}" if high - low > 1 else f"{low}" for low, high in pairwise(LENGTHS)]
     names = [f"below {LENGTHS[0]}", *ranges, f"{LENGTHS[-1]} and more"]
-    class_of_pair = np.searchsorted(LENGTHS, differences, side="right")
+    class_of_pair = np.searchsorted(LENGTHS, differences, side="right")  # index in `names`
     classes = []
     for i, name in enumerate(names):
         in_class = margins[class_of_pair == i]
@@ -380,11 +382,18 @@ def _measure_drift(table: pa.Table) -> list[Period]:
     updates = _numbers(table, "update")
     datasets, splits = (_get_dictionary_column(table, name).dictionary.to_pylist() for name in ("dataset", "split"))
     periods = []
-    for group_index, (dataset, split, _) in enumerate(groups.T):
-        [rows] = (group_of_row.ravel() == group_index).nonzero()
-        first_update, last_update = int(updates[rows].min()), int(updates[rows].max())
-        means = {name: _mean(values[rows]) for name, values in columns.items()}
-        periods.append(Period(datasets[dataset], splits[split], first_update, last_update, len(rows), **means))
+    for group_index, (dataset_code, split_code, _) in enumerate(groups.T):
+        is_in_group = group_of_row.ravel() == group_index
+        means = {name: _mean(values[is_in_group]) for name, values in columns.items()}
+        period = Period(
+            datasets[dataset_code],
+            splits[split_code],
+            first_update=int(updates[is_in_group].min()),
+            last_update=int(updates[is_in_group].max()),
+            visits=int(is_in_group.sum()),
+            **means,
+        )
+        periods.append(period)
     return periods
 
 
@@ -396,8 +405,7 @@ def _make_length_table(lengths: Lengths) -> Table:
 
 
 def _make_drift_table(drift: Sequence[Period]) -> Table:
-    has_pairs = any(period.margin is not None for period in drift)
-    if has_pairs:
+    if any(period.margin is not None for period in drift):  # pairs
         fields = ["margin", "right", "chosen_change", "rejected_change"]
     else:  # targets, which have no change without a reference; or labels
         names = ("policy_chosen", "chosen_change", "rejected_change")
@@ -461,7 +469,7 @@ def _periods(table: pa.Table) -> np.ndarray:
     An evaluation belongs to the updates before it, so one before the first update is in period 0.
     """
     updates = _numbers(table, "update")
-    last_update = max(int(updates.max()), 1) if len(updates) else 1
+    last_update = int(updates.max(initial=1))
     n_periods = min(PERIODS, last_update)
     return np.ceil(updates * n_periods / last_update).astype(np.int64)
 

@@ -57,8 +57,10 @@ ROW_GROUP = 2**16  # rows in memory at a time while a file is written
 
 
 def make_schema(names: Collection[str]) -> pa.Schema:
-    """Make the schema of a ledger that has these columns."""
-    return ONLINE_SCHEMA if "tie" in names else WEIGHTED_SCHEMA if "weight" in names else SCHEMA
+    """Choose the schema of a ledger that has these columns."""
+    if "tie" in names:
+        return ONLINE_SCHEMA
+    return WEIGHTED_SCHEMA if "weight" in names else SCHEMA
 
 
 def encoded(schema: pa.Schema) -> pa.Schema:
@@ -138,7 +140,7 @@ def _read_row_groups(stream: Path) -> Iterator[pa.Table]:
     """
     buffered, n_rows = [], 0
     for batch, _ in _read_appends(stream):
-        if batch is None:
+        if batch is None:  # the schema
             continue
         buffered.append(batch)
         n_rows += len(batch)
@@ -189,7 +191,7 @@ def find_end(stream: Path, size: int) -> int:
 def _read_appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
     """Yield each append and its end, up to the first incomplete one.
 
-    The first item is None, with the end of the schema in bytes.
+    An end is in bytes. The first item is None and the end of the schema.
     """
     with stream.open("rb") as file:
         with _explaining_errors(stream):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 STEP = 1e-4  # of a numerical derivative
-NORMAL_SCORES = np.linspace(-6, 6, 601)
+NORMAL_SCORES = np.linspace(-6, 6, 601)  # a mean under the normal distribution is NORMAL_WEIGHTS @ f(NORMAL_SCORES)
 NORMAL_WEIGHTS = np.exp(-(NORMAL_SCORES**2) / 2) / np.exp(-(NORMAL_SCORES**2) / 2).sum()
 
 
@@ -82,16 +82,20 @@ class LossShape(NamedTuple):
         Margins are taken to be normal: their standard deviation is the one that gives this mean loss.
         """
         assert self.of_margin is not None
-        low, high = 0.0, 1.0
+        low, high = 0.0, 1.0  # deviations of margins
         while self._average(mean_margin, high) < mean_loss and high < 1e6:
             high *= 2
         for _ in range(50):  # bisection
             middle = (low + high) / 2
-            low, high = (middle, high) if self._average(mean_margin, middle) < mean_loss else (low, middle)
+            if self._average(mean_margin, middle) < mean_loss:
+                low = middle
+            else:
+                high = middle
         losses = self.of_margin(mean_margin + high * NORMAL_SCORES)
         return float(np.sqrt(NORMAL_WEIGHTS @ (losses - NORMAL_WEIGHTS @ losses) ** 2))
 
     def _average(self, mean_margin: float, deviation: float) -> float:
+        """Average the loss over normal margins."""
         assert self.of_margin is not None
         return float(NORMAL_WEIGHTS @ self.of_margin(mean_margin + deviation * NORMAL_SCORES))
 
@@ -113,4 +117,6 @@ def find_loss_shape(config: Any) -> LossShape | None:
         if not isinstance(options[key], (int, float)):  # an edited config may lack it
             return None
     shape = partial(function, **options)
-    return LossShape(lambda w, r: shape(w - r), shape) if name in OF_MARGIN else LossShape(shape)
+    if name in OF_MARGIN:
+        return LossShape(lambda w, r: shape(w - r), of_margin=shape)
+    return LossShape(shape)

@@ -14,7 +14,7 @@ from dpo.analysis.runs import Log, Run, first_tenth, number
 
 USEFUL = 0.55  # below this accuracy nothing useful was learned
 SIDES = ("chosen", "rejected")
-NUMBERS_OF_PAIRS = (  # columns of the ledger
+PAIR_COLUMNS = (  # of the ledger, which `evaluated_pairs` reads
     "loss", "margin", "chosen_tokens", "rejected_tokens",
     "policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected",
 )  # fmt: skip
@@ -34,7 +34,7 @@ def wilson_interval(share: float, n: float) -> tuple[float, float]:
 
 
 def is_inconclusive(accuracy: float, n: float) -> bool:
-    """Return whether n pairs cannot tell a useful accuracy from chance."""
+    """Return whether both chance and a useful accuracy would explain an accuracy."""
     low, high = wilson_interval(accuracy, n)
     return low <= 0.5 and high >= USEFUL
 
@@ -45,9 +45,10 @@ def accuracy_error(accuracy: float, n: float) -> float:
 
 
 def best_of_many_quantile(n: int) -> float:
-    """Standard errors by which chance lets the best of n lead.
+    """Standard errors by which the best of n may lead by chance.
 
-    They are those of its difference from another value, which exceeds them in at most one run of twenty (Bonferroni).
+    In 19 of 20 runs or more, none of the n is better than a given other value by more standard errors of their
+    difference (Bonferroni's correction).
     """
     return NormalDist().inv_cdf(1 - 0.05 / max(n, 1))
 
@@ -65,26 +66,24 @@ def is_above(share: float, limit: float, n: float) -> bool:
 def mean_error(values: np.ndarray) -> float:
     """Standard error of the mean of successive values, which may be correlated.
 
-    The correlation of neighbours is taken to fall off geometrically with their distance.
+    With a correlation c of neighbours, that of values at distance k is taken to be c^k. Their mean then has
+    (1 + c) / (1 - c) times the variance that it has without correlation.
     """
     n, centered = len(values), values - values.mean()
-    total = float(centered @ centered)
-    correlation = float(centered[1:] @ centered[:-1]) / total if total > 0 else 0.0
+    sum_of_squares = float(centered @ centered)
+    correlation = float(centered[1:] @ centered[:-1]) / sum_of_squares if sum_of_squares > 0 else 0.0
     correlation = min(max(correlation, 0.0), 0.95)
-    return math.sqrt(total / (n - 1) / n * (1 + correlation) / (1 - correlation))
+    return math.sqrt(sum_of_squares / (n - 1) / n * (1 + correlation) / (1 - correlation))
 
 
 def change_and_bound(first: np.ndarray, last: np.ndarray) -> tuple[float, float]:
-    """Difference of two means, and half its 98 % interval.
-
-    Both are means of successive values (`mean_error`).
-    """
+    """Change of successive values' mean, and half its 98 % interval."""
     error = math.hypot(mean_error(first), mean_error(last))
     return float(last.mean() - first.mean()), student_quantile(min(len(first), len(last)) - 1) * error
 
 
 def mean_and_bound(differences: np.ndarray) -> tuple[float, float]:
-    """Mean of differences, and half the width of its 98 % interval.
+    """Mean of independent differences, and half its 98 % interval.
 
     A 95 % interval would be too narrow: with few samples of skewed lengths it misses the mean in slightly more than one
     run of twenty.
@@ -95,12 +94,11 @@ def mean_and_bound(differences: np.ndarray) -> tuple[float, float]:
 
 
 def student_quantile(degrees: int) -> float:
-    """99 % quantile of Student's t.
+    """99 % quantile of Student's t: half a 98 % interval.
 
-    It is right within 1 % from 5 degrees of freedom on.
+    The expansion by Cornish and Fisher is right within 1 % from 5 degrees of freedom on.
     """
     z = Z_98
-    # expansion by Cornish and Fisher
     return (
         z
         + (z**3 + z) / (4 * degrees)
@@ -122,19 +120,19 @@ def n_evaluated(run: Run, what: str = "examples") -> float:
 
 
 def n_effective(run: Run) -> float:
-    """Number of evaluated examples; if they have weights, fewer.
+    """Number of evaluated examples or, if they have weights w, fewer.
 
-    As many examples of equal weight give weighted means of the same variance: (sum w)^2 / sum w^2.
+    A weighted mean varies as much as a plain mean of (sum w)^2 / sum w^2 examples, the preflight's effective examples.
     """
     share = run.count("test.effective_examples") / run.count("test.examples")
-    return n_evaluated(run) * (share if share > 0 else 1)
+    return n_evaluated(run) * (share if share > 0 else 1)  # 1 if the counts are lost
 
 
 def evaluation_loss_error(run: Run) -> float:
     """Standard error of `loss/eval`; 0 with fewer than 20 updates.
 
-    The standard deviation of an example's loss is estimated from the training batches, in the tenth of the run where it
-    is largest: towards the end, training examples may be learned, and their losses nearly equal.
+    The standard deviation of an example's loss is estimated from the mean losses of training batches, in the tenth of
+    the run where it is largest: towards the end, training examples may be learned, and their losses nearly equal.
     """
     losses = run.train.points("loss/train")[1]
     if len(losses) < 20:
@@ -146,9 +144,10 @@ def evaluation_loss_error(run: Run) -> float:
 
 
 def find_start(run: Run) -> Means | None:
-    """Find mean loss and margin at the start; None if not logged.
+    """Find the mean loss and margin before training.
 
-    They are those of an evaluation before the first update or, without one, of the first updates.
+    They are those of an evaluation before the first update or, without one, of the first updates. None if neither was
+    logged.
     """
     if len(run.eval) and run.eval.updates[0] == 0:
         start = _average_first_rows(run.eval, "eval", 1)
@@ -160,20 +159,15 @@ def find_start(run: Run) -> Means | None:
 
 
 def _average_first_rows(log: Log, split: str, n: int) -> Means | None:
-    """Average loss and margin of the first rows.
-
-    None if a value is missing.
-    """
-    losses, margins = log[f"loss/{split}"][:n], log[f"rewards_{split}/margins"][:n]
-    if not (np.isfinite(losses).all() and np.isfinite(margins).all()):
-        return None
-    return Means(float(losses.mean()), float(margins.mean()))
+    """Average the first rows' losses and margins; None if any is missing."""
+    means = Means(float(log[f"loss/{split}"][:n].mean()), float(log[f"rewards_{split}/margins"][:n].mean()))
+    return means if all(map(math.isfinite, means)) else None
 
 
 def mean_near(run: Run, name: str, examples: float) -> float:
-    """Mean over the updates just before `examples`: a tenth of all.
+    """Mean of a training metric over a tenth of the updates.
 
-    If there are none before, the mean over the first tenth.
+    They are the last ones up to `examples` or, if there are none before, the first tenth.
     """
     examples_trained, values = run.train.points(name)
     tenth = max(10, len(values) // 10)
@@ -184,12 +178,12 @@ def mean_near(run: Run, name: str, examples: float) -> float:
 
 
 class Change(NamedTuple):
-    """Change of the means of chosen and rejected since the start."""
+    """Changes of the means of chosen and rejected since the start."""
 
     split: str
     chosen_before: float
     chosen_after: float
-    rejected: float  # change, as `chosen` and `margin`
+    rejected: float  # the change, as in `chosen` and `margin`
 
     @property
     def chosen(self) -> float:
@@ -201,7 +195,10 @@ class Change(NamedTuple):
 
 
 def find_change(run: Run, stem: str = "logps") -> Change | None:
-    """Change from the first evaluation to the last, or over the updates."""
+    """Find the change of the metrics STEM_SPLIT/chosen and STEM_SPLIT/rejected.
+
+    It is that from the first evaluation to the last or, with fewer than two, from the first updates to the last.
+    """
     for split, log in (("eval", run.eval), ("train", run.train)):
         chosen, rejected = (log.points(f"{stem}_{split}/{side}")[1] for side in SIDES)
         n_averaged = 1 if split == "eval" else max(10, len(chosen) // 10)  # single updates vary more
@@ -214,14 +211,11 @@ def find_change(run: Run, stem: str = "logps") -> Change | None:
 
 
 class MarginParts(NamedTuple):
-    """Mean rewards of chosen and rejected, whose difference is the margin.
-
-    They are relative to the reference or, under a loss without one, changes since the start.
-    """
+    """Mean rewards of chosen and rejected, whose difference is the margin."""
 
     chosen: float
     rejected: float
-    since_start: bool = False  # the loss has no reference
+    since_start: bool = False  # the loss has no reference, so the rewards are changes since the start
     chosen_tokens: float = math.nan
     rejected_tokens: float = math.nan
     length: float = math.nan  # part of the margin due to length; NaN if unknown, or if rewards are per token
@@ -235,8 +229,8 @@ class MarginParts(NamedTuple):
 def margin_parts(run: Run) -> MarginParts | None:
     """Split the margin of the last evaluation or updates into parts.
 
-    None without pairs, for a reward model, whose rewards are no log-probabilities, and for a loss without a reference
-    if there are no earlier values to compare with.
+    None without pairs, and for a reward model, whose rewards are no log-probabilities. None also for a loss without a
+    reference if there are no earlier values to compare with.
     """
     if not run.has_pairs or run.trains_reward_model:
         return None
@@ -267,10 +261,11 @@ def margin_parts(run: Run) -> MarginParts | None:
 
 
 def length_part(chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens: Any) -> Any:
-    """Margin due to length: mean reward per token times the extra tokens.
+    """Part of a margin that is due to length.
 
     With a reward per token of a for chosen and b for rejected, and lengths m and n, the margin is
-    a m - b n = (a - b) (m + n) / 2 + (a + b) / 2 (m - n). Its second term, which is 0 for equal lengths, is the result.
+    a m - b n = (a - b) (m + n) / 2 + (a + b) / 2 (m - n). The result is its second term, the mean reward per token
+    times the extra tokens, which is 0 for equal lengths. Takes numbers, or arrays of the pairs.
     """
     mean_per_token = (chosen / chosen_tokens + rejected / rejected_tokens) / 2
     return mean_per_token * (chosen_tokens - rejected_tokens)
@@ -279,50 +274,50 @@ def length_part(chosen: Any, rejected: Any, chosen_tokens: Any, rejected_tokens:
 def length_by_pair(run: Run) -> float:
     """Average `length_part` over the ledger's pairs at the last evaluation.
 
-    NaN without a ledger, or if rewards are not beta times the change of log-probabilities.
+    NaN without a ledger, or if rewards are not beta times the log-ratio of policy and reference.
     """
     beta, logged_margin = number(run.setting("loss.beta")), run.eval.last("rewards_eval/margins")
-    pairs = evaluated_pairs(run, run.eval.updates[-1]) if len(run.eval) else None
+    pairs = evaluated_pairs(run, run.eval.updates[-1])
     if pairs is None or not beta > 0:
         return math.nan
-    rewards = {side: beta * (pairs[f"policy_{side}"] - pairs[f"reference_{side}"]) for side in SIDES}
-    margin = float((rewards["chosen"] - rewards["rejected"]).mean())
-    if not math.isclose(margin, logged_margin, rel_tol=0.01, abs_tol=1e-6):  # the loss has other rewards
+    chosen, rejected = (beta * (pairs[f"policy_{side}"] - pairs[f"reference_{side}"]) for side in SIDES)  # (pairs,)
+    if not math.isclose((chosen - rejected).mean(), logged_margin, rel_tol=0.01, abs_tol=1e-6):
         return math.nan
-    chosen_tokens, rejected_tokens = (pairs[f"{side}_tokens"] for side in SIDES)
-    return float(length_part(rewards["chosen"], rewards["rejected"], chosen_tokens, rejected_tokens).mean())
+    return float(length_part(chosen, rejected, pairs["chosen_tokens"], pairs["rejected_tokens"]).mean())
 
 
 def evaluated_pairs(run: Run, n_updates: float) -> dict[str, np.ndarray] | None:
     """Columns of the ledger's pairs in the evaluation after `n_updates`, (pairs,) each.
 
-    They are sorted by example, so that two evaluations, which have the same pairs, can be compared pair by pair. None
-    without a ledger or without such rows.
+    `right` is 1 for a margin above 0, else 0. The pairs are sorted by example, so that evaluations of the same pairs
+    can be compared pair by pair. None without a ledger or without such rows.
     """
     if run.ledger is None:
         return None
     import pyarrow.compute as pc  # most runs have no ledger
 
     table = run.ledger.filter(pc.and_(pc.equal(run.ledger["split"], "eval"), pc.equal(run.ledger["update"], n_updates)))
-    columns = {field.name: table[field.name] for field in table.schema if field.name in NUMBERS_OF_PAIRS}
     order = pc.sort_indices(table["example"].cast("string")).to_numpy()
-    pairs = {name: column.to_numpy()[order] for name, column in columns.items()}
-    return pairs if len(order) and np.isfinite(pairs["margin"]).all() else None
+    pairs = {name: table[name].to_numpy()[order] for name in PAIR_COLUMNS}
+    if not len(order) or not np.isfinite(pairs["margin"]).all():
+        return None
+    return pairs | {"right": (pairs["margin"] > 0).astype(float)}
 
 
 def compare_evaluations(run: Run, name: str, first: float, last: float) -> tuple[float, float] | None:
-    """Mean change per pair from the first evaluation, and its standard error.
+    """Mean change per pair between two evaluations, and its standard error.
 
-    `name` is loss, margin or right, which is 1 for a margin above 0; `first` and `last` are numbers of updates. None
-    unless the ledger has both evaluations of the same pairs.
+    `name` is that of a column of `evaluated_pairs`, `first` and `last` are numbers of updates. None unless the ledger
+    has both evaluations of the same pairs.
     """
     before, after = evaluated_pairs(run, first), evaluated_pairs(run, last)
-    if before is None or after is None or len(before["loss"]) != len(after["loss"]) or len(before["loss"]) < 2:
+    if before is None or after is None:
         return None
-    for pairs in (before, after):
-        pairs["right"] = (pairs["margin"] > 0).astype(float)
+    n_before, n = len(before[name]), len(after[name])
+    if n != n_before or n < 2:
+        return None
     differences = after[name] - before[name]
-    return float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    return float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(n)
 
 
 class Cost(NamedTuple):
@@ -336,14 +331,13 @@ class Cost(NamedTuple):
 
     @property
     def secs(self) -> float:
-        """Elapsed time or, if longer, time in updates."""
-        # after a resume, elapsed time is since the last start
+        """Elapsed time or, if longer, as after a resume, time in updates."""
         return float(np.nanmax([self.updating_secs, self.elapsed_secs, 0.0]))
 
     @property
     def updates_alone(self) -> bool:
         """Return whether `secs` is the time in updates alone."""
-        return not self.elapsed_secs >= self.updating_secs
+        return not self.elapsed_secs >= self.updating_secs  # also if the elapsed time is NaN
 
     @property
     def device_hours(self) -> float:
@@ -352,11 +346,12 @@ class Cost(NamedTuple):
 
 def measure_cost(run: Run) -> Cost:
     gpus, processes = run.env.get("gpus"), number(run.env.get("processes"))
-    if isinstance(gpus, list) and gpus:
-        # several processes use a GPU each, a single one uses all it sees
-        devices, kind = (processes if processes > 1 else float(len(gpus))), "GPU"
-    else:
+    if not (isinstance(gpus, list) and gpus):
         devices, kind = number(run.env.get("cpus")), "CPU"
+    elif processes > 1:  # several processes use a GPU each, a single one uses all it sees
+        devices, kind = processes, "GPU"
+    else:
+        devices, kind = float(len(gpus)), "GPU"
     started = _parse_time(run.env.get("started"))
     ended = datetime.now(UTC) if run.state.word == "training" else _parse_time(run.env.get("ended"))
     elapsed = max(0.0, (ended - started).total_seconds()) if started and ended else math.nan

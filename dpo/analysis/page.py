@@ -158,8 +158,9 @@ def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSum
     ledger = summarize(run.ledger, top=LEDGER_PAIRS).explain_missing_pairs(run)
     if find_texts is not None:
         ledger = ledger.find_texts(run, find_texts)
-    from_data = [pair for pair in ledger.listed if pair.scores is None]  # texts of drawn pairs are in the ledger
-    if from_data and not any(pair.texts for pair in from_data):
+    # whether texts were found: those of drawn pairs need not be, as they are in the ledger
+    texts_from_data = [pair.texts for pair in ledger.listed if pair.scores is None]
+    if texts_from_data and not any(texts_from_data):
         command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
         ledger = replace(ledger, note=f"{ledger.note}; {command}" if ledger.note else command)
     return ledger
@@ -170,16 +171,15 @@ def _find_best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
 
     Tiles of one label are comparable if their runs agree in the settings that the value depends on.
     """
-    comparable: dict[tuple[str, str], list[tuple[float, Path]]] = {}  # (value, run) by label and settings
+    comparable: dict[tuple[str, str], dict[Path, float]] = {}  # ranks of runs, by label and settings
     for section in sections:
         for label, tile in section.tiles.items():
             if section.run.config and math.isfinite(tile.rank_by):
                 settings = [section.run.setting(key) for key in (*EVALUATION_SETTINGS, *tile.depends_on)]
-                group = comparable.setdefault((label, json.dumps(settings, sort_keys=True)), [])
-                group.append((tile.rank_by, section.run.path))
+                ranks = comparable.setdefault((label, json.dumps(settings, sort_keys=True)), {})
+                ranks[section.run.path] = tile.rank_by
     best = set()
-    for (label, _), group in comparable.items():
-        highest, _ = max(group)
-        if len(group) > 1:  # a single run is not the best of anything
-            best |= {(path, label) for value, path in group if value == highest}
+    for (label, _), ranks in comparable.items():
+        if len(ranks) > 1:  # a single run is not the best of anything
+            best |= {(path, label) for path, rank in ranks.items() if rank == max(ranks.values())}
     return best

@@ -34,7 +34,11 @@ from dpo.numbers import count, figure, percent, signed
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-Continuation = tuple[str, bool | None]  # a text, and whether an end token ended it; None if that was not recorded
+class Continuation(NamedTuple):
+    """A text written after a prompt."""
+
+    text: str
+    is_ended: bool | None  # by an end token; None if that was not recorded
 
 
 def _pair_samples(run: Run) -> tuple[list[tuple[Continuation, Continuation]], str]:
@@ -51,45 +55,49 @@ def _pair_samples(run: Run) -> tuple[list[tuple[Continuation, Continuation]], st
 
 
 def _read(sample: Mapping[str, Any], model: str = "policy") -> Continuation:
-    return sample[model], sample.get(f"{model}_ended")
+    return Continuation(sample[model], sample.get(f"{model}_ended"))
 
 
 class Flawed(NamedTuple):
-    """Count of the policy's flawed samples, beside others of the same prompts."""
+    """The policy's samples with a flaw, beside others of the same prompts."""
 
-    value: str
+    value: str  # of the finding: how many samples have the flaw
     are_all: bool
-    share_of_others: float  # that is flawed too; NaN without others
-    probability: float  # of a count as high by chance alone
+    share_of_others: float  # that have the flaw too; NaN without others
+    probability: float  # of as many or more by chance alone
 
 
 def _count_flawed(run: Run, is_flawed: Callable[[Continuation], bool | None]) -> Flawed | None:
-    """Count the policy's newest samples with a flaw.
+    """Count the policy's newest flawed samples; None for 5 % or fewer.
 
-    None for one in twenty or fewer. The probability is that of a sign test: where exactly one sample of a pair is
-    flawed, chance makes it the policy's half of the time. Without others, or if all of them are flawed, each flawed
-    sample counts as if it were in such a pair. `is_flawed` gives None if it is not known.
+    The probability is that of a sign test: where one sample of a pair has the flaw and the other has not, chance makes
+    it the policy's half of the time. Without others, or if all of them have the flaw, each of the policy's flawed
+    samples counts as such a pair. `is_flawed` returns None if it is not known.
     """
-    newest = [flaw for flaw in (is_flawed(_read(sample)) for sample in run.samples_at(-1)) if flaw is not None]
-    n_flawed = n_policy_alone = n_one_alone = sum(newest)
-    if n_flawed <= 0.05 * len(newest):
+    all_flaws = [is_flawed(_read(sample)) for sample in run.samples_at(-1)]
+    flaws = [flaw for flaw in all_flaws if flaw is not None]
+    n_flawed = sum(flaws)
+    if n_flawed <= 0.05 * len(flaws):
         return None
-    value, share_of_others = f"{n_flawed} of {count(len(newest), 'sample')}", math.nan
+    value, share_of_others = f"{n_flawed} of {count(len(flaws), 'sample')}", math.nan
     pairs, source = _pair_samples(run)
-    flaws = [(is_flawed(policy), is_flawed(other)) for policy, other in pairs]
-    flaws = [(policy, other) for policy, other in flaws if policy is not None and other is not None]
-    if flaws:
-        n_others = sum(other for _, other in flaws)
-        value, share_of_others = f"{value}, {source} {n_others} of {len(flaws)}", n_others / len(flaws)
-    if share_of_others < 1:
-        n_policy_alone = sum(policy and not other for policy, other in flaws)
-        n_one_alone = sum(policy != other for policy, other in flaws)
-    probability = binomial_tail(n_policy_alone, n_one_alone)
-    return Flawed(value, n_flawed == len(newest), share_of_others, probability)
+    all_paired_flaws = [(is_flawed(policy), is_flawed(other)) for policy, other in pairs]
+    paired_flaws = [(policy, other) for policy, other in all_paired_flaws if policy is not None and other is not None]
+    if paired_flaws:
+        n_others = sum(other for _, other in paired_flaws)
+        share_of_others = n_others / len(paired_flaws)
+        value += f", {source} {n_others} of {len(paired_flaws)}"
+    if share_of_others < 1:  # false without others
+        n_policy_alone = paired_flaws.count((True, False))
+        n_other_alone = paired_flaws.count((False, True))
+    else:
+        n_policy_alone, n_other_alone = n_flawed, 0
+    probability = binomial_tail(n_policy_alone, n_policy_alone + n_other_alone)
+    return Flawed(value, n_flawed == len(flaws), share_of_others, probability)
 
 
 def empty_samples(run: Run) -> Iterator[Finding]:
-    empty = _count_flawed(run, lambda continuation: not continuation[0].strip())
+    empty = _count_flawed(run, lambda continuation: not continuation.text.strip())
     if empty is None or (empty.probability > 0.1 and not empty.are_all):
         return
     if empty.are_all and empty.share_of_others == 1:
@@ -113,7 +121,7 @@ def empty_samples(run: Run) -> Iterator[Finding]:
 
 
 def cut_off_samples(run: Run) -> Iterator[Finding]:
-    cut_off = _count_flawed(run, lambda continuation: None if continuation[1] is None else not continuation[1])
+    cut_off = _count_flawed(run, lambda sample: None if sample.is_ended is None else not sample.is_ended)
     if cut_off is None:
         return
     if cut_off.share_of_others < 1 and cut_off.probability <= 0.1:
@@ -140,35 +148,39 @@ def sample_lengths(run: Run) -> Iterator[Finding]:
     One very long sample alone moves the means, so lengths must also differ prompt by prompt, by more than chance.
     """
     pairs, source = _pair_samples(run)
-    n_words = [(len(policy[0].split()), len(other[0].split())) for policy, other in pairs]
-    not_empty = [(policy, other) for policy, other in n_words if policy > 0 and other > 0]
+    n_words = [(len(policy.text.split()), len(other.text.split())) for policy, other in pairs]
+    not_empty = [pair for pair in n_words if min(pair) > 0]
     if len(not_empty) < 8:  # too few for an interval
         return
-    policy_words, other_words = np.array(not_empty, dtype=float).T
+    policy_words, other_words = np.array(not_empty, dtype=float).T  # (pairs,) each
     policy_mean, other_mean = policy_words.mean(), other_words.mean()
     ratio = policy_mean / other_mean
-    mean_log_ratio, half_width = mean_and_bound(np.log(policy_words / other_words))
-    is_large = max(ratio, 1 / ratio) >= 1.5 and abs(policy_mean - other_mean) >= 5  # words
-    is_beyond_chance = abs(mean_log_ratio) > half_width and (mean_log_ratio > 0) == (ratio > 1)
-    if not (is_large and is_beyond_chance):
+    if max(ratio, 1 / ratio) < 1.5 or abs(policy_mean - other_mean) < 5:
         return
-    low, typical, high = (figure(math.exp(mean_log_ratio + shift), 2) for shift in (-half_width, 0, half_width))
+    mean_log_ratio, half_width = mean_and_bound(np.log(policy_words / other_words))
+    low, high = mean_log_ratio - half_width, mean_log_ratio + half_width
+    is_beyond_chance = low > 0 if ratio > 1 else high < 0
+    if not is_beyond_chance:
+        return
+    low, typical, high = (figure(math.exp(log_ratio), 2) for log_ratio in (low, mean_log_ratio, high))
     value = (
         f"{figure(policy_mean)} word{'' if policy_mean == 1 else 's'} on average, {source} {figure(other_mean)} "
         f"({count(len(not_empty), 'sample')}); after the same prompt {typical} times as many words, "
         f"98 % interval {low} to {high}"
     )
     if ratio > 1:
-        text = (
+        yield warning(
+            "The policy's samples have become long",
+            value,
             "Rewards of summed log-probabilities can be won by length. Read the samples: if they say the same in more "
-            f"words, the {'scorer' if run.online else 'data'} rewards length."
+            f"words, the {'scorer' if run.online else 'data'} rewards length.",
         )
-        yield warning("The policy's samples have become long", value, text)
     else:
-        text = (
-            "Read them: if answers break off or give up early, take an earlier checkpoint, or train with a smaller lr."
+        yield warning(
+            "The policy's samples have become short",
+            value,
+            "Read them: if answers break off or give up early, take an earlier checkpoint, or train with a smaller lr.",
         )
-        yield warning("The policy's samples have become short", value, text)
 
 
 # --- pairs drawn from the policy --------------------------------------------------------------------------------------
@@ -196,7 +208,7 @@ def win_rate(run: Run) -> Iterator[Finding]:
     """Held-out answers that lose against the reference's."""
     rate, error = (run.eval.last(f"online_eval/win_rate{suffix}") for suffix in ("", "_se"))
     n = n_evaluated(run, "prompts")
-    if n >= 8 and rate + Z_98 * error < 0.5:  # with 7, chance alone has that in 6 % of the evaluations
+    if n >= 8 and rate + Z_98 * error < 0.5:  # with 7 prompts, chance alone does this in 6 % of the evaluations
         yield warning(
             "The reference's answers are better",
             f"online_eval/win_rate {figure(rate)}, standard error {figure(error)}, on {count(n, 'held-out prompt')}",
@@ -222,12 +234,13 @@ def unfinished_answers(run: Run) -> Iterator[Finding]:
 
 
 def _count_drawn_in_tail(run: Run, name: str) -> float:
-    """Count the prompts behind a metric's mean over the last updates.
+    """Number of prompts behind `run.tail` of a metric of drawn answers.
 
-    Prompts that got a pair of the datasets do not count. The answers to one prompt count as one: they may be alike.
+    Prompts with a pair from the datasets do not count. The answers to one prompt count as one: they may be alike.
     """
+    _, last_values = run.ends(name)
     share_drawn = 1 - number(run.setting("online.mix_offline", 0))
-    return len(run.ends(name)[1]) * number(run.setting("batch_size", 1)) * share_drawn
+    return len(last_values) * number(run.setting("batch_size", 1)) * share_drawn
 
 
 def ties(run: Run) -> Iterator[Finding]:
@@ -256,7 +269,7 @@ def ties(run: Run) -> Iterator[Finding]:
 
 def scores(run: Run) -> Iterator[Finding]:
     first, last = run.ends("online/score")
-    if len(run.train.points("online/score")[1]) < 20:
+    if len(run.train.points("online/score")[1]) < 20:  # otherwise first and last overlap
         return
     change, bound = change_and_bound(first, last)
     gap = run.tail("train", "online/score_best") - run.tail("train", "online/score_worst")
@@ -317,17 +330,19 @@ def divergence(run: Run) -> Iterator[Finding]:
     if not nats > 10:  # the answers are then e^10, or 22,000, times as likely as under the reference
         return
     per_token = f", {figure(nats / tokens)} a token" if tokens > 0 else ""
-    fallen_metrics = ""
+    fallen = ""
     for name in ("online/score", "online/eos"):
         first, last = run.ends(name)
-        change, bound = change_and_bound(first, last) if len(first) > 1 else (0.0, 0.0)
+        if len(first) < 2:  # too few for an error
+            continue
+        change, bound = change_and_bound(first, last)
         if change < -bound:
-            fallen_metrics += f"; {name} {figure(first.mean())} at first, {figure(last.mean())} now"
-    advice = ", and consider a larger loss.beta, a smaller lr or fewer updates" if fallen_metrics else ""
+            fallen += f"; {name} {figure(first.mean())} at first, {figure(last.mean())} now"
+    advice = ", and consider a larger loss.beta, a smaller lr or fewer updates" if fallen else ""
     yield Finding(
-        WARNING if fallen_metrics else NOTE,
+        WARNING if fallen else NOTE,
         "The policy has gone far from the reference",
-        f"online/kl {figure(nats)} nats{per_token}{fallen_metrics}",
+        f"online/kl {figure(nats)} nats{per_token}{fallen}",
         f"By the geometric mean, the pairs' answers are e^{figure(nats)} times as likely under the policy as under "
         "the reference; for long answers that is ordinary. That far away scores often rise by what the scorer "
         f"overlooks: read what was drawn{advice}.",
@@ -341,9 +356,8 @@ def time_to_draw(run: Run) -> Iterator[Finding]:
         return
     shares = []
     for name in ("sampling", "scoring"):
-        share_by_update = run.train[f"online/{name}_share"]
-        share = np.nansum((share_by_update * seconds)[is_known]) / seconds[is_known].sum()
-        shares.append(f"{name} {percent(float(share))}")
+        seconds_of_it = (run.train[f"online/{name}_share"] * seconds)[is_known]
+        shares.append(f"{name} {percent(float(np.nansum(seconds_of_it) / seconds[is_known].sum()))}")
     yield note(
         "What drawing the pairs takes",
         f"{', '.join(shares)} of the time in updates",

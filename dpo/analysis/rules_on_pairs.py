@@ -11,6 +11,7 @@ from dpo.analysis.measures import (
     SIDES,
     Z_98,
     MarginParts,
+    accuracy_error,
     evaluated_pairs,
     find_change,
     is_below,
@@ -34,22 +35,21 @@ def margin_sides(run: Run) -> Iterator[Finding]:
         return
     margin = f"margin {signed(parts.margin)} since the start" if parts.since_start else f"margin {figure(parts.margin)}"
     value = f"{margin} = chosen {signed(parts.chosen)} minus rejected {signed(parts.rejected)}"
-    # sums over tokens show directly whether chosen responses fell; rewards per token stand for themselves, because
-    # their sums would mix in lengths
+    # rewards are relative to the reference, so log-probabilities show directly whether chosen responses fell; but not
+    # beside rewards per token, as sums over tokens would mix in lengths
     logps_change = None if run.is_per_token else find_change(run)
-    change = logps_change or parts
+    change = parts if logps_change is None else logps_change
     if change.chosen >= 0 or parts.margin <= 0:
         yield note("Where the margin comes from", value, _describe_sides(parts))
         return
     if logps_change is not None:
         before, after = figure(logps_change.chosen_before, 4), figure(logps_change.chosen_after, 4)
         value = f"logps_{logps_change.split}/chosen {before}, then {after} ({signed(logps_change.chosen)}); {value}"
-    # chosen falls by more than the two sides moved apart
-    falls_beyond_margin = change.chosen + change.margin < -_bound_fall(run, in_nats=logps_change is not None)
-    only_difference_counts = _loss_sees_only_differences(run)
-    if not only_difference_counts:
-        mechanism, advice = "", "By itself that is no fault: read the samples, and compare them with earlier ones."
-    else:
+    fall_beyond_margin = -change.chosen - change.margin
+    falls_beyond_margin = fall_beyond_margin > _bound_fall(run, in_nats=logps_change is not None)
+    level, mechanism = NOTE, ""
+    advice = "By itself that is no fault: read the samples, and compare them with earlier ones."
+    if _loss_sees_only_differences(run):
         mechanism = (
             "The loss sees only the difference of the two sides: lowering rejected responses also lowers what chosen "
             "ones share with them, and nothing holds chosen ones up. "
@@ -57,12 +57,15 @@ def margin_sides(run: Run) -> Iterator[Finding]:
         advice = "By itself this is usual, and no fault as long as the samples stay good."
         if falls_beyond_margin:
             beta = "" if parts.since_start else "a larger loss.beta, "
-            advice = (
-                "Here chosen responses fall by more than the margin grows, which often shows in the samples: read "
-                f"them, and consider {beta}a smaller lr, fewer epochs, or {WAYS_TO_HOLD_CHOSEN_UP}"
+            level, advice = (
+                WARNING,
+                (
+                    "Here chosen responses fall by more than the margin grows, which often shows in the samples: read "
+                    f"them, and consider {beta}a smaller lr, fewer epochs, or {WAYS_TO_HOLD_CHOSEN_UP}"
+                ),
             )
     yield Finding(
-        WARNING if falls_beyond_margin and only_difference_counts else NOTE,
+        level,
         "Chosen responses become less likely while margins grow",
         value,
         f"{_describe_sides(parts)} {mechanism}The probability goes to texts that are in neither. {advice}",
@@ -70,17 +73,19 @@ def margin_sides(run: Run) -> Iterator[Finding]:
 
 
 def _bound_fall(run: Run, *, in_nats: bool) -> float:
-    """Bound the mean of chosen rewards plus margins that chance explains.
+    """Bound by how much chance alone makes chosen fall beyond the margin.
 
-    The mean is over the held-out pairs. Their standard deviation is that of the last updates; infinite with too few.
+    A pair's fall beyond its margin is minus (chosen + margin), or rejected - 2 chosen. Its standard deviation is taken
+    from the training batches of the last updates, its mean is over the held-out pairs. Infinite with too few updates.
     """
     chosen, rejected = (run.train[f"rewards_train/{side}"] for side in SIDES)
-    sums = last_tenth((2 * chosen - rejected)[np.isfinite(chosen) & np.isfinite(rejected)])
-    scale = number(run.setting("loss.beta")) if in_nats else 1.0
-    if len(sums) < 10 or not scale > 0:
+    falls = rejected - 2 * chosen  # (updates,)
+    falls = last_tenth(falls[np.isfinite(falls)])
+    reward_per_nat = number(run.setting("loss.beta")) if in_nats else 1.0
+    if len(falls) < 10 or not reward_per_nat > 0:
         return math.inf
-    deviation = float(sums.std(ddof=1)) * math.sqrt(number(run.setting("batch_size", 1)))
-    return Z_98 * deviation / math.sqrt(n_effective(run)) / scale
+    deviation = float(falls.std(ddof=1)) * math.sqrt(number(run.setting("batch_size", 1)))
+    return Z_98 * deviation / math.sqrt(n_effective(run)) / reward_per_nat
 
 
 def _describe_sides(parts: MarginParts) -> str:
@@ -105,10 +110,11 @@ def _loss_sees_only_differences(run: Run) -> bool:
     """Return whether the loss is a function of chosen minus rejected alone."""
     if run.objective is None:
         return False
+    if number(run.setting("loss.sft_weight")) > 0:
+        return False
     weights = run.setting("loss.weights", {})  # only loss=mix has them
     losses = [LOSSES[name] for name, weight in weights.items() if weight] or [run.objective]
-    has_sft_term = number(run.setting("loss.sft_weight")) > 0
-    return all(loss.trains_on == "pairs" and loss.margin_only for loss in losses) and not has_sft_term
+    return all(loss.trains_on == "pairs" and loss.margin_only for loss in losses)
 
 
 def length_in_margin(run: Run) -> Iterator[Finding]:
@@ -135,12 +141,13 @@ def length_in_margin(run: Run) -> Iterator[Finding]:
 
 def lengths_in_data(run: Run) -> Iterator[Finding]:
     """Pairs whose length alone predicts the preference."""
-    longer = run.count("train.chosen_longer")
-    share = max(longer, 1 - longer)
+    share_longer = run.count("train.chosen_longer")
+    share = max(share_longer, 1 - share_longer)
     if share >= 0.8:
+        compared = "longer" if share_longer > 0.5 else "shorter or as long"
         yield note(
             "Length predicts the preference in the data",
-            f"chosen is {'longer' if longer > 0.5 else 'shorter or as long'} in {percent(share)} of the training pairs",
+            f"chosen is {compared} in {percent(share)} of the training pairs",
             "A policy can rank such pairs right by learning a length. Compare the lengths of its samples with those of "
             f"{'the reference' if run.has_reference else 'its first ones'}.",
         )
@@ -151,28 +158,30 @@ def accuracy_by_length(run: Run) -> Iterator[Finding]:
     pairs = evaluated_pairs(run, run.eval.updates[-1])
     if pairs is None:
         return
-    is_right, difference = pairs["margin"] > 0, pairs["chosen_tokens"] - pairs["rejected_tokens"]
-    longer, shorter = is_right[difference > 0], is_right[difference < 0]
+    differences = pairs["chosen_tokens"] - pairs["rejected_tokens"]
+    longer, shorter = pairs["right"][differences > 0], pairs["right"][differences < 0]
     if min(len(longer), len(shorter)) < 20:
         return
-    right, n = [float(values.mean()) for values in (longer, shorter)], [len(longer), len(shorter)]
+    right_longer, right_shorter = float(longer.mean()), float(shorter.mean())
     pooled = float(np.concatenate([longer, shorter]).mean())
-    bound = Z_98 * math.sqrt(pooled * (1 - pooled) * (1 / n[0] + 1 / n[1]))
-    if abs(right[0] - right[1]) <= bound:
+    bound = Z_98 * math.sqrt(pooled * (1 - pooled) * (1 / len(longer) + 1 / len(shorter)))
+    if abs(right_longer - right_shorter) <= bound:
         return
-    likes_longer = right[0] > right[1]
-    is_below_chance = is_below(right[likes_longer], 0.5, n[likes_longer])  # of the side that it likes less
+    if right_longer > right_shorter:
+        preferred, is_below_chance = "longer", is_below(right_shorter, 0.5, len(shorter))
+    else:
+        preferred, is_below_chance = "shorter", is_below(right_longer, 0.5, len(longer))
     others = ", also where they are the rejected ones" if is_below_chance else ", or the other pairs are harder"
     means = "" if run.is_per_token else ", or loss=simpo or loss=dpo_norm, which have means over tokens,"
     yield Finding(
         WARNING if is_below_chance else NOTE,
         "Held-out pairs are ranked by length" if is_below_chance else "Held-out accuracy depends on length",
-        f"accuracy {figure(right[0])} where chosen is longer ({count(n[0], 'pair')}), {figure(right[1])} where it is "
-        f"shorter ({n[1]:,}); mean of both {figure(sum(right) / 2)}; a difference of up to {figure(bound)} may be "
-        "chance",
-        f"The policy prefers {'longer' if likes_longer else 'shorter'} responses{others}. Go by the mean of both "
-        "accuracies, which a preference for length alone leaves at 0.5, and compare the lengths of samples. Pairs of "
-        f"equal lengths{means} reward length less.",
+        f"accuracy {figure(right_longer)} where chosen is longer ({count(len(longer), 'pair')}), "
+        f"{figure(right_shorter)} where it is shorter ({len(shorter):,}); mean of both "
+        f"{figure((right_longer + right_shorter) / 2)}; a difference of up to {figure(bound)} may be chance",
+        f"The policy prefers {preferred} responses{others}. Go by the mean of both accuracies, which a preference for "
+        f"length alone leaves at 0.5, and compare the lengths of samples. Pairs of equal lengths{means} reward length "
+        "less.",
     )
 
 
@@ -186,7 +195,7 @@ def label_noise(run: Run) -> Iterator[Finding]:
     counted = count_clearly_wrong(run.ledger)
     if counted is None or counted.right < 0.75:  # a policy that ranks few pairs right knows too little of labels
         return
-    excess, error = counted.share - counted.expected, math.sqrt(counted.share * (1 - counted.share) / counted.pairs)
+    excess, error = counted.share - counted.expected, accuracy_error(counted.share, counted.pairs)
     if excess > max(0.04, Z_98 * error):  # margins with longer tails than the normal ones reach 0.038
         yield note(
             "Some labels may be wrong",
@@ -200,21 +209,24 @@ def label_noise(run: Run) -> Iterator[Finding]:
 
 def leakage(run: Run) -> Iterator[Finding]:
     """Test prompts, or their first turns, that are in the training split."""
-    names = ("prompts", "prompts_in_train", "first_turns_in_train")
-    n_prompts, n_whole, n_first_turns = (run.count(f"test.{name}") for name in names)
-    if not (n_prompts > 0 and max(n_whole, n_first_turns) / n_prompts >= LEAKED):  # false for NaN
+    n_prompts, n_whole = run.count("test.prompts"), run.count("test.prompts_in_train")
+    n_first_turns = run.count("test.first_turns_in_train")
+    if not n_prompts > 0:
+        return
+    share_whole, share_first_turns = n_whole / n_prompts, n_first_turns / n_prompts
+    if not max(share_whole, share_first_turns) >= LEAKED:  # also for NaN
         return
     yield Finding(
-        WARNING if n_whole / n_prompts >= MUCH_LEAKED else NOTE,
+        WARNING if share_whole >= MUCH_LEAKED else NOTE,
         "Test prompts are in the training split",
-        f"of {count(n_prompts, 'test prompt')}, {n_whole:,.0f} ({percent(n_whole / n_prompts)}) are training prompts "
-        f"too, and {n_first_turns:,.0f} ({percent(n_first_turns / n_prompts)}) open with the first turn of one",
+        f"of {count(n_prompts, 'test prompt')}, {n_whole:,.0f} ({percent(share_whole)}) are training prompts "
+        f"too, and {n_first_turns:,.0f} ({percent(share_first_turns)}) open with the first turn of one",
         "The run has trained on the subjects of these prompts, so held-out numbers are too good for them. Split the "
         "data by first turn, so that no dialogue is in both splits.",
     )
 
 
-DATA_COUNTS = {  # of the preflight: what each is a share of, the least share that is reported, what to do about it
+DATA_COUNTS = {  # counts of the preflight: the count of which each is a share, the least share to report, the advice
     "joined_words": ("examples", 0.0, "Responses follow their prompts without a space: add one where they meet."),
     "contradictory_pairs": (
         "examples", 0.01,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,14 +29,14 @@ from dpo.analysis.measures import (
     wilson_interval,
 )
 from dpo.analysis.rules import EVAL_ACCURACY, TRAIN_ACCURACY, Finding, note, warning
-from dpo.analysis.runs import Run, number
+from dpo.analysis.runs import Run, last_tenth, number
 from dpo.numbers import count, figure, percent, signed
 
-SATURATED, NEARLY_SATURATED = 0.99, 0.95  # training accuracy; its interval's lower end
+SATURATED, NEARLY_SATURATED = 0.99, 0.95  # least training accuracy, and lower end of its interval
 SPENT = 0.1  # a smaller fraction of the first gradients is nearly nothing
-BLOCK = 50  # updates
-FAST_FALL = 0.5  # nats a token between two blocks
-GROWN_NORM = 5.0  # times the median of grad_norm after the warmup
+BLOCK = 50  # updates, over which a fall or growth is measured
+FAST_FALL = 0.5  # nats a token
+GROWN_NORM = 5.0  # last median of grad_norm, as a multiple of the first
 ENOUGH_PAIRS = 400  # an accuracy of 0.60 is then four standard errors above chance
 
 # --- NaN, spikes, collapse --------------------------------------------------------------------------------------------
@@ -45,7 +46,9 @@ def skipped_updates(run: Run) -> Iterator[Finding]:
     folders = _list_first([f"nonfinite-{update}" for update in run.nonfinite], 3)
     skipped = []
     for line in run.train.lines:
-        if any(name in line and math.isnan(number(line[name])) for name in ("loss/train", "grad_norm")):
+        # a loss or norm that was not finite is logged as null; one that is absent was not logged
+        logged = [line[name] for name in ("loss/train", "grad_norm") if name in line]
+        if not np.isfinite([number(value) for value in logged]).all():
             skipped.append(f"{number(line.get('updates')):,.0f}")
     if skipped:
         where_examples_are = f" Their examples are in {folders}." if run.nonfinite else ""
@@ -71,19 +74,20 @@ def _list_first(names: list[str], n: int) -> str:
 def spikes(run: Run) -> Iterator[Finding]:
     for name, title in (("grad_norm", "Gradient spikes"), ("loss/train", "Loss spikes")):
         detector = InstabilityDetector(number(run.setting("batch_size", 1)), find_start(run))
-        values = run.train[name].tolist()
-        ratios = [detector.find_spike(name, value) or 0.0 for value in values]  # 0: no spike
-        if not any(ratios):
+        values, found = run.train[name].tolist(), []
+        for row, value in enumerate(values):
+            ratio = detector.find_spike(name, value)
+            if ratio is not None:
+                found.append((ratio, row))
+        if not found:
             continue
-        largest = max(ratios)
-        row = ratios.index(largest)
+        largest, row = max(found, key=lambda spike: spike[0])
         limit = run.setting("max_grad_norm") if name == "grad_norm" else None
         clipping = f" Gradients are clipped to {limit}, so no step was that large." if limit else ""
-        n_spikes = sum(ratio > 0 for ratio in ratios)
         yield warning(
             title,
             f"{name} {figure(values[row])} at update {run.train.updates[row]:,.0f}, "
-            f"{figure(largest, 2)} times its median before; {count(n_spikes, 'spike')} in all",
+            f"{figure(largest, 2)} times its median before; {count(len(found), 'spike')} in all",
             f"One batch was far from what the model had seen just before.{clipping} If the loss does not come back "
             "after a spike, lower lr or lengthen the warmup.",
         )
@@ -100,14 +104,17 @@ def collapse(run: Run) -> Iterator[Finding]:
 
 def _describe_collapse(run: Run, start: Means) -> str | None:
     """Describe the first updates, or the first evaluation, that show a collapse."""
-    start_margin = figure(round(start.margin, 3) + 0.0)  # without rounding errors: -0.0 + 0.0 is 0.0
+    # a margin that is 0 up to rounding is shown as 0; adding 0.0 turns -0.0 into 0.0
+    start_margin = figure(round(start.margin, 3) + 0.0)
 
-    def describe(split: str, means: Means, when: str, last: str) -> str:
-        loss = f"loss/{split} {figure(means.loss)} {when}, {last}, {figure(start.loss)} at the start"
-        return f"{loss}; rewards_{split}/margins {figure(means.margin)} {when}, {start_margin} at the start"
+    def describe(split: str, means: Means, when: str, last_loss: str) -> str:
+        return (
+            f"loss/{split} {figure(means.loss)} {when}, {last_loss}, {figure(start.loss)} at the start; "
+            f"rewards_{split}/margins {figure(means.margin)} {when}, {start_margin} at the start"
+        )
 
     detector = InstabilityDetector(number(run.setting("batch_size", 1)), start)
-    losses, margins = run.train["loss/train"], run.train["rewards_train/margins"]
+    losses, margins = run.train["loss/train"], run.train["rewards_train/margins"]  # (updates,) each
     for update, loss, margin in zip(run.train.updates, losses.tolist(), margins.tolist(), strict=True):
         collapsed = detector.find_collapse(loss, margin)
         if collapsed is not None:
@@ -117,12 +124,11 @@ def _describe_collapse(run: Run, start: Means) -> str | None:
             return describe("train", means, when, f"{figure(last)} over the last {n}")
     if run.online:  # it follows its scorer, which held-out labels may contradict
         return None
-    for examples, *values in zip(
-        run.eval.examples, run.eval["loss/eval"], run.eval["rewards_eval/margins"], strict=True
-    ):
-        if examples > 0 and detector.is_collapsed(Means(*values)):
+    for row, examples in enumerate(run.eval.examples):
+        means = Means(run.eval["loss/eval"][row], run.eval["rewards_eval/margins"][row])
+        if examples > 0 and detector.is_collapsed(means):
             last = f"{figure(run.eval.last('loss/eval'))} at the last evaluation"
-            return describe("eval", Means(*values), f"at {count(examples, 'example')}", last)
+            return describe("eval", means, f"at {count(examples, 'example')}", last)
     return None
 
 
@@ -134,10 +140,10 @@ def best_checkpoint(run: Run) -> Iterator[Finding]:
         return
     name, sign = run.best_metric
     examples, values = run.eval.points(name)
-    values_at_best = values[examples == run.best]  # `run.best`: examples trained on at the checkpoint BEST
+    values_at_best = values[examples == run.best]  # two, if a resumed run evaluated again there
     if not len(values_at_best):
         return
-    best, last = values_at_best[-1], values[-1]  # a resumed run may have evaluated twice there
+    best, last = values_at_best[-1], values[-1]
     if sign * (best - last) > 0:
         yield note(
             "BEST is better than the last evaluation",
@@ -151,8 +157,8 @@ def worse_than_reference(run: Run) -> Iterator[Finding]:
     start, last_loss = find_start(run), run.eval.last("loss/eval")
     if not run.has_reference or start is None:
         return
-    excess, bound = _bound_excess_loss(run, last_loss, start)
-    if not excess > bound:  # false for NaN
+    excess, bound = _estimate_excess_loss(run, last_loss, start)
+    if not excess > bound:  # also if both are NaN
         return
     yield warning(
         "By its own loss the policy is worse than the reference",
@@ -165,74 +171,77 @@ def worse_than_reference(run: Run) -> Iterator[Finding]:
     )
 
 
-def _bound_excess_loss(run: Run, last_loss: float, start: Means) -> tuple[float, float]:
-    """Held-out loss above the start's, and its bound; NaN if unknown.
+def _estimate_excess_loss(run: Run, last_loss: float, start: Means) -> tuple[float, float]:
+    """Held-out loss minus the start's, and half its 98 % interval.
 
-    The ledger gives both pair by pair. Without it, the loss must be a function of the margin: then it is the same for
-    all pairs where policy and reference are equal, and its deviation follows from the mean loss and margin.
+    A ledger has the losses of each pair at both times. Without one, the loss must be a function of the margin: at the
+    start it is then equal for all pairs, and now its standard deviation follows from the mean loss and the mean margin.
+    NaN if unknown.
     """
     n, first, last = n_effective(run), run.eval.updates[0], run.eval.updates[-1]
-    by_pair = compare_evaluations(run, "loss", first, last) if first == 0 else None
     if n < 2:
         return math.nan, math.nan
+    quantile = student_quantile(int(n) - 1)
+    by_pair = compare_evaluations(run, "loss", first, last) if first == 0 else None
     if by_pair is not None:
         excess, error = by_pair
-        return excess, student_quantile(int(n) - 1) * error
-    shape = find_loss_shape(run.setting("loss"))
-    if shape is None or shape.of_margin is None or not len(run.eval.points("rewards_eval/margins")[1]):
+        return excess, quantile * error
+    shape, margin = find_loss_shape(run.setting("loss")), run.eval.last("rewards_eval/margins")
+    if shape is None or shape.of_margin is None or math.isnan(margin):
         return math.nan, math.nan
-    # margins may have longer tails than normal ones
-    deviation = 1.2 * shape.estimate_deviation(last_loss, run.eval.last("rewards_eval/margins"))
-    return last_loss - start.loss, student_quantile(int(n) - 1) * deviation / math.sqrt(n)
+    deviation = 1.2 * shape.estimate_deviation(last_loss, margin)  # 1.2, as margins may have longer tails than normal
+    return last_loss - start.loss, quantile * deviation / math.sqrt(n)
 
 
 def saturation(run: Run) -> Iterator[Finding]:
     """Training pairs that are nearly all ranked right."""
     examples, accuracies = run.train.points(TRAIN_ACCURACY)
-    _, last_accuracies = run.ends(TRAIN_ACCURACY)
-    if len(accuracies) < 5 or not last_accuracies.mean() >= SATURATED:
+    last_accuracies = last_tenth(accuracies)
+    accuracy, n = float(last_accuracies.mean()), len(last_accuracies)
+    n_pairs = n * number(run.setting("batch_size", 1))
+    if len(accuracies) < 5 or accuracy < SATURATED or not is_above(accuracy, NEARLY_SATURATED, n_pairs):
         return
     # accuracies of single batches jump, so saturation begins where a mean over `n` updates first shows it
-    n = len(last_accuracies)
-    n_pairs = n * number(run.setting("batch_size", 1))
-    if not is_above(float(last_accuracies.mean()), NEARLY_SATURATED, n_pairs):
-        return
     running_means = np.convolve(accuracies, np.ones(n) / n, mode="valid")
     since = examples[int(np.argmax(running_means >= SATURATED))]
-    held_out_accuracy = run.tail("eval", EVAL_ACCURACY)
+    held_out_accuracy = run.eval.last(EVAL_ACCURACY)
     held_out = f", {percent(held_out_accuracy)} of the held-out ones" if math.isfinite(held_out_accuracy) else ""
     left, how = _measure_gradient_left(run)
     value = (
-        f"{TRAIN_ACCURACY} {figure(last_accuracies.mean())} over the last {n} updates; rewards_train/margins "
+        f"{TRAIN_ACCURACY} {figure(accuracy)} over the last {n} updates; rewards_train/margins "
         f"{figure(run.tail('train', 'rewards_train/margins'))}{how}"
     )
     text = (
         f"Nearly every training pair is ranked right{held_out}, from about {count(since, 'example')} on: accuracy can "
-        "tell nothing more. "
+        "tell nothing more."
     )
     if left < SPENT:
-        text += (
-            "The loss has nearly no gradient left either: more updates change little. Stop earlier, use harder pairs "
-            f"or, if {'rewards' if run.trains_reward_model else 'margins'} are larger than needed, a larger "
-            f"{'loss.centering' if run.trains_reward_model else 'loss.beta'}."
+        too_large, option = ("rewards", "loss.centering") if run.trains_reward_model else ("margins", "loss.beta")
+        yield warning(
+            "Accuracy and loss are saturated",
+            value,
+            f"{text} The loss has nearly no gradient left either: more updates change little. Stop earlier, use harder "
+            f"pairs or, if {too_large} are larger than needed, a larger {option}.",
         )
-        yield warning("Accuracy and loss are saturated", value, text)
     else:
-        text += "Updates still move the policy: go" if left >= SPENT else "Go"
-        yield note("Accuracy is saturated", value, f"{text} by margins and samples.")
+        go = "Go" if math.isnan(left) else "Updates still move the policy: go"
+        yield note("Accuracy is saturated", value, f"{text} {go} by margins and samples.")
 
 
 def _measure_gradient_left(run: Run) -> tuple[float, str]:
     """Measure which fraction of the first gradients is left, and say how.
 
-    It is that of the loss by the mean rewards of an update, or else that of `grad_norm`. NaN if unknown.
+    The gradient is that of the loss by the mean rewards of an update or, for a loss that is no function of them,
+    `grad_norm`. NaN if unknown.
     """
-    first, last = ([run.ends(f"rewards_train/{side}")[end] for side in SIDES] for end in (0, 1))
+    (first_chosen, last_chosen), (first_rejected, last_rejected) = (run.ends(f"rewards_train/{side}") for side in SIDES)
     shape = find_loss_shape(run.setting("loss"))
-    if shape is not None and min(map(len, last)) > 0 and len(last[0]) == len(last[1]):
-        equal = np.zeros(1)  # rewards where policy and reference are equal
-        before = shape.gradient(equal, equal) if run.has_reference else shape.gradient(first[0][:1], first[1][:1])
-        left = float(shape.gradient(*last).mean() / before.mean())
+    if shape is not None and len(last_chosen) == len(last_rejected) > 0:
+        if run.has_reference:  # policy and reference are equal at first, so rewards are 0
+            before = shape.gradient(np.zeros(1), np.zeros(1))
+        else:
+            before = shape.gradient(first_chosen[:1], first_rejected[:1])
+        left = float(shape.gradient(last_chosen, last_rejected).mean() / before.mean())
         return left, f"; by the formula of loss={run.loss} a pair has {percent(left)} of its first gradient left"
     first_norms, last_norms = run.ends("grad_norm")
     if not len(first_norms):
@@ -277,7 +286,7 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
             "The policy has not learned a preference that carries over. If training pairs are ranked right, use more "
             "data; if not, a larger lr or more updates, unless the preferences are noise.",
         )
-    elif is_inconclusive(accuracy, n):
+    elif low <= 0.5:
         text = f"{count(n, 'pair')} cannot tell whether anything was learned."
         if n < ENOUGH_PAIRS:
             text += f" To tell an accuracy of 0.60 from chance takes about {ENOUGH_PAIRS}: {_advise_more_pairs(run)}."
@@ -317,61 +326,73 @@ def _advise_more_pairs(run: Run) -> str:
 def evaluation_turns(run: Run) -> Iterator[Finding]:
     """Evaluations that get worse while training gets better."""
     # under KTO all losses of an evaluation share its estimate of the KL, whose error is unknown
-    if not len(run.eval.points("kto/kl/eval")[0]):
-        yield from _find_turn(run, "loss", "loss/eval", "loss/train", sign=-1)
-    yield from _find_turn(run, "accuracy", EVAL_ACCURACY, TRAIN_ACCURACY, sign=+1)
+    turn = None if len(run.eval.points("kto/kl/eval")[0]) else _find_turn(run, "loss", "loss/eval", "loss/train")
+    start = find_start(run)
+    start_loss = run.train.first("loss/train") if start is None else start.loss
+    # where training loss is above its start, the run has failed rather than overfitted
+    if turn is not None and turn.train_at_last < start_loss:
+        if _accuracy_did_not_fall(run, since=turn.examples):
+            yield note(
+                "Evaluation loss rose while accuracy did not fall",
+                turn.value,
+                "Accuracy did not fall beyond chance: the policy became surer of pairs that it ranks wrong, the usual "
+                "course of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier.",
+            )
+        else:
+            yield _make_turn_warning(run, "loss", "loss/eval", turn)
+    turn = _find_turn(run, "accuracy", EVAL_ACCURACY, TRAIN_ACCURACY)
+    if turn is not None:
+        yield _make_turn_warning(run, "accuracy", EVAL_ACCURACY, turn)
 
 
-def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: int) -> Iterator[Finding]:
-    """Find whether a metric's evaluation turned while training improved.
+class Turn(NamedTuple):
+    """The best evaluation, from which on evaluations got worse but training better."""
 
-    `sign` is +1 if a higher value is better, -1 if a lower one is.
-    """
+    examples: float
+    train_at_last: float  # training metric at the last evaluation
+    value: str  # of the finding
+
+
+def _find_turn(run: Run, kind: str, eval_name: str, train_name: str) -> Turn | None:
+    """Find the turn of a metric; its kind is loss or accuracy."""
     examples, values = run.eval.points(eval_name)
     updates = run.eval.updates[np.isfinite(run.eval[eval_name])]
     if len(values) < 2:
-        return
+        return None
+    sign = -1 if kind == "loss" else +1  # a lower loss is better, and a higher accuracy
     best_index = int(np.argmax(sign * values))
     best, last = float(values[best_index]), float(values[-1])
-    examples_at_best, examples_at_last = examples[best_index], examples[-1]
-    train_at_best = mean_near(run, train_name, examples_at_best)
-    train_at_last = mean_near(run, train_name, examples_at_last)
-    if kind == "loss":
-        error = math.sqrt(2) * evaluation_loss_error(run)
-        # where training loss is above its start, the run has failed rather than overfitted
-        start = find_start(run)
-        has_learned = train_at_last < (start.loss if start is not None else run.train.first(train_name))
-    else:
-        error, has_learned = math.sqrt(2) * accuracy_error(best, n_effective(run)), True
+    train_at_best = mean_near(run, train_name, examples[best_index])
+    train_at_last = mean_near(run, train_name, examples[-1])
     by_pair = compare_evaluations(run, "loss" if kind == "loss" else "right", updates[best_index], updates[-1])
     if by_pair is not None:
         _, error = by_pair
-    by_chance = best_of_many_quantile(len(values) - 1) * error
-    tolerated = max(0.05 * abs(best), 0.005, by_chance) if kind == "loss" else max(0.02, by_chance)
+    elif kind == "loss":
+        error = math.sqrt(2) * evaluation_loss_error(run)
+    else:
+        error = math.sqrt(2) * accuracy_error(best, n_effective(run))
+    negligible = max(0.05 * abs(best), 0.005) if kind == "loss" else 0.02
+    tolerated = max(negligible, best_of_many_quantile(len(values) - 1) * error)
     got_worse = sign * (best - last) > tolerated
     training_got_better = sign * (train_at_last - train_at_best) > 0
-    if not (got_worse and training_got_better and has_learned):
-        return
+    if not (got_worse and training_got_better):
+        return None
     value = (
-        f"{eval_name} {figure(best)} at {count(examples_at_best, 'example')}, {figure(last)} at "
-        f"{examples_at_last:,.0f}; {train_name} {figure(train_at_best)}, then {figure(train_at_last)}; a change of "
+        f"{eval_name} {figure(best)} at {count(examples[best_index], 'example')}, {figure(last)} at "
+        f"{examples[-1]:,.0f}; {train_name} {figure(train_at_best)}, then {figure(train_at_last)}; a change of "
         f"{kind} up to {figure(tolerated)} may be chance"
     )
-    if kind == "loss" and _accuracy_did_not_fall(run, since=examples_at_best):
-        yield note(
-            "Evaluation loss rose while accuracy did not fall",
-            value,
-            "Accuracy did not fall beyond chance: the policy became surer of pairs that it ranks wrong, the usual "
-            "course of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier.",
-        )
-        return
+    return Turn(examples[best_index], train_at_last, value)
+
+
+def _make_turn_warning(run: Run, kind: str, eval_name: str, turn: Turn) -> Finding:
     advice = "Train with a smaller lr, or"
-    if examples_at_best > 0:  # before the first update there is no checkpoint
+    if turn.examples > 0:  # before the first update there is no checkpoint
         ranks_checkpoints = run.objective is not None and run.objective.best[0] == eval_name
         advice = f"Take the checkpoint of that evaluation{' (BEST)' if ranks_checkpoints else ''}, or train"
-    yield warning(
+    return warning(
         f"Evaluation {kind} turned while training {kind} improved",
-        value,
+        turn.value,
         "From there on the policy learned its training examples rather than what they have in common. "
         f"{advice} for fewer epochs.",
     )
@@ -380,16 +401,16 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str, *, sign: in
 def _accuracy_did_not_fall(run: Run, *, since: float) -> bool:
     """Return whether held-out accuracy is not clearly lower than at `since` examples.
 
-    Before training all pairs tie, so if `since` is 0, the first evaluation after it counts. False without two.
+    False if only one evaluation from there on has an accuracy. One before the first update has none: all pairs tie.
     """
     examples, accuracies = run.eval.points(EVAL_ACCURACY)
-    earlier_accuracies = accuracies[(examples >= since) & (examples > 0)][:-1]
-    if not len(earlier_accuracies):
+    accuracies_since = accuracies[(examples >= since) & (examples > 0)]
+    if len(accuracies_since) < 2:
         return False
-    fall = float(earlier_accuracies[0] - accuracies[-1])
-    # an evaluation with the best loss has a lucky accuracy too
-    errors = best_of_many_quantile(len(accuracies) - 1) * math.sqrt(2)
-    return fall <= errors * accuracy_error(float(accuracies[-1]), n_effective(run))
+    fall = float(accuracies_since[0] - accuracies[-1])
+    # `since` was chosen as the best of all evaluations by loss, so its accuracy is likely a lucky one too
+    quantile = best_of_many_quantile(len(accuracies) - 1)
+    return fall <= quantile * math.sqrt(2) * accuracy_error(float(accuracies[-1]), n_effective(run))
 
 
 def accuracy_gap(run: Run) -> Iterator[Finding]:
@@ -405,23 +426,28 @@ def accuracy_gap(run: Run) -> Iterator[Finding]:
 
 def epoch_step(run: Run) -> Iterator[Finding]:
     """A training loss that falls at an epoch's start, unlike the evaluation's."""
-    losses = run.train["loss/train"]
+    losses = run.train["loss/train"]  # (updates,)
     batch_size, epoch = number(run.setting("batch_size", 1)), run.count("epoch")
     if not (epoch >= batch_size > 0):
         return
     updates_per_epoch = int(epoch // batch_size)
     n = updates_per_epoch // 5  # updates compared, on either side of an epoch's end
+    if n < 10:
+        return
     for end in range(updates_per_epoch, len(losses) - n + 1, updates_per_epoch):
-        earlier, before, after = (losses[end + shift : end + shift + n] for shift in (-2 * n, -n, 0))
-        if n < 10 or not np.isfinite(losses[end - 2 * n : end + n]).all():
+        compared = losses[end - 2 * n : end + n]
+        if not np.isfinite(compared).all():
             continue
+        earlier, before, after = np.split(compared, 3)  # (n,) each
         # a loss that falls steadily falls as much from `earlier` to `before` as from `before` to `after`
         steady_fall = max(float(earlier.mean() - before.mean()), 0.0)
         step = float(before.mean() - after.mean()) - steady_fall
         bound = student_quantile(n - 1) * math.hypot(mean_error(earlier), 2 * mean_error(before), mean_error(after))
-        evaluated = run.eval["loss/eval"]
-        held_out = [evaluated[rows][-1:] for rows in (run.eval.updates <= end, run.eval.updates > end)]
-        held_out_before, held_out_after = (float(values[0]) if len(values) else math.nan for values in held_out)
+        is_before = run.eval.updates <= end
+        held_out_before, held_out_after = (
+            float(held_out[-1]) if len(held_out) else math.nan
+            for held_out in (run.eval["loss/eval"][is_before], run.eval["loss/eval"][~is_before])
+        )
         if step > max(bound, 0.05 * abs(before.mean())) and held_out_before - held_out_after < step / 2:
             yield note(
                 "Training loss fell by a step as an epoch began",
@@ -450,8 +476,10 @@ def warmup(run: Run) -> Iterator[Finding]:
     else:
         skipped = "updates skipped for NaN" + (" or because all pairs were ties" if run.online else "")
         text = f"The warmup counts only updates that were applied, not {skipped}: see why there were so many."
-    updates = f"warmup_steps {figure(warmup_steps)}, {count(run.updates, 'update')}"
-    value = f"lr {largest_lr:.3g} at most, of {peak_lr:.3g}; {updates}"
+    value = (
+        f"lr {largest_lr:.3g} at most, of {peak_lr:.3g}; warmup_steps {figure(warmup_steps)}, "
+        f"{count(run.updates, 'update')}"
+    )
     yield warning("The learning rate never reached its value", value, text)
 
 
@@ -467,28 +495,32 @@ def rate_too_high(run: Run) -> Iterator[Finding]:
 
 
 def _describe_fast_fall(run: Run) -> str | None:
-    """Describe the first blocks of updates between which chosen responses fell fast."""
+    """Describe the first fast fall of chosen responses."""
     beta, tokens = number(run.setting("loss.beta")), run.count("train.mean_chosen_tokens")
-    scale = beta if run.is_per_token else beta * tokens  # rewards per nat and token
+    reward_per_nat = beta if run.is_per_token else beta * tokens  # of a token's mean log-probability
     is_beta_times_log_ratio = run.setting("loss.f_divergence", "reverse_kl") == "reverse_kl"
     updates, rewards = run.train.updates, run.train["rewards_train/chosen"]
-    n_blocks = len(rewards) // (BLOCK // 2)
-    if not (scale > 0 and is_beta_times_log_ratio and n_blocks >= 3):
+    length = BLOCK // 2  # updates averaged
+    n_parts = len(rewards) // length
+    if not (reward_per_nat > 0 and is_beta_times_log_ratio and n_parts >= 3):
         return None
-    blocks = rewards[: n_blocks * (BLOCK // 2)].reshape(n_blocks, BLOCK // 2) / scale
-    means = blocks.mean(axis=1)
-    falls = means[:-2] - means[2:]  # within BLOCK updates
-    for i in (falls > FAST_FALL).nonzero()[0]:
-        if falls[i] > 4 * math.hypot(mean_error(_detrend(blocks[i])), mean_error(_detrend(blocks[i + 2]))):
+    nats = rewards[: n_parts * length].reshape(n_parts, length) / reward_per_nat
+    means = nats.mean(axis=1)
+    for i in range(n_parts - 2):
+        fall = means[i] - means[i + 2]  # from the middle of a part to that of the next but one are BLOCK updates
+        if not fall > FAST_FALL:  # also for NaN
+            continue
+        error = math.hypot(mean_error(_detrend(nats[i])), mean_error(_detrend(nats[i + 2])))
+        if fall > 4 * error:
             return (
-                f"log-probabilities of chosen responses fell by {figure(falls[i])} a token within {BLOCK} updates, up "
-                f"to update {updates[(i + 3) * (BLOCK // 2) - 1]:,.0f}"
+                f"log-probabilities of chosen responses fell by {figure(fall)} a token within {BLOCK} updates, up "
+                f"to update {updates[(i + 3) * length - 1]:,.0f}"
             )
     return None
 
 
 def _detrend(values: np.ndarray) -> np.ndarray:
-    """Subtract a straight line, which is no noise."""
+    """Subtract the line of best fit: a steady trend is no noise."""
     times = np.arange(len(values)) - (len(values) - 1) / 2
     return values - values.mean() - times * (times @ values) / (times @ times)
 
@@ -500,11 +532,14 @@ def _describe_growing_gradients(run: Run) -> str | None:
     norms = norms[np.isfinite(norms)]
     if len(norms) < 4 * BLOCK:
         return None
-    first, last = float(np.median(norms[:BLOCK])), float(np.median(norms[-max(BLOCK, len(norms) // 10) :]))
+    n_last = max(BLOCK, len(norms) // 10)
+    first, last = float(np.median(norms[:BLOCK])), float(np.median(norms[-n_last:]))
     if not last >= GROWN_NORM * first > 0:
         return None
-    first_updates = f"in the first {BLOCK} updates after the warmup"
-    return f"the median of grad_norm was {figure(first)} {first_updates}, and is {figure(last)} now"
+    return (
+        f"the median of grad_norm was {figure(first)} in the first {BLOCK} updates after the warmup, and is "
+        f"{figure(last)} now"
+    )
 
 
 def clipping(run: Run) -> Iterator[Finding]:

@@ -31,7 +31,7 @@ LARGEST_NUMBER = 1e100  # larger numbers count as missing: their sums and pictur
 
 
 def number(value: Any) -> float:
-    """A number as a float; NaN for anything else."""
+    """A number as a float; NaN for anything else, or if huge."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < LARGEST_NUMBER else math.nan
 
@@ -47,14 +47,14 @@ def last_tenth(values: np.ndarray) -> np.ndarray:
 
 
 class Log:
-    """Metrics of one split by row, NaN where missing."""
+    """Metrics of one split, a row per line; NaN where missing."""
 
     def __init__(self, lines: Sequence[Mapping[str, Any]] = ()) -> None:
         self.lines = lines
         self._columns: dict[str, np.ndarray] = {}
         self.examples, self.updates = self["examples"], self["updates"]
-        # names of metrics; the first and last line have all of them
-        self.names = list(dict.fromkeys([*lines[0], *lines[-1]])) if lines else []
+        # names of metrics: together the first and the last line have all of them
+        self.names = [*dict.fromkeys([*lines[0], *lines[-1]])] if lines else []
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -194,7 +194,10 @@ class Run:
     @property
     def kind(self) -> str:
         """The kind of its data: `online`, or a key of TRAINS_ON."""
-        return "online" if self.online else self.trains_on or ("pairs" if self.has_pairs else "targets")
+        if self.online:
+            return "online"
+        guess = "pairs" if self.has_pairs else "targets"
+        return self.trains_on or guess
 
     @property
     def updates(self) -> int:
@@ -217,7 +220,7 @@ class Run:
         return first_tenth(values), last_tenth(values)
 
     def tail(self, split: str, name: str) -> float:
-        """Value at the last evaluation, or mean over the last updates."""
+        """A metric's last evaluation, or mean over the last tenth of updates."""
         if split == "eval":
             return self.eval.last(name)
         _, last_values = self.ends(name)
@@ -299,12 +302,13 @@ def _find_state(run: Run, *, locked: bool, ended: bool) -> State:
     """
     done, total = run.updates, run.total_updates
     progress = f"{done:,} of {count(total, 'update')}" if total else count(done, "update")
-    if total and done >= total and _largest(run.eval.updates) >= total:  # the last evaluation comes after all updates
+    # the last evaluation comes after all updates
+    if total is not None and done >= total and _largest(run.eval.updates) >= total:
         return State("complete", f"complete after {progress}")
     if locked:
         return State("training", f"still training, {progress} so far")
     if not len(run.train) and not len(run.eval):
-        return run.state
+        return NOTHING
     if run.nonfinite and run.nonfinite[-1] > done:
         return State("aborted", f"aborted at update {run.nonfinite[-1]:,}: loss or gradient was NaN or infinite")
     if ended:  # the process may still be writing the last checkpoint
@@ -392,7 +396,7 @@ def _read_ledger(run: Run) -> Any:
 
 
 def _has(value: Any, *, numbers: Sequence[str] = (), **types: Any) -> bool:
-    """Return whether a value is a mapping with these keys and types."""
+    """Return whether a value is a mapping with these numbers and types."""
     return (
         isinstance(value, Mapping)
         and all(math.isfinite(number(value.get(name))) for name in numbers)
@@ -407,23 +411,21 @@ def _is_sample(line: Mapping[str, Any]) -> bool:
 
 def _is_drawn(line: Mapping[str, Any]) -> bool:
     """Return whether a line is a prompt with drawn answers."""
-    # `numbers` refuses true and false, which are ints too
+    # the indices best and worst must be ints, and numbers too, as true and false are ints
     if not _has(line, numbers=["examples", "best", "worst"], prompt=str, completions=list, best=int, worst=int):
         return False
     answers = line["completions"]
-    indices_are_valid = all(0 <= line[name] < len(answers) for name in ("best", "worst"))
-    return indices_are_valid and all(
-        _has(answer, numbers=["score", "tokens"], text=str, ended=bool) for answer in answers
-    )
+    if not (0 <= line["best"] < len(answers) and 0 <= line["worst"] < len(answers)):
+        return False
+    return all(_has(answer, numbers=["score", "tokens"], text=str, ended=bool) for answer in answers)
 
 
 def rank_answers(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """List (name, answer) of a drawn record: best, others in order, worst."""
     answers, best, worst = record["completions"], record["best"], record["worst"]  # the last two are indices
-    others = [i for i in range(len(answers)) if i not in (best, worst)]
     is_flipped = record.get("flipped") is True  # a label drawn at random has preferred the worst
     ranked = [("best, rejected" if is_flipped else "best", answers[best])]
-    ranked += [("another", answers[i]) for i in others]
+    ranked += [("another", answer) for i, answer in enumerate(answers) if i not in (best, worst)]
     if worst != best:
         ranked.append(("worst, chosen" if is_flipped else "worst", answers[worst]))
     return ranked

@@ -64,56 +64,61 @@ def give_verdict(run: Run, findings: Sequence[Finding]) -> str:
     """Sum up a run in a few short sentences."""
     n_warnings = sum(finding.level == WARNING for finding in findings)
     accuracy = run.eval.last("rewards_eval/accuracies")
-    is_unclear = math.isfinite(accuracy) and is_inconclusive(accuracy, n_effective(run))
     if not len(run.train) and not len(run.eval):
         judgement = ""
     elif n_warnings:
         judgement = f"{count(n_warnings, 'warning')} below."
+    elif math.isfinite(accuracy) and is_inconclusive(accuracy, n_effective(run)):
+        judgement = "No warnings."
     else:
-        judgement = "No warnings." if is_unclear else "Nothing looks wrong."
-    return " ".join([f"{run.state.text.capitalize()}.", _describe_result(run), judgement])
+        judgement = "Nothing looks wrong."
+    result = _describe_answers(run) or _describe_evaluations(run)
+    return f"{run.state.text.capitalize()}. {result} {judgement}"
 
 
-def _describe_result(run: Run) -> str:
-    """Say how well held-out examples or, online, drawn answers do."""
+def _describe_answers(run: Run) -> str:
+    """Say how well the policy's answers score; "" if none were drawn."""
     first_scores, last_scores = run.ends("online/score")
-    if len(first_scores):
-        before, after, nats = first_scores.mean(), last_scores.mean(), run.tail("train", "online/kl")
-        kl = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
-        held_out = _describe_held_out(run)
-        return f"The mean score of its answers was {figure(before)} at first and is {figure(after)} now{kl}.{held_out}"
+    if not len(first_scores):
+        return ""
+    before, after, nats = first_scores.mean(), last_scores.mean(), run.tail("train", "online/kl")
+    kl = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
+    text = f"The mean score of its answers was {figure(before)} at first and is {figure(after)} now{kl}."
+    score, win_rate = run.eval.last("online_eval/score"), run.eval.last("online_eval/win_rate")
+    if math.isfinite(score):
+        wins = f", and it wins {percent(win_rate)} against the reference" if math.isfinite(win_rate) else ""
+        text += f" On held-out prompts it is {figure(score)}{wins}."
+    return text
+
+
+def _describe_evaluations(run: Run) -> str:
+    """Say how well held-out examples do."""
     examples, losses = run.eval.points("loss/eval")
-    accuracy, margin = (run.eval.last(f"rewards_eval/{name}") for name in ("accuracies", "margins"))
+    accuracy, margin = run.eval.last("rewards_eval/accuracies"), run.eval.last("rewards_eval/margins")
     if not len(losses) or examples[-1] == 0:
         return "It was not evaluated after an update yet."
     if math.isfinite(accuracy):
-        n = n_evaluated(run)
         too_few = ", too few to tell from chance," if is_inconclusive(accuracy, n_effective(run)) else ""
-        right = f"{percent(accuracy)} of {count(n, 'held-out pair')} are ranked right"
-        return f"{right}{too_few} by a mean reward margin of {figure(margin)}."
+        return (
+            f"{percent(accuracy)} of {count(n_evaluated(run), 'held-out pair')} are ranked right{too_few} by a mean "
+            f"reward margin of {figure(margin)}."
+        )
     if len(losses) == 1:
         return f"The held-out loss stayed at {figure(losses[0])}."
     verb = "fell" if losses[-1] < losses[0] else "rose"
     return f"The held-out loss {verb} from {figure(losses[0])} to {figure(losses[-1])}."
 
 
-def _describe_held_out(run: Run) -> str:
-    """Say how well the last answers to held-out prompts do."""
-    score, win_rate = (run.eval.last(f"online_eval/{name}") for name in ("score", "win_rate"))
-    if not math.isfinite(score):
-        return ""
-    wins = f", and it wins {percent(win_rate)} against the reference" if math.isfinite(win_rate) else ""
-    return f" On held-out prompts it is {figure(score)}{wins}."
-
-
 def make_tiles(run: Run, cost: Cost) -> list[Tile]:
     """Make tiles with the numbers that readers look for first."""
-    return [*_make_online_tiles(run), *_make_evaluation_tiles(run), *_make_cost_tiles(run, cost)]
+    tiles = [*_make_held_out_tiles(run), *_make_online_tiles(run), *_make_evaluation_tiles(run)]
+    return [*tiles, *_make_cost_tiles(run, cost)]
 
 
 def _make_online_tiles(run: Run) -> list[Tile]:
+    """Make tiles of the answers that the last updates drew."""
     score, nats = run.tail("train", "online/score"), run.tail("train", "online/kl")
-    tiles = _make_held_out_tiles(run)
+    tiles = []
     if math.isfinite(score):
         first = figure(run.train.first("online/score"))
         tiles.append(Tile("Score of answers", figure(score), f"now, {first} at first", score, ("online",)))
@@ -130,19 +135,19 @@ def _make_online_tiles(run: Run) -> list[Tile]:
 
 def _make_held_out_tiles(run: Run) -> list[Tile]:
     """Make tiles of answers to held-out prompts, with standard errors."""
+    score, score_error = run.eval.last("online_eval/score"), run.eval.last("online_eval/score_se")
+    win_rate, win_rate_error = run.eval.last("online_eval/win_rate"), run.eval.last("online_eval/win_rate_se")
+    reference = run.eval.last("online_eval/reference_score")
     tiles = []
-    for name, label, format_value in (("score", "Held-out score", figure), ("win_rate", "Win rate", percent)):
-        value, error = (run.eval.last(f"online_eval/{name}{suffix}") for suffix in ("", "_se"))
-        if not math.isfinite(value):
-            continue
-        reference = run.eval.last("online_eval/reference_score")
-        details = [f"standard error {format_value(error)}"] if math.isfinite(error) else []
-        if name == "win_rate":
-            details.append("against the reference")
-        elif math.isfinite(reference):
-            details.append(f"the reference has {format_value(reference)}")
-        settings = ("online", *REFERENCE_SETTINGS) if name == "win_rate" else ("online",)
-        tiles.append(Tile(label, format_value(value), ", ".join(details), value, settings))
+    if math.isfinite(score):
+        details = [f"standard error {figure(score_error)}"] if math.isfinite(score_error) else []
+        if math.isfinite(reference):
+            details.append(f"the reference has {figure(reference)}")
+        tiles.append(Tile("Held-out score", figure(score), ", ".join(details), score, ("online",)))
+    if math.isfinite(win_rate):
+        error = f"standard error {percent(win_rate_error)}, " if math.isfinite(win_rate_error) else ""
+        detail = f"{error}against the reference"
+        tiles.append(Tile("Win rate", percent(win_rate), detail, win_rate, ("online", *REFERENCE_SETTINGS)))
     return tiles
 
 
@@ -153,19 +158,17 @@ def _make_evaluation_tiles(run: Run) -> list[Tile]:
     # rewards depend on the reference; a loss also depends on its options, as DPO's does on beta
     reference_settings = REFERENCE_SETTINGS if run.has_reference else ()
     tiles = []
-    _, accuracies = run.eval.points("rewards_eval/accuracies")
-    if len(accuracies):
+    accuracy = run.eval.last("rewards_eval/accuracies")
+    if math.isfinite(accuracy):
         detail = _describe_best(run, "rewards_eval/accuracies", sign=+1, format_value=percent)
-        accuracy = float(accuracies[-1])
         tiles.append(Tile("Held-out accuracy", percent(accuracy), detail, accuracy, reference_settings))
     margin, chosen, rejected = (run.eval.last(f"rewards_eval/{name}") for name in ("margins", "chosen", "rejected"))
     if math.isfinite(margin):
         detail = f"chosen {signed(chosen)}, rejected {signed(rejected)}"
         tiles.append(Tile("Held-out margin", figure(margin), detail))
-    _, losses = run.eval.points("loss/eval")
-    if len(losses):
+    loss = run.eval.last("loss/eval")
+    if math.isfinite(loss):
         detail = _describe_best(run, "loss/eval", sign=-1, format_value=figure)
-        loss = float(losses[-1])
         tiles.append(Tile("Held-out loss", figure(loss), detail, -loss, ("loss", *reference_settings)))
     return tiles
 
@@ -182,19 +185,20 @@ def _describe_best(run: Run, name: str, *, sign: int, format_value: Callable[[fl
     extreme = "highest" if sign > 0 else "lowest"
     if values[best_index] != values[-1]:
         return f"{extreme} {format_value(values[best_index])} at {count(examples[best_index], 'example')}"
-    so_far = "" if run.state.word == "complete" else " so far"
-    # before training, policy and reference are equal: all pairs tie, which counts as an accuracy of 0
-    all_tied = sign > 0 and values[0] == 0 and examples[0] == 0
-    return f"{extreme}{so_far}; at the start {'all tied' if all_tied else format_value(values[0])}"
+    so_far, at_start = "" if run.state.word == "complete" else " so far", format_value(values[0])
+    if sign > 0 and values[0] == 0 and examples[0] == 0:  # an accuracy while policy and reference are still equal
+        at_start = "all tied"
+    return f"{extreme}{so_far}; at the start {at_start}"
 
 
 def _make_cost_tiles(run: Run, cost: Cost) -> list[Tile]:
     """Make tiles of examples, time, parameters and tokens."""
-    total = run.total_updates
-    updates = f"{run.updates:,} of {count(total, 'update')}" if total else count(run.updates, "update")
-    n_epochs = run.examples / (run.count("epoch") or math.nan)
-    epochs = f", {figure(n_epochs)} epoch{'' if n_epochs == 1 else 's'}" if math.isfinite(n_epochs) else ""
-    tiles = [Tile("Examples", f"{run.examples:,}", f"{updates}{epochs}")]
+    total, examples_per_epoch = run.total_updates, run.count("epoch")
+    detail = f"{run.updates:,} of {count(total, 'update')}" if total else count(run.updates, "update")
+    if examples_per_epoch > 0:  # false for NaN
+        n_epochs = run.examples / examples_per_epoch
+        detail += f", {figure(n_epochs)} epoch{'' if n_epochs == 1 else 's'}"
+    tiles = [Tile("Examples", f"{run.examples:,}", detail)]
     if cost.secs > 0:
         details = ["in updates alone"] if cost.updates_alone else []
         if math.isfinite(cost.devices):
@@ -241,19 +245,19 @@ class Prompted(NamedTuple):
 
 
 def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
-    """Collect the newest samples of all runs, by prompt.
+    """Collect the newest samples of all runs, a card for each prompt.
 
     Beside each is the reference's or, without a reference, the policy's earliest sample.
     """
-    cards: dict[tuple[str, int], Prompted] = {}  # by prompt and repetition
+    cards: dict[tuple[str, int], Prompted] = {}  # a prompt with several pairs is sampled, and has a card, for each
     for run in runs:
         policy_name = f"{run.name}," if len(runs) > 1 else "Policy"
         earliest, newest = run.samples_at(0), run.samples_at(-1)
-        repetitions: Counter[str] = Counter()
+        n_samples: Counter[str] = Counter()  # of each prompt so far
         for i, sample in enumerate(newest):
             prompt = sample["prompt"]
-            repetitions[prompt] += 1  # a prompt with several pairs is sampled once for each
-            card = cards.setdefault((prompt, repetitions[prompt]), Prompted(_shorten_prompt(prompt), []))
+            n_samples[prompt] += 1
+            card = cards.setdefault((prompt, n_samples[prompt]), Prompted(_shorten_prompt(prompt), []))
             card.texts.append(_label_policy_sample(policy_name, sample, "policy"))
             if sample["reference"] is not None:
                 label = f"Reference{_mark_cut_off(sample, 'reference')}"
@@ -262,14 +266,14 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
                 beside = _label_policy_sample(policy_name, earliest[i], "reference")
             else:
                 continue
-            # compared runs may share a reference: its text is shown once
-            if not any(text.role == "reference" and text.text == beside.text for text in card.texts):
+            references = [text.text for text in card.texts if text.role == "reference"]
+            if beside.text not in references:  # compared runs may share a reference
                 card.texts.append(beside)
     return list(cards.values())[:MOST_SAMPLES]
 
 
 def _label_policy_sample(policy_name: str, sample: Mapping[str, Any], role: str) -> Text:
-    """Label a policy's sample with the examples trained on before."""
+    """Label a policy's sample with the examples that it had trained on."""
     n_examples = sample["examples"]
     is_untrained = role == "reference" and n_examples == 0
     when = "before training" if is_untrained else f"after {count(n_examples, 'example')}"
@@ -293,10 +297,10 @@ def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
             texts = []
             for rank, answer in rank_answers(record):
                 name = f"{run.name}, {rank}" if len(runs) > 1 else rank
-                length = count(answer["tokens"], "token") + ("" if answer["ended"] else ", cut off")
-                role = DRAWN_ROLES.get(rank, "other")
-                label = f"{name}: score {figure(answer['score'])}, {length}"
-                texts.append(Text(label, role, shortened(answer["text"])))
+                label = f"{name}: score {figure(answer['score'])}, {count(answer['tokens'], 'token')}"
+                if not answer["ended"]:
+                    label += ", cut off"
+                texts.append(Text(label, DRAWN_ROLES.get(rank, "other"), shortened(answer["text"])))
             cards.append(Prompted(_shorten_prompt(record["prompt"]), texts))
     return cards
 
@@ -334,10 +338,8 @@ DATA_COUNTS = {  # keys of preflight.json, and their names on the page
 
 def _make_rows(columns: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Make a table's rows from its columns, one for each run."""
-    rows = []
-    for name in dict.fromkeys(name for column in columns for name in column):
-        rows.append(Row(name, [_as_text(column[name]) if name in column else ABSENT for column in columns]))
-    return rows
+    names = dict.fromkeys(name for column in columns for name in column)  # each once, in order
+    return [Row(name, [_as_text(column[name]) if name in column else ABSENT for column in columns]) for name in names]
 
 
 def _as_text(value: Any) -> str:
@@ -353,13 +355,11 @@ def setting_rows(runs: Sequence[Run], *, all_settings: bool = False) -> list[Row
     if len(runs) == 1:
         [run] = runs
         columns.append(dict(dotted(load_defaults(run.loss if run.loss in LOSSES else None))))
-    missing = object()
-
-    def differs(name: str) -> bool:
-        values = [column.get(name, missing) for column in columns]
-        return any(value != values[0] for value in values)
-
-    return [row for row in rows if differs(row.name)]
+    first, *others = columns
+    missing = object()  # unlike any setting
+    return [
+        row for row in rows if any(other.get(row.name, missing) != first.get(row.name, missing) for other in others)
+    ]
 
 
 def data_rows(runs: Sequence[Run]) -> list[Row]:

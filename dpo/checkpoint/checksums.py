@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BLOCK = 2**26  # bytes; part of the manifest's format
-SYNC_EVERY = 2**30  # bytes, between two syncs: so the last one need not write the whole file
-IN_THREADS = 2**20  # bytes; pieces of at least this size are hashed in threads
+SYNC_EVERY = 2**30  # bytes between two syncs, so that the last one need not write the whole file
+LARGE_PIECE = 2**20  # bytes; pieces of at least this size are hashed in threads, and files are read in such pieces
 
 
 class HashedFile:
@@ -61,13 +61,12 @@ class HashedFile:
 
     def _append(self, piece: memoryview) -> None:
         """Write and hash a piece, in parallel if it is large."""
-        hashes = self._file_hash, self._block_hash
-        if len(piece) < IN_THREADS:
+        if len(piece) < LARGE_PIECE:
             self._file.write(piece)
-            for file_or_block_hash in hashes:
-                file_or_block_hash.update(piece)
+            self._file_hash.update(piece)
+            self._block_hash.update(piece)
             return
-        updates = [self._threads.submit(file_or_block_hash.update, piece) for file_or_block_hash in hashes]
+        updates = [self._threads.submit(sha256.update, piece) for sha256 in (self._file_hash, self._block_hash)]
         try:
             self._file.write(piece)
         finally:
@@ -105,8 +104,10 @@ class Block(NamedTuple):
         block_hash, n_unread = hashlib.sha256(), self.n_bytes
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start)
-            # ends early if the file is shorter; then the checksum does not match
-            while n_unread and (piece := file.read(min(n_unread, IN_THREADS))):
+            while n_unread:
+                piece = file.read(min(n_unread, LARGE_PIECE))
+                if not piece:  # the file is shorter, so the checksum will not match
+                    break
                 block_hash.update(piece)
                 n_unread -= len(piece)
         return block_hash.hexdigest() == self.sha256

@@ -71,7 +71,10 @@ def write_checkpoint(
                 files[file_name], blocks[file_name] = file.sync()
             del state
         with _explaining(directory):
-            _write_manifest(temporary, {"examples": step_idx, "files": files, "blocks": blocks, **facts})
+            manifest = {"examples": step_idx, "files": files, "blocks": blocks, **facts}
+            with HashedFile(temporary / MANIFEST) as file:
+                file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
+                file.sync()
             sync_directory(temporary)
             if os.path.lexists(directory):  # saved again at this step: a rename cannot replace a non-empty directory
                 remove(former)
@@ -83,20 +86,13 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure
 
 
-def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest with its own checksum, and sync it."""
-    with HashedFile(directory / MANIFEST) as file:
-        file.write(json.dumps({**manifest, "sha256": hash_manifest(manifest)}, indent=1).encode())
-        file.sync()
-
-
 @contextmanager
 def _explaining(directory: Path) -> Iterator[None]:
     """Raise RunError for an error of writing inside."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch.save raises a RuntimeError of its own where the system's error says more
+        # torch.save may raise its own RuntimeError after the system's error, which says more
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = str(cause).strip().split("\n")[0]
         raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are intact") from error
@@ -119,7 +115,7 @@ def sync_directory(directory: Path) -> None:
 
 def point(link: Path, target: Path) -> None:
     """Make a link (LATEST, BEST) to a sibling directory, atomically."""
-    check_link(link)  # raises for a directory, which it is if the run was copied with links followed
+    check_link(link)  # raises for a directory, which a copy of a run has instead if it was made by following links
     with replacing(link) as temporary:
         temporary.symlink_to(target.name, target_is_directory=True)
     sync_directory(link.parent)
@@ -144,8 +140,8 @@ def prune(run_dir: Path, keep: int) -> None:
         if os.path.realpath(directory) not in linked:
             pruned = directory.with_name(f".{directory.name}.pruned")
             remove(pruned)
-            directory.rename(pruned)  # so that no partial checkpoint ever has a checkpoint's name
-            shutil.rmtree(pruned, ignore_errors=True)  # `tidy` removes the files that this could not
+            directory.rename(pruned)  # so that a `step-N` is complete even if the removal is interrupted
+            shutil.rmtree(pruned, ignore_errors=True)  # `tidy` removes what is left
 
 
 def tidy(run_dir: Path) -> None:
@@ -173,14 +169,17 @@ def check_complete(
     blocks = []
     try:
         manifest = _read_manifest(directory)
-        names = manifest["files"].keys() if only is None else manifest["files"].keys() & only
-        for name in names:
-            path, n_bytes = directory / name, manifest["files"][name]["bytes"]
+        for name, file_facts in manifest["files"].items():
+            if only is not None and name not in only:
+                continue
+            path, n_bytes = directory / name, file_facts["bytes"]
             check_readable(path)
-            if (size := path.stat().st_size) != n_bytes:
+            size = path.stat().st_size
+            if size != n_bytes:
                 raise DamagedCheckpoint(f"{path}: checksum mismatch ({size} bytes, not {n_bytes})")
             blocks += split_into_blocks(path, n_bytes, manifest["blocks"][name])
-        if wrong_block := find_wrong(blocks, progress):
+        wrong_block = find_wrong(blocks, progress)
+        if wrong_block:
             raise DamagedCheckpoint(f"{wrong_block.path}: checksum mismatch")
     except DamagedCheckpoint:
         raise

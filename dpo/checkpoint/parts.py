@@ -78,17 +78,15 @@ class OptimizerPart(Part):
         return sum(tensor.nbytes for state in self.source.state.values() for tensor in state.values())
 
     def restore(self, file: Path) -> None:
-        """Load this process's shards.
-
-        Raises DamagedCheckpoint if the state does not fit.
-        """
+        """Load this process's shards; raise DamagedCheckpoint for a misfit."""
         state = None
         if is_rank_0():
             state = read_state(file)
-            if misfit := find_misfit(self.source, state):
+            misfit = find_misfit(self.source, state)
+            if misfit:
                 raise DamagedCheckpoint(f"{file} does not fit {type(self.source).__name__}: {misfit}")
             own_groups = self.source.state_dict()["param_groups"]
-            # options that the file lacks, as an older torch has written it, keep their values
+            # an older torch may have written the file: options that it lacks keep this optimizer's values
             groups = [own | dict(saved) for own, saved in zip(own_groups, state["param_groups"], strict=True)]
             state = {**state, "param_groups": groups}
         load_optimizer(self.source, state, self.mesh)
@@ -142,8 +140,8 @@ class RunState:
     log-probabilities.
 
     Frozen weights are not saved; a checkpoint has their digest, with which a resumed run compares its own. They are the
-    reference's weights, or, without a reference, the base under an adapter. `base_digest` is that of the base, on rank
-    0; None without an adapter.
+    reference's weights, or, without a reference, the base under an adapter. `base_digest` is the digest of that base,
+    on rank 0; None without an adapter.
     """
 
     def __init__(
@@ -159,11 +157,9 @@ class RunState:
             self._frozen_digest, self._frozen_name = reference.digest, "reference"
             self._states["reference_logps"] = reference.logps
 
-    def count(self, n_examples: int) -> tuple[int, int]:
-        """Count one more update of `n_examples`. Returns (updates, examples) including it."""
+    def count_update(self, n_examples: int) -> None:
         self.batch_counter += 1
         self.example_counter += n_examples
-        return self.batch_counter, self.example_counter
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -188,14 +184,15 @@ class RunState:
 def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
     """The reason why a state does not fit this optimizer, or None."""
     own_ids, saved_ids = _list_parameter_ids(optimizer.state_dict()), _list_parameter_ids(state)
+    n_own, n_saved = sum(len(ids) for ids in own_ids), sum(len(ids) for ids in saved_ids)
     if own_ids != saved_ids:
-        return f"it has {sum(map(len, saved_ids))} parameters, not {sum(map(len, own_ids))}"
+        return f"it has {n_saved} parameters, not {n_own}"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # the package `tensor_parallel` gives an optimizer several slices of a parameter, whose shapes say nothing
-    has_slices = len(parameters) != sum(map(len, own_ids))
+    # the package `tensor_parallel` gives an optimizer several slices of a parameter, so shapes cannot be compared
+    has_slices = len(parameters) != n_own
     for parameter_id, values in state["state"].items():
         shape = None if has_slices else parameters[parameter_id].shape
-        keys = _list_state_keys(type(optimizer), 2 if shape is None else len(shape))
+        keys = _list_state_keys(type(optimizer), ndim=2 if shape is None else len(shape))
         if set(values) != keys:
             return f"parameter {parameter_id}: its keys are {', '.join(values)}, not {', '.join(sorted(keys))}"
         for key, value in values.items():
@@ -211,7 +208,7 @@ def _list_parameter_ids(state_dict: Mapping[str, Any]) -> list[list[int]]:
 
 @cache
 def _list_state_keys(optimizer_class: Callable[..., torch.optim.Optimizer], ndim: int) -> set[str]:
-    """The keys of an optimizer's state of a parameter, by trial."""
+    """The keys of an optimizer's state, found by making a step."""
     parameter = torch.nn.Parameter(torch.zeros((2,) * ndim))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = optimizer_class([parameter], lr=1.0)

@@ -34,10 +34,10 @@ from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, l
 from dpo.system.waiting import report_progress
 
 FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # facts about the run in a manifest
-VERSION = "transformers_version"
-# keys of a model's config that do not affect its outputs in a run: where it comes from, and what our own config decides
+VERSION_KEY = "transformers_version"  # of a model's config
+# keys of a model's config that do not affect a run: they name the model's origin, or our own config decides them
 WITHOUT_EFFECT = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
-DROPOUT_ENDINGS = ("dropout", "pdrop", "layerdrop")  # of keys without effect too, as dropout is always off
+DROPOUT_ENDINGS = ("dropout", "pdrop", "layerdrop")  # endings of further keys without effect, as dropout is always off
 
 
 class ResumePoint(NamedTuple):
@@ -118,9 +118,10 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
 
 
 def _move_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:
-    for log in (run_dir / name for name in logs if (run_dir / name).exists()):
-        new_name = move_aside(log).name
-        print(f"{run_dir} holds no checkpoint, so the run starts over; {log.name} is renamed to {new_name}")
+    for name in logs:
+        if (run_dir / name).exists():
+            new_name = move_aside(run_dir / name).name
+            print(f"{run_dir} holds no checkpoint, so the run starts over; {name} is renamed to {new_name}")
 
 
 def _move_damaged_aside(run_dir: Path, *, newer_than: Path) -> None:
@@ -139,8 +140,8 @@ class ResumeSource(NamedTuple):
     """The run or checkpoint that `resume` names."""
 
     path: Path  # a run's directory, or one checkpoint
-    is_own_run: bool  # it is in `local_run_dir`; else its checkpoint is copied there
-    resume_point: ResumePoint | None = None  # of another run; the own run's is found once its directory is open
+    is_own_run: bool  # whether it is in `local_run_dir`; otherwise its checkpoint is copied there
+    resume_point: ResumePoint | None = None  # of another run; that of the own run is found once the directory is locked
 
 
 def _find_source(plan: Plan, run_dir: Path) -> ResumeSource:
@@ -194,7 +195,8 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
 def _verify(checkpoint: Path) -> dict[str, Any]:
     """Verify that a checkpoint can be resumed; return its manifest."""
     manifest = check_complete(checkpoint, report_progress)
-    if missing := FACTS - manifest.keys():
+    missing = FACTS - manifest.keys()
+    if missing:
         raise DamagedCheckpoint(f"{checkpoint / MANIFEST} lacks {', '.join(sorted(missing))}")
     for name in manifest["files"]:
         if name.endswith(".pt"):
@@ -230,13 +232,13 @@ def _began_with(run_dir: Path, resume_point: ResumePoint) -> bool:
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:
     """Raise InputError for changed keys that a resumed run must keep."""
     defaults = {key: value for key, value in dotted(load_defaults()) if key in KEYS and key in config}
-    # where the checkpoint lacks a key, older code wrote it, which behaved as the key's default does
+    # a checkpoint of older code may lack a key; that code behaved as the key's default does
     saved = defaults | manifest["config"]
     changed: dict[Resume, list[str]] = defaultdict(list)
-    for key in saved:
-        if saved[key] != config.get(key):
+    for key, saved_value in saved.items():
+        if config.get(key) != saved_value:
             rule = KEYS[key].resume if key in KEYS else Resume.KEEP  # this version of the code may lack a saved key
-            changed[rule].append(f"{key}={config.get(key)} (was {saved[key]})")
+            changed[rule].append(f"{key}={config.get(key)} (was {saved_value})")
     if changed[Resume.KEEP]:
         raise InputError(
             f"{where} is of a run with another config: {', '.join(changed[Resume.KEEP])}; use the same values to "
@@ -252,12 +254,13 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
         return
     saved, current = resume_point.manifest, record_inputs(data, model_config)
     since = f"has changed since {resume_point.path}"
+    changes = _list_changes(saved["model"], current["model"])
     if saved["data"] != current["data"]:
         problem = f"the training data {since}, so it is unknown which examples remain"
     elif saved["tokens"] != current["tokens"]:
         problem = f"the tokenizer {since}: it encodes the same texts differently"
-    elif changed := _list_changes(saved["model"], current["model"]):
-        problem = f"the model's config.json {since}: {', '.join(changed)}"
+    elif changes:
+        problem = f"the model's config.json {since}: {', '.join(changes)}"
     else:
         return
     raise InputError(f"{problem}; restore it, or start a new run with model.archive={resume_point.path}")
@@ -265,10 +268,10 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
 
 def _list_changes(saved_model: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
     """The changed entries of a model's config, with both values."""
-    if saved_model.get(VERSION) == model[VERSION]:
+    if saved_model.get(VERSION_KEY) == model[VERSION_KEY]:
         keys = saved_model.keys() | model.keys()
     else:  # versions of transformers differ in their keys
-        keys = (saved_model.keys() & model.keys()) - {VERSION}
+        keys = (saved_model.keys() & model.keys()) - {VERSION_KEY}
     changed = [key for key in keys if model.get(key) != saved_model.get(key)]
     return sorted(f"{key}={model.get(key)} (was {saved_model.get(key)})" for key in changed)
 
@@ -297,10 +300,11 @@ def _copy_checkpoint(resume_point: ResumePoint, run_dir: Path, logs: Sequence[st
     """Copy another run's checkpoint, completely or not at all, and its logs."""
     checkpoint = resume_point.path
     (run_dir / ORIGIN).write_text(resume_point.manifest["sha256"])
-    for log in (checkpoint.parent / name for name in logs):
+    for name in logs:
+        log = checkpoint.parent / name
         if log.exists():
             check_readable(log)
-            _copy_file(log, run_dir / log.name)
+            _copy_file(log, run_dir / name)
     with replacing(run_dir / checkpoint.name) as copy:
         copy.mkdir()
         for name in (*resume_point.manifest["files"], MANIFEST):

@@ -48,7 +48,10 @@ class Checkpoints:
         `elsewhere`, to which no link points.
         """
         self.wait()  # for the previous save, so that at most one copy of the state is in memory
-        links = [] if elsewhere else self._choose_links(step_idx, quality)
+        links = []
+        if not elsewhere:
+            is_best = self._record_quality(step_idx, quality)
+            links = ["LATEST", "BEST"] if is_best else ["LATEST"]
         n_bytes = sum(part.n_bytes for part in parts)
         # beside the copy, as much memory again must remain for training, which goes on meanwhile
         in_background = self.mesh.rank == 0 and 2 * n_bytes < host_memory().available
@@ -58,8 +61,8 @@ class Checkpoints:
                 pass
             return
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
-        content = {"step_idx": step_idx, "metrics": metrics, "facts": {**facts(), "best_at": self.best_at}}
-        write = partial(self._write, directory, links=links, **content)
+        all_facts = {**facts(), "best_at": self.best_at}
+        write = partial(self._write, directory, links=links, step_idx=step_idx, metrics=metrics, facts=all_facts)
         if in_background:
             self._writing = self._thread.submit(write, list(states))
             if elsewhere:  # the caller may read the files at once
@@ -67,13 +70,13 @@ class Checkpoints:
         else:
             write(states)  # gathers a part while it writes, so that one part is in memory at a time
 
-    def _choose_links(self, step_idx: int, quality: float | None) -> list[str]:
-        """The links that will point to a new checkpoint; record its quality."""
+    def _record_quality(self, step_idx: int, quality: float | None) -> bool:
+        """Record a new checkpoint's quality; return whether it is the best."""
         self.latest = math.nan if quality is None else quality
-        if not self.latest > self.best:  # true for NaN
-            return ["LATEST"]
-        self.best, self.best_at = self.latest, step_idx
-        return ["LATEST", "BEST"]
+        is_best = self.latest > self.best  # false for NaN
+        if is_best:
+            self.best, self.best_at = self.latest, step_idx
+        return is_best
 
     def _gather(self, parts: Sequence[Part], *, copy: bool) -> Iterator[tuple[str, Any]]:
         """Yield the name and state of each part, then its further files.

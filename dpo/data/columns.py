@@ -26,6 +26,7 @@ from dpo.settings.choices import (
     FORMS,
     LABEL_FIELDS,
     NUMBER_FIELDS,
+    OPTIONAL_FIELDS,
     PAIR_FIELDS,
     PROMPT_PARTS,
     SCORED_FIELDS,
@@ -51,7 +52,6 @@ N_INSPECTED = 100  # records that decide the kind of a column
 RESPONSES = ("chosen", "rejected")
 # columns that are named if nothing uses them, whatever they hold
 NEVER_SILENT = ("system", "system_prompt", "image", "images", "video", "videos", "audio", "audios")
-OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)  # which the records of any form may have
 
 
 class ColumnsError(InputError):
@@ -64,7 +64,7 @@ class RecognizedColumns(NamedTuple):
     used: dict[str, str]  # field to column
     unused: list[str]  # those of prose or dialogues, and NEVER_SILENT: nobody misses ids, numbers and labels
 
-    def describe(self, configured: Mapping[str, str]) -> str:
+    def describe(self, configured: Mapping[str, str | None]) -> str:
         """A note on guessed and unused columns; empty if there are none.
 
         A column is guessed if it is neither `configured` nor has the name of its field.
@@ -122,7 +122,7 @@ def _is_prose(value: Any) -> bool:
 
 def recognize_columns(
     present: Mapping[str, str],
-    configured: Mapping[str, str],
+    configured: Mapping[str, str | None],
     *,
     name: str,
     origin: str,
@@ -133,9 +133,10 @@ def recognize_columns(
     """Recognize the columns of what a loss trains on.
 
     `present` maps the columns to their kinds, and `configured` fields to the columns that the config gives for dataset
-    `name`. `format_columns` are those of its format, if the config gives one; no others are used. Pairs need no prompt
-    if chosen and rejected begin with it: if they are dialogues, if nothing else could be the prompt, or if the config
-    gives these two fields alone. Raises ColumnsError, with the fix, if a field has no column or several.
+    `name`, None for a field without one. `format_columns` are those of its format, if the config gives one; no others
+    are used. Pairs need no prompt if chosen and rejected begin with it: if they are dialogues, if nothing else could be
+    the prompt, or if the config gives these two fields alone. Raises ColumnsError, with the fix, if a field has no
+    column or several.
     """
     _check_configured(present, configured, name, origin)
     candidates: dict[str, list[str]] = {field: [] for field in (*FIELDS, *PROMPT_PARTS)}
@@ -183,7 +184,7 @@ def recognize_columns(
     numbers = NUMBER_FIELDS if with_margins else ("weight",)
     parts = PROMPT_PARTS if "prompt" in form else ()
     used = {field: candidates[field][0] for field in (*form, *numbers, *parts, TOOLS) if candidates[field]}
-    is_given = SYSTEM in configured or format_columns is not None
+    is_given = bool(configured.get(SYSTEM)) or format_columns is not None
     if candidates[SYSTEM] and (is_given or _has_turns(candidates[SYSTEM], present, used)):
         used[SYSTEM] = candidates[SYSTEM][0]
     left = [column for column in present if column not in used.values()]
@@ -193,7 +194,7 @@ def recognize_columns(
     return RecognizedColumns(used, [column for column in left if column in unused or column.lower() in NEVER_SILENT])
 
 
-def _check_configured(present: Iterable[str], configured: Mapping[str, str], name: str, origin: str) -> None:
+def _check_configured(present: Iterable[str], configured: Mapping[str, str | None], name: str, origin: str) -> None:
     """Check the config's columns: that they exist, and make up a form."""
     key = f"dataset_sources.{name}.columns"
     if not any(configured.keys() <= {*form, *OPTIONAL_FIELDS} for form in chain.from_iterable(FORMS.values())):
@@ -203,6 +204,8 @@ def _check_configured(present: Iterable[str], configured: Mapping[str, str], nam
             f"({', '.join(SCORED_FIELDS)}), or {CHAT_FIELDS[0]} alone or with label; any may have weight and margin"
         )
     for field, column in configured.items():
+        if column is None:
+            continue
         fields = [other for other, other_column in configured.items() if other_column == column]
         if len(fields) > 1:
             raise InputError(
@@ -212,13 +215,14 @@ def _check_configured(present: Iterable[str], configured: Mapping[str, str], nam
             raise ColumnsError(f"{key}.{field}={column}: {origin} has no such column; there are {', '.join(present)}")
 
 
-def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str, str]) -> list[str]:
+def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str, str | None]) -> list[str]:
     """Find the columns that may be a field.
 
-    It is the configured column, else the column with the field's name, else all with one of its other names.
+    It is the configured column, or none if that is None. Without a configured column, it is the column with the field's
+    name, or else all with one of its other names.
     """
     if field in configured:
-        return [configured[field]]
+        return [column] if (column := configured[field]) else []
     free = [column for column in present if column not in configured.values()]
     if field in free:
         return [field]
@@ -241,9 +245,10 @@ def _separate_parts(candidates: list[str], present: Iterable[str]) -> dict[str, 
 
 
 def _has_turns(candidates: Sequence[str], present: Mapping[str, str], used: Mapping[str, str]) -> bool:
-    """Return whether there is one candidate for the system turn and it has one.
+    """Return whether the only candidate for the system turn has one.
 
-    It has words, or belongs to the format of the `used` columns. Another `system` may have names of models.
+    It has if it has words, or is the system column of the format of the `used` columns. Another `system` may have names
+    of models.
     """
     columns = {field: column for field, column in used.items() if field not in NUMBERS}
     found = next((form.columns for form in FORMATS.values() if columns.items() <= form.columns.items()), {})

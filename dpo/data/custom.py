@@ -24,7 +24,7 @@ def get_custom(
     rows: Sequence[Mapping[str, Any]],
     origin: str,
     tokenizer: Any,
-    columns: Mapping[str, str] = MappingProxyType({}),
+    columns: Mapping[str, str | None] = MappingProxyType({}),
     *,
     name: str = "mine",
     data_format: str | None = None,
@@ -43,9 +43,9 @@ def get_custom(
     All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
     `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
     messages, the prompt may also be a text: the content of a message that both begin with, as in UltraFeedback. If the
-    prompt is messages, the responses may also be texts: the assistant's next message. `columns` maps fields to columns;
-    other fields are recognized by name, or have the columns of `data_format`, a key of `FORMATS`. Raises InputError,
-    which names the record and `origin`.
+    prompt is messages, the responses may also be texts: the assistant's next message. `columns` maps fields to columns,
+    and fields without one to None; other fields are recognized by name, or have the columns of `data_format`, a key of
+    `FORMATS`. Raises InputError, which names the record and `origin`.
     """
     data: PreferenceData | None = None
     tally: Counter[str] = Counter()

@@ -122,8 +122,9 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
             )
     label = _read_label(row, used["label"], where, name) if "label" in used else None
     tools = row.get(used.get(TOOLS, "")) or None
-    if tools and is_chat and not read_tools(row, used[TOOLS], where):  # no template renders texts, nor their tools
-        tools = None
+    if tools and is_chat:  # no template renders texts, nor their tools
+        fix = f"leave the column out with 'dataset_sources.{name}.columns={{tools: null}}'"
+        tools = tools if read_tools(row, used[TOOLS], where, fix) else None
     return Record(prompt, responses, system, below, label, "responses" in used, history, tools)
 
 
@@ -132,7 +133,10 @@ def name_kind(is_chat: bool) -> str:
 
 
 def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | list[Any]:
-    """Read a text, or messages as `{role, content}` with calls in the assistant's."""
+    """Read a text, or messages.
+
+    Messages are `{role, content}` whatever their format, and calls are part of the assistant's.
+    """
     value = get_field(row, column, where, (str, list, dict))
     if isinstance(value, str):
         return value
@@ -176,7 +180,7 @@ def _rename_role(message: Any, where: str) -> dict[str, Any]:
 
 
 def _join_parts(parts: list[Any], where: str) -> str:
-    """Join the texts of a content that is a list of parts, as OpenAI's may be."""
+    """Join the texts of a content's parts, which OpenAI's may have."""
     kinds = [get_field(part, "type", where) for part in parts]
     if other := next((kind for kind in kinds if kind != "text"), None):
         raise InputError(f"{where}: content has a part of type {other!r}, and must be text: remove the record")
@@ -184,7 +188,7 @@ def _join_parts(parts: list[Any], where: str) -> str:
 
 
 def _read_call(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Read a message that is JSON of one or several calls as the assistant's."""
+    """Read an assistant's message from JSON of its calls."""
     text = get_field(message, "content", where)
     calls = None
     with suppress(ValueError):
@@ -221,7 +225,7 @@ def _read_history(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
 
 
 def _read_list(row: Mapping[str, Any], column: str, where: str) -> dict[str, str | list[Any]]:
-    """Read a list of two or more responses, each under a name of its own."""
+    """Read two or more responses, each under a name of its own."""
     values = get_field(row, column, where, list)
     if len(values) < 2:
         raise InputError(

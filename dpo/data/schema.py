@@ -208,7 +208,7 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def read_arguments(function: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Read the arguments of a call: an object, JSON of one, or none."""
+    """Read a call's arguments: an object, JSON of one, or nothing."""
     given = arguments = function.get("arguments") or {}
     with suppress(ValueError):
         arguments = json.loads(given) if isinstance(given, str) else given
@@ -230,10 +230,12 @@ def drop_nulls(value: Any) -> Any:
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str, Any]]:
+def read_tools(
+    row: Mapping[str, Any], column: str, where: str, fix: str = "remove it from the record"
+) -> list[dict[str, Any]]:
     """Read the tools of a chat, which rows may lack.
 
-    They are a list of objects, or JSON of one.
+    They are a list of objects, or JSON of one. `fix` is what a user may do with another value.
     """
     value = row.get(column)
     tools = drop_nulls(value)
@@ -244,7 +246,7 @@ def read_tools(row: Mapping[str, Any], column: str, where: str) -> list[dict[str
     if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(
             f"{where}: {column} must be a list of objects, the schemas of functions, or JSON of such a list, and is "
-            f"{value!r:.80}: correct it, or remove it from the record"
+            f"{value!r:.80}: correct it, or {fix}"
         )
     return tools
 

@@ -6,9 +6,11 @@ tools, questions and the headers of turns are not.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import jinja2
@@ -21,7 +23,9 @@ from dpo.numbers import count
 
 N_CHECKED = 100  # first conversations whose tokens and tools are checked
 SHOWN = 60  # characters of a text that the template leaves out
-EARLIER = "earlier turns"
+SCORED, NOT_SCORED = "scored turns", "turns that are not scored"
+END_OF_THINKING = "</think>"
+A_TURN = "a turn of the response"
 OTHER = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
 
 
@@ -83,15 +87,13 @@ class ChatTemplate:
     ) -> None:
         """Record what the template leaves out of a conversation or changes."""
         for answer, text in zip(answers or [[]], dialogues or [open_prompt], strict=True):
-            *earlier, last = [*prompt, *answer]
-            if not answer:  # a prompt to answer has earlier turns alone
-                earlier.append(last)
             self._counts["conversations"] += 1
-            for turns, messages in ((EARLIER, earlier), ("the last turn", [last])):
-                lost = next(filter(None, (_find_dropped(part, text) for part in _list_parts(messages))), None)
-                if lost is not None:
+            scored = [message for message in answer if message["role"] == "assistant"]
+            others = [*prompt, *(message for message in answer if message["role"] != "assistant")]
+            for turns, messages in ((NOT_SCORED, others), (SCORED, scored)):
+                if dropped := _find_dropped(messages, text):
                     self._counts[turns] += 1
-                    self._dropped.setdefault(turns, lost)
+                    self._dropped.setdefault(turns, dropped[:SHOWN])
         if len(self._checked) < N_CHECKED:
             self._checked += [(open_prompt, dialogue) for dialogue in dialogues]
         if conversation.tools and self._counts["with tools"] < N_CHECKED:
@@ -104,7 +106,7 @@ class ChatTemplate:
         counts, notes = self._counts, []
         for turns, text in self._dropped.items():
             notes.append(
-                f"{'' if turns == EARLIER else 'warning: '}{origin}: the chat template leaves out or changes text of "
+                f"{'warning: ' if turns == SCORED else ''}{origin}: the chat template leaves out or changes text of "
                 f"{turns} in {counts[turns]:,} of {count(counts['conversations'], 'conversation')}, such as {text!r}"
             )
         if counts["tools ignored"]:
@@ -146,21 +148,21 @@ class _Conversation:
         except (jinja2.TemplateError, TypeError, ValueError) as error:  # raised by templates on unusual content
             raise InputError(f"{self.where}: the tokenizer's chat template rejects these messages: {error}") from error
 
-    def find_start(self, before: Messages, dialogues: Sequence[str]) -> tuple[str, str]:
+    def find_start(self, before: Messages, dialogues: Sequence[str], what: str = "the prompt") -> tuple[str, str]:
         """Find where the assistant's turn after some messages starts.
 
         Returns the text of the messages with the generation prompt, and what it has in common with the dialogues.
+        Raises InputError, which says `what` is changed, if the dialogues do not begin with the messages.
         """
-        open_text, closed_text = self.render(before, is_open=True), self.render(before)
+        open_text = self.render(before, is_open=True)
         shared = common_start(open_text, *dialogues)
+        if shared == open_text:
+            return open_text, open_text
+        closed_text = self.render(before)
         if not shared.startswith(closed_text):
-            raise InputError(
-                f"{self.where}: the chat template renders the prompt differently once a response follows it, so the "
-                f"two cannot be told apart: {OTHER}, or use text instead"
-            )
-        if shared != open_text:  # it may end in the middle of a token, such as <think> where <tool_call> follows
-            shared = shared[: max(len(closed_text), self._find_token_end(open_text, dialogues))]
-        return open_text, shared
+            raise self._rewrites(what)
+        # it may end in the middle of a token, such as <think> where <tool_call> follows
+        return open_text, shared[: max(len(closed_text), self._find_token_end(open_text, dialogues))]
 
     def _find_token_end(self, text: str, others: Sequence[str]) -> int:
         """Find where the tokens end that all texts begin with."""
@@ -177,11 +179,13 @@ class _Conversation:
         Positions are those in the response, which begins at `start` of the dialogue.
         """
         end = start
+        if len(answer) > 1:
+            answer = self._drop_thinking(prompt, answer, dialogue)
         for i, message in enumerate(answer):
             if message["role"] != "assistant":
                 continue
             before = prompt + answer[:i]
-            begin = len(self.find_start(before, [dialogue])[1]) if i else start
+            begin = len(self.find_start(before, [dialogue], A_TURN)[1]) if i else start
             if begin > end:
                 yield from (end - start, begin - start)
             if i < len(answer) - 1:
@@ -195,37 +199,65 @@ class _Conversation:
         turn = self.render(messages)[begin:]
         found = next((turn[i:] for i in range(len(turn)) if dialogue.startswith(turn[i:], begin)), "")
         if not found.strip():
-            raise InputError(
-                f"{self.where}: the chat template renders a turn of the assistant differently once others follow, so "
-                f"its end cannot be found: {OTHER}, or give responses of one message"
-            )
+            raise self._rewrites(A_TURN)
         # a turn ends with EOS, as the last one does, and not with the space that the template puts after it
         return found.rstrip() if found.rstrip().endswith(self.tokenizer.eos_token) else found
 
+    def _drop_thinking(self, prompt: Messages, answer: Messages, dialogue: str) -> Messages:
+        """Remove the thinking that the template removes from an answer's turns.
+
+        Without it, the beginning of the answer is rendered as in the dialogue, although fewer turns follow.
+        """
+        kept = [
+            {key: value for key, value in message.items() if key != "reasoning_content"}
+            | {"content": message["content"].rpartition(END_OF_THINKING)[2].lstrip()}
+            if _find_dropped([message], dialogue)
+            else message
+            for message in answer
+        ]
+        return kept if kept != answer and self.render(prompt + kept) == dialogue else answer
+
+    def _rewrites(self, what: str) -> InputError:
+        """The error that the template changes an earlier turn."""
+        fix = "give responses of one message" if what == A_TURN else "use text instead"
+        return InputError(
+            f"{self.where}: the chat template renders {what} differently once other turns follow, so it cannot be told "
+            f"which text is scored: {OTHER}, or {fix}"
+        )
+
 
 def _iterate_texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a text, a list or an object."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
+    """Yield the texts, keys and numbers in a value."""
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, (list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _iterate_texts(item)
+    elif isinstance(value, (str, int, float)) and not isinstance(value, bool):  # templates may write True or true
+        yield str(value)
 
 
 def _list_parts(messages: Messages) -> Iterator[str]:
     """Yield the texts of messages that the model should see."""
     for message in messages:
         yield from (message[key] for key in ("content", "reasoning_content") if message.get(key))
-        yield from (call["function"]["name"] for call in message.get("tool_calls", ()))
+        for call in message.get("tool_calls", ()):
+            yield call["function"]["name"]
+            yield from _iterate_texts(call["function"]["arguments"])
 
 
-def _find_dropped(text: str, rendered: str) -> str:
-    """The beginning of a text that a rendered text lacks, if any."""
-    text = text.strip()
-    if text in rendered:
-        return ""
-    length = bisect_left(range(len(text)), True, key=lambda start: text[start:] in rendered)
-    return text[: min(length, SHOWN)]
+def _find_dropped(messages: Messages, rendered: str) -> str:
+    """Find words of messages that a rendered text lacks.
+
+    They are the beginning of the first text that is not there whole; empty if all are.
+    """
+
+    def is_there(text: str) -> bool:  # as it is, or as a template writes JSON
+        return text in rendered or json.dumps(text, ensure_ascii=False)[1:-1] in rendered
+
+    text = next((text for part in _list_parts(messages) if not is_there(text := part.strip())), "")
+    length = bisect_left(range(len(text)), True, key=lambda start: is_there(text[start:]))
+    return text[:length] + "".join(takewhile(lambda character: not character.isspace(), text[length:]))
 
 
 def _remove_final_eos(text: str, eos: str | None) -> str:

@@ -31,7 +31,7 @@ def _get_batch_logps(logits: Tensor, labels: Tensor, average_log_prob: bool = Fa
     targets = labels[:, 1:]  # (B, T-1)
     scored = targets != IGNORE_INDEX
     # gather cannot take the index -100: it takes 0 in its place, and these entries are masked out below
-    indices = targets.where(scored, 0).unsqueeze(2)
+    indices = targets.where(scored, 0).unsqueeze(2)  # (B, T-1, 1)
     logps = logits[:, :-1].log_softmax(-1).gather(2, indices).squeeze(2)  # (B, T-1)
     sums = (logps * scored).sum(-1)
     return sums / scored.sum(-1) if average_log_prob else sums
@@ -133,10 +133,16 @@ def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losse
 
 def _preference_loss(scores: Scores, beta: float, **options: Any) -> Losses:
     """`preference_loss` on scores; its rewards are those of `with_rewards`."""
-    chosen = scores.chosen - scores.offset / beta  # an offset of the rewards, and so of the logits
-    logps = chosen, scores.rejected, scores.reference_chosen, scores.reference_rejected
-    losses, _, _ = preference_loss(*logps, beta, **options)
-    return with_rewards(losses, *scores.log_ratios(), beta)
+    losses, _, _ = preference_loss(
+        scores.chosen - scores.offset / beta,  # the offset is one of rewards, which are beta times log-ratios
+        scores.rejected,
+        scores.reference_chosen,
+        scores.reference_rejected,
+        beta,
+        **options,
+    )
+    u_w, u_l = scores.log_ratios()
+    return with_rewards(losses, u_w, u_l, beta)
 
 
 def _mean_log_ratios(scores: Scores) -> tuple[Tensor, Tensor]:
@@ -204,10 +210,12 @@ def exo(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
 
     The loss is KL(policy's preference || smoothed label), with a term for each response that could be preferred.
     """
+    from torch.nn.functional import logsigmoid
+
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l)
-    chosen_term = margin.sigmoid() * (-_minus_log_sigmoid(margin) - math.log1p(-label_smoothing))
-    rejected_term = (-margin).sigmoid() * (-_minus_log_sigmoid(-margin) - math.log(label_smoothing))
+    chosen_term = margin.sigmoid() * (logsigmoid(margin) - math.log1p(-label_smoothing))
+    rejected_term = (-margin).sigmoid() * (logsigmoid(-margin) - math.log(label_smoothing))
     return with_rewards(chosen_term + rejected_term, u_w, u_l, beta)
 
 
@@ -216,11 +224,13 @@ def discopop(scores: Scores, *, beta: float, tau: float) -> Losses:
 
     A mix of the logistic and the exponential loss: the larger the margin, the more of the exponential one.
     """
+    from torch.nn.functional import logsigmoid
+
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l)
     logistic = (-margin / tau).sigmoid() * _minus_log_sigmoid(margin)
     # sigmoid(margin / tau) * exp(-margin), as one exp because exp(-margin) alone overflows
-    exponential = (-_minus_log_sigmoid(margin / tau) - margin).exp()
+    exponential = (logsigmoid(margin / tau) - margin).exp()
     return with_rewards(logistic + exponential, u_w, u_l, beta)
 
 
@@ -380,9 +390,10 @@ def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
 
     The policy's sorted margins should exceed the reference's, rank by rank.
     """
-    partners = aot_partners(scores) if scores.batch_statistic is None else scores.batch_statistic
+    partners = aot_partners(scores) if scores.batch_statistic is None else scores.batch_statistic  # (B, 1)
     losses = _smoothed(beta * (scores.chosen - scores.rejected - partners[:, 0]), label_smoothing)
-    return with_rewards(losses, *scores.log_ratios(), beta)
+    u_w, u_l = scores.log_ratios()
+    return with_rewards(losses, u_w, u_l, beta)
 
 
 def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
@@ -401,13 +412,12 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
 
     The sorted log-ratios of all chosen responses should exceed those of all rejected ones, rank by rank.
     """
-    partners = aot_unpaired_partners(scores) if scores.batch_statistic is None else scores.batch_statistic
+    partners = aot_unpaired_partners(scores) if scores.batch_statistic is None else scores.batch_statistic  # (B, 2)
     u_w, u_l = scores.log_ratios()
-    rejected_partners, chosen_partners = partners[:, 0], partners[:, 1]
-    chosen_losses = _smoothed(beta * (u_w - rejected_partners), label_smoothing)
-    # over the batch, both terms are sums over the same pairs of ranks. The partners have no gradient, so the first term
-    # has that of the chosen responses, and the second is added for that of the rejected ones, without its value
-    rejected_losses = _smoothed(beta * (chosen_partners - u_l), label_smoothing)
+    chosen_losses = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
+    rejected_losses = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)
+    # Both have the same sum over the batch, as they compare the same ranks. But partners have no gradient: the first
+    # term gives that of the chosen responses, the second that of the rejected ones. So its value is subtracted again.
     return with_rewards(chosen_losses + rejected_losses - rejected_losses.detach(), u_w, u_l, beta)
 
 
@@ -449,11 +459,11 @@ def bco_unpaired(scores: Scores, *, beta: float, momentum: float) -> Losses:
     return with_rewards(chosen.where(scores.chosen_lengths > 0, rejected), u_w, u_l, beta)
 
 
-def _weighted_utility(scores: Scores, z: Tensor, beta: float, weights: tuple[float, float]) -> Losses:
-    """KTO's losses, where `weights` are those of desirable and of undesirable responses."""
+def _kto(scores: Scores, z: Tensor, beta: float, desirable_weight: float, undesirable_weight: float) -> Losses:
+    """KTO's losses with the reference point z, (B,)."""
     u_w, u_l = scores.log_ratios()
-    desirable = weights[0] * (-beta * (u_w - z)).sigmoid()  # 1 - sigmoid(x) = sigmoid(-x)
-    undesirable = weights[1] * (beta * (u_l - z)).sigmoid()
+    desirable = desirable_weight * (-beta * (u_w - z)).sigmoid()  # 1 - sigmoid(x) = sigmoid(-x)
+    undesirable = undesirable_weight * (beta * (u_l - z)).sigmoid()
     losses = desirable.where(scores.chosen_lengths > 0, undesirable)
     return with_rewards(losses, u_w, u_l, beta)
 
@@ -464,8 +474,7 @@ def kto(scores: Scores, *, beta: float, desirable_weight: float, undesirable_wei
     Without a batch statistic the models count as equal, and z_0 is 0.
     """
     z = scores.chosen.detach() * 0 if scores.batch_statistic is None else scores.batch_statistic[:, 0]
-    output = _weighted_utility(scores, z, beta, (desirable_weight, undesirable_weight))
-    return output._replace(metrics={"kto/kl": z})
+    return _kto(scores, z, beta, desirable_weight, undesirable_weight)._replace(metrics={"kto/kl": z})
 
 
 def apo_zero_unpaired(scores: Scores, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Losses:
@@ -473,8 +482,7 @@ def apo_zero_unpaired(scores: Scores, *, beta: float, desirable_weight: float, u
 
     It is KTO without a KL.
     """
-    z = scores.chosen.detach() * 0
-    return _weighted_utility(scores, z, beta, (desirable_weight, undesirable_weight))
+    return _kto(scores, scores.chosen.detach() * 0, beta, desirable_weight, undesirable_weight)
 
 
 # --- the loss of ranked lists -----------------------------------------------------------------------------------------
@@ -490,19 +498,22 @@ def plackett_luce(scores: Scores, *, beta: float) -> Losses:
 
     def by_rank(best: Tensor, between: Tensor, worst: Tensor) -> Tensor:
         """Values of a list's responses, best first, (B, K)."""
-        return torch.stack([best, *(() if between is NOT_NEEDED else between.unbind(1)), worst], dim=1)
+        columns = [] if between is NOT_NEEDED else between.unbind(1)
+        return torch.stack([best, *columns, worst], dim=1)
 
     policy = by_rank(scores.chosen, scores.between, scores.rejected)
     reference = by_rank(scores.reference_chosen, scores.reference_between, scores.reference_rejected)
-    has_response = by_rank(scores.chosen_lengths, scores.between_lengths, scores.rejected_lengths) > 0
-    is_pair = (has_response[:, :, None] & has_response[:, None, :]).triu(1)  # (B, K, K): the second one is worse
+    has_response = by_rank(scores.chosen_lengths, scores.between_lengths, scores.rejected_lengths) > 0  # (B, K)
+    # (B, K, K): entry [b, i, j] is for responses i and j of list b; a pair if both exist and j is worse
+    is_pair = (has_response[:, :, None] & has_response[:, None, :]).triu(1)
     # differences as dpo computes them, so that a list of two has the same loss to the last digit
-    h = (policy[:, :, None] - policy[:, None, :]) - (reference[:, :, None] - reference[:, None, :])
+    h = (policy[:, :, None] - policy[:, None, :]) - (reference[:, :, None] - reference[:, None, :])  # (B, K, K)
     has_worse = is_pair.any(2)  # (B, K)
-    # rows without a pair get zeros, as the gradient of a logsumexp of nothing is NaN
-    exponents = (-beta * h).masked_fill(~is_pair, -math.inf).masked_fill(~has_worse[:, :, None], 0)
-    losses = _minus_log_sigmoid(-exponents.logsumexp(2)).where(has_worse, 0).sum(1)
-    rewards = beta * (policy - reference).detach()
-    is_right = (rewards[:, :, None] > rewards[:, None, :]) & is_pair
-    output = with_rewards(losses, *scores.log_ratios(), beta)
-    return output._replace(accuracies=(is_right.sum((1, 2)) / is_pair.sum((1, 2))).to(losses))
+    # responses without a worse one get zeros, as the gradient of a logsumexp of nothing is NaN
+    exponents = (-beta * h).masked_fill(~is_pair, -math.inf).masked_fill(~has_worse[:, :, None], 0)  # (B, K, K)
+    losses = _minus_log_sigmoid(-exponents.logsumexp(2)).where(has_worse, 0).sum(1)  # (B,)
+    rewards = beta * (policy - reference).detach()  # (B, K)
+    is_right = (rewards[:, :, None] > rewards[:, None, :]) & is_pair  # (B, K, K)
+    accuracies = (is_right.sum((1, 2)) / is_pair.sum((1, 2))).to(losses)  # (B,)
+    u_w, u_l = scores.log_ratios()
+    return with_rewards(losses, u_w, u_l, beta)._replace(accuracies=accuracies)

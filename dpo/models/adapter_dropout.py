@@ -30,23 +30,24 @@ class Pattern(NamedTuple):
 
     a: torch.Tensor  # (..., 1)
     b: torch.Tensor  # (features,)
-    least: int  # product of a kept feature
+    least: int  # the smallest product a * b of a kept feature
 
     def drop(self, x: torch.Tensor, *, onto: torch.Tensor | None = None) -> torch.Tensor:
         """`x` with zeros for dropped features, not scaled, plus `onto`."""
-        return (_fuse_drop(x.device) if x.is_cuda else _drop)(x, *self, onto)
+        drop = _fuse_drop(x.device) if x.is_cuda else _drop
+        return drop(x, self.a, self.b, self.least, onto)
 
 
 def _drop(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, least: int, onto: torch.Tensor | None) -> torch.Tensor:
-    kept = x.where(a * b >= least, 0)  # the product overflows, like a random int32
+    kept = x.where(a * b >= least, 0)  # the product overflows on purpose: it is like a random int32
     return kept if onto is None else kept.add_(onto)
 
 
 @cache
 def _fuse_drop(device: torch.device) -> Callable:
-    """Compile `_drop` to one kernel with the same results, where possible."""
+    """`_drop` compiled to one kernel with the same results, where possible."""
     fused, ones = torch.compile(_drop, dynamic=True), torch.ones(4, 8, device=device)
-    try:
+    try:  # compiles now, for calls without and with `onto`
         for onto in (None, ones.clone()):
             fused(ones, ones[:, :1].int(), ones[0].int(), 0, onto)
     except Exception:  # without a C compiler, Python's headers or a GPU that Triton supports, each in its own words
@@ -121,16 +122,16 @@ def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
     the token. Hashes of padding mean nothing.
     """
     columns = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
-    is_packed = isinstance(inputs, Packed)
-    hashes = _mix(_mix(inputs.input_ids) + (inputs.position_ids if is_packed else columns))  # of token and position
+    positions = inputs.position_ids if isinstance(inputs, Packed) else columns
+    hashes = _mix(_mix(inputs.input_ids) + positions)  # of each token with its position, (R, L)
     sums = hashes.cumsum(1)
-    if not is_packed:
+    if not isinstance(inputs, Packed):
         return sums
-    tree, branch = inputs.tree, inputs.branch
+    tree, branch = inputs.tree, inputs.branch  # (R, L)
     # subtract the sum before the token's segment, which is a prompt or a response
     is_start = torch.ones_like(tree, dtype=torch.bool)
     is_start[:, 1:] = (tree[:, 1:] != tree[:, :-1]) | (branch[:, 1:] != branch[:, :-1])
-    start_column = columns.where(is_start, 0).cummax(1).values
+    start_column = columns.where(is_start, 0).cummax(1).values  # (R, L): the first column of each token's segment
     sums -= (sums - hashes).gather(1, start_column)
     # add the sum of the whole prompt to each token of its responses; an empty prompt has no last column
     last_prompt_column = columns.where(branch == NONE, 0).cummax(1).values

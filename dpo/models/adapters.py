@@ -213,15 +213,17 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
     """Let PEFT put an adapter into a model, drawn from the seed."""
     peft = _import_peft()
     model_class, on_meta = type(model).__name__, next(model.parameters()).is_meta
-    device = torch.device("meta") if on_meta else nullcontext()  # or PEFT makes the factors in memory first
+    # for a model on the meta device PEFT would make the factors in memory first
+    default_device = torch.device("meta") if on_meta else nullcontext()
     gpus = range(torch.cuda.device_count())  # without this argument, fork_rng warns if there are several
-    with torch.random.fork_rng(gpus), warnings.catch_warnings(), device:
+    with torch.random.fork_rng(gpus), warnings.catch_warnings(), default_device:
         # PEFT warns about a second adapter, GPT-2's layers, and a tied head, which `add_adapter` refuses
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         with explaining(ValueError, lambda why: InputError(f"{targets} cannot be adapted in {model_class}: {why}")):
             peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)
-    if isinstance(config.target_modules, set):  # PEFT raises only if none of them is in the model
+    if isinstance(config.target_modules, set):  # layers by name: PEFT raises only if none of them is in the model
+        # with a leading dot, so that a target is found as whole parts of a name
         names = ["." + key.removesuffix(".base_layer") for key, _ in model.named_modules()]
         missing = [target for target in config.target_modules if not any(n.endswith(f".{target}") for n in names)]
         if missing:
@@ -241,19 +243,21 @@ def _replace_parts(layer: Any, name: str, dropout: float, targets: str) -> None:
     for matrices, factor in ((layer.lora_A, FactorA), (layer.lora_B, FactorB)):
         if name in matrices:
             matrices[name] = factor(matrices[name])
-    layer.forward = MethodType(_forward, layer)
+    layer.forward = MethodType(_compute_adapted_layer, layer)
 
 
-def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+def _compute_adapted_layer(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Compute an adapted layer in fewer operations than PEFT."""
     name = next(iter(layer.active_adapters), None)
-    if name not in layer.lora_A:  # switched off, or of other layers
+    if name not in layer.lora_A:  # no adapter is active, or the active one adapts other layers
         return layer.base_layer(x)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     dropout, scale = layer.lora_dropout[name], layer.scaling[name]
     pattern = dropout.find_pattern(x) if isinstance(dropout, Dropout) else None
-    x, product = layer.lora_A[name](x, scale / (1 - dropout.p) if pattern else scale, pattern)
+    if pattern:
+        scale /= 1 - dropout.p
+    x, product = layer.lora_A[name](x, scale, pattern)
     return layer.lora_B[name](product, layer.base_layer(x))
 
 
@@ -288,7 +292,7 @@ class _MultiplyA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float, pattern: Pattern | None) -> Any:
-        seen = pattern.drop(x) if pattern else x
+        seen = pattern.drop(x) if pattern else x  # (..., in features), like x
         ctx.save_for_backward(seen, weight)
         ctx.scale, ctx.pattern = scale, pattern
         passed = x.view_as(x)
@@ -366,13 +370,15 @@ def _find_other_targets(model: Any, parameters: Iterable[str], stored: StoredAda
     if stored.layers == _list_layers(parameters):
         return []
     last_parts = {layer.rpartition(".")[2] for layer in layers}
-    layers_by_last_part = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
-    return sorted(layers if layers < layers_by_last_part else last_parts)
+    layers_so_named = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
+    if layers < layers_so_named:  # last parts would name more layers than the adapter has
+        return sorted(layers)
+    return sorted(last_parts)
 
 
 def _list_layers(names: Iterable[str]) -> list[str]:
     """The layers to which the weights of an adapter belong."""
-    return sorted({layer for layer, lora, _ in (name.rpartition(".lora_") for name in names) if lora})
+    return sorted({match[1] for name in names if (match := FACTOR_NAME.fullmatch(name))})
 
 
 def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
@@ -446,9 +452,9 @@ def _activate(layers: Iterable[Any], name: str | None) -> None:
 
 
 def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[None]]:
-    """Make a context manager that activates the adapter `name` inside.
+    """Make a context manager, inside which the adapter `name` is active.
 
-    If `name` is None, the model computes without an adapter inside. Afterwards the policy's adapter is active.
+    If `name` is None, no adapter is active inside. Afterwards the policy's adapter is active.
     """
     layers = _adapted_layers(model)  # found once, as an update enters the context for every microbatch
 

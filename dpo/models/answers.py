@@ -86,7 +86,9 @@ def answer(
     # Of the model's generation config only the end tokens apply. Penalties, for instance, would change the distribution
     # that answers are drawn from.
     end_tokens = find_end_tokens(model, tokenizer)
-    criteria = [] if watch is None else [_StopIf(lambda row: watch(row[n_prompt:].tolist()))]
+    criteria = []
+    if watch is not None:
+        criteria.append(_StopIf(lambda row: watch(row[n_prompt:].tolist())))
     with _plain_generation(model, sampling.cache_implementation):
         rows = model.generate(
             prompt_ids,
@@ -149,10 +151,10 @@ class _DrawToken(transformers.LogitsProcessor):
         self.uniform = self.uniform.to(scores.device)
         cumulative = scores.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)  # (B, V)
         step = input_ids.shape[1] - self.n_prompt
-        # times the sum of all probabilities, which after rounding is not exactly 1
+        # a random share of the sum of all probabilities, which after rounding is not exactly 1: (B, 1)
         threshold = self.uniform[:, step, None] * cumulative[:, -1:]
         # the first token whose cumulative probability exceeds the threshold, so its own probability is > 0
-        drawn = torch.searchsorted(cumulative, threshold, right=True)
+        drawn = torch.searchsorted(cumulative, threshold, right=True)  # (B, 1)
         drawn.clamp_(max=scores.shape[1] - 1)  # if the sums are NaN, the index is V
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 

@@ -89,7 +89,8 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
 
 
 def _describe_training(loss: str | None, sources: Iterable[str], checkpoint: Mapping[str, Any]) -> str:
-    text = f"trained with {str(loss).upper() if loss in ('sft', 'dpo', 'ipo') else loss or 'preferences'}"
+    method = loss or "preferences"
+    text = f"trained with {method.upper() if method in ('sft', 'dpo', 'ipo') else method}"
     if datasets := ", ".join(sources):
         text += f" on {datasets}"
     if isinstance(checkpoint.get("step_idx"), int):
@@ -101,8 +102,8 @@ def _describe_prompts(prompt_format: str | None) -> str:
     text = "Prompts were tokenized without special tokens added, and every response ended with the EOS token."
     if prompt_format is None:
         return text
-    form = MEANINGS[prompt_format]
-    return f"{text} Form of a prompt: {f'`{form}`' if prompt_format == HH else form}."
+    form = f"`{MEANINGS[HH]}`" if prompt_format == HH else MEANINGS[prompt_format]
+    return f"{text} Form of a prompt: {form}."
 
 
 def _show_evaluation(metrics: Mapping[str, Any]) -> str:
@@ -139,7 +140,8 @@ def _describe_weights(model: Any, adapter: StoredAdapter | None) -> str:
 def _show_loading(plan: Plan, *, is_adapter: bool, runs_code: bool) -> str:
     """Code that loads the model, or the adapter with its base."""
     auto_class = "AutoModelForSequenceClassification" if plan.loss.scalar_head else "AutoModelForCausalLM"
-    imports, options, code = f"{auto_class}, AutoTokenizer", "", ""
+    imports, options = f"{auto_class}, AutoTokenizer", ""
+    own_code = ", trust_remote_code=True" if runs_code else ""
     if is_adapter:
         if plan.loss.scalar_head:
             options += ", num_labels=1"
@@ -148,13 +150,11 @@ def _show_loading(plan: Plan, *, is_adapter: bool, runs_code: bool) -> str:
         if plan.quantized:
             imports += ", BitsAndBytesConfig"
             options += f", quantization_config={IN_4_BITS}"
-    if runs_code:
-        code = ", trust_remote_code=True"
     return f"""```python
 from transformers import {imports}
 
-model = {auto_class}.from_pretrained("PATH_OR_HUB_ID"{options}{code})
-tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{code})
+model = {auto_class}.from_pretrained("PATH_OR_HUB_ID"{options}{own_code})
+tokenizer = AutoTokenizer.from_pretrained("PATH_OR_HUB_ID"{own_code})
 ```"""
 
 
@@ -168,9 +168,10 @@ def _find_dataset_source(plan: Plan, name: str) -> str:
 
 
 def _format_cell(value: Any) -> str:
-    """A value as text for a cell; of a path, the end."""
+    """A value as text for a cell; a path without its directory."""
     text = value if isinstance(value, str) else json.dumps(value)
-    text = Path(text).name if text.startswith(("/", "~", "./", "../")) else text
+    if text.startswith(("/", "~", "./", "../")):
+        text = Path(text).name
     return " ".join(text.replace("|", "\\|").replace("`", "'").split())
 
 

@@ -122,15 +122,15 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: 
     Returns (R * K, H / K * queries, keys).
     """
     scores = (q @ k.mT).float().mul_(scale)
-    scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)
+    scores.view(len(mask), -1, *mask.shape[2:]).add_(mask)  # (R or 1, all heads, queries, keys)
     return scores.softmax(-1)
 
 
 def _blocks(mask: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield (queries, keys) of each block of the attention matrix.
 
-    The keys are the shortest range with all keys that any of the queries attends to. They are all keys if no query
-    attends to any.
+    The mask is (R or 1, 1, L, L). The keys are the shortest range with all keys that any of the queries attends to,
+    or all keys if no query attends to any.
     """
     is_allowed = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): in any row of the batch
     for start in range(0, len(is_allowed), BLOCK):

@@ -59,9 +59,10 @@ def export(
     origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code)
     _check_request(origin, checkpoint, dtype, merge)
     if verify:
-        policy_files = {origin.policy, origin.weights.archive if merge else None} - {None}
-        for policy_file in policy_files:
-            if (policy_file.parent / MANIFEST).exists():  # the reference implementation writes none
+        base_file = origin.weights.archive if merge else None
+        for policy_file in {origin.policy, base_file}:
+            # the reference implementation writes no manifest
+            if policy_file is not None and (policy_file.parent / MANIFEST).exists():
                 check_complete(policy_file.parent, only={policy_file.name, CONFIG, WEIGHTS})
 
     def explain(why: str) -> RunError:
@@ -73,7 +74,7 @@ def export(
             if origin.weights.adapter is not None and not merge:
                 _write_adapter(folder, origin)
             else:
-                _write_model(folder, origin, dtype and DTYPES[dtype], shard_bytes)
+                _write_model(folder, origin, None if dtype is None else DTYPES[dtype], shard_bytes)
             for path in folder.iterdir():
                 shutil.copymode(folder / "README.md", path)  # safetensors makes files that other users cannot read
                 with path.open("rb") as file:
@@ -148,16 +149,12 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=False)
     if not of_rewards:
-        _write_generation_config(folder, source, config)
+        try:
+            generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
+        except OSError:  # the base has no such file
+            generation = transformers.GenerationConfig.from_model_config(config)
+        generation.to_json_file(folder / "generation_config.json")
     write_card(folder, origin, model=model, adapter=adapter)
-
-
-def _write_generation_config(folder: Path, source: dict[str, Any], config: Any) -> None:
-    try:
-        generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
-    except OSError:  # the base has no such file
-        generation = transformers.GenerationConfig.from_model_config(config)
-    generation.to_json_file(folder / "generation_config.json")
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
@@ -167,9 +164,11 @@ def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dty
     """
     state = read_archive(origin.weights.archive, model, key="") if adapter is None else _merge(origin, adapter, dtype)
     expected = model.state_dict(keep_vars=True)
-    # Tied weights are one object with several names, of which the state may have any. Of those it has, take the first;
-    # in reversed order the first is written last.
-    name_in_state = {id(expected[name]): name for name in reversed(expected) if name in state}
+    # tied weights are one object with several names, of which the state may have any: take the first that it has
+    name_in_state: dict[int, str] = {}  # by id of the weight
+    for name, weight in expected.items():
+        if name in state:
+            name_in_state.setdefault(id(weight), name)
     for name in name_in_state.values():
         if state[name].is_floating_point():  # replaced one by one, so that there is no second copy of the model
             state[name] = state[name].to(dtype or state[name].dtype)
@@ -209,9 +208,9 @@ def _write_tokenizer(folder: Path, origin: Origin) -> Any:
 def _choose_pad(tokenizer: Any) -> int:
     """A token that can pad: it ends no text, unlike EOS.
 
-    The tokenizer's own; else a token that is called so, UNK or BOS; else the last of the vocabulary.
+    It is the tokenizer's own pad token, or one with "pad" in its name, or UNK, or BOS, or the vocabulary's last token.
     """
-    called_so = (id for id, token in tokenizer.added_tokens_decoder.items() if "pad" in token.content.lower())
-    last_ids = sorted(tokenizer.get_vocab().values())[-2:]
-    candidates = (tokenizer.pad_token_id, *called_so, tokenizer.unk_token_id, tokenizer.bos_token_id, *last_ids[::-1])
+    named_pad = [id for id, token in tokenizer.added_tokens_decoder.items() if "pad" in token.content.lower()]
+    last_two = sorted(tokenizer.get_vocab().values(), reverse=True)[:2]  # as the last may be EOS
+    candidates = (tokenizer.pad_token_id, *named_pad, tokenizer.unk_token_id, tokenizer.bos_token_id, *last_two)
     return next(id for id in candidates if id not in (None, tokenizer.eos_token_id))

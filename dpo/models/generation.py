@@ -135,9 +135,10 @@ def sample_batches(
     continuations, device = [], next(model.parameters()).device
     with gathered_weights(model):
         for batch in batches:
-            indices_of_all = np.array_split(np.arange(len(batch["prompt_input_ids"])), mesh.data_size)
-            indices = indices_of_all[mesh.data_rank]
-            fed = indices if len(indices) else [0]
-            part: Any = {key: batch[key][fed].to(device) for key in ("prompt_input_ids", "prompt_attention_mask")}
+            indices_by_rank = np.array_split(np.arange(len(batch["prompt_input_ids"])), mesh.data_size)
+            indices = indices_by_rank[mesh.data_rank]
+            fed_indices = indices if len(indices) else [0]
+            keys = ("prompt_input_ids", "prompt_attention_mask")
+            part: Any = {key: batch[key][fed_indices].to(device) for key in keys}
             continuations += mesh.gather_list(sample_batch(model, part)[: len(indices)])
     return continuations

@@ -111,7 +111,9 @@ def find_weights(plan: Plan) -> Weights:
 def notes_on_base(plan: Plan) -> list[str]:
     """A warning if the adapter of `model.archive` names another base."""
     adapter, name = find_adapter(plan.model.archive), plan.model.name_or_path
-    base = adapter and locate_weights(adapter).base
+    if adapter is None:
+        return []
+    base = locate_weights(adapter).base
     if base is None or resolve_name(base) == resolve_name(name):
         return []
     return [
@@ -125,7 +127,9 @@ def find_following(plan: Plan, resume_from: Path | None) -> Path | None:
 
     `resume_from` is the checkpoint's directory, or None for a run that is not resumed.
     """
-    return resume_from / f"{FOLLOWING}.pt" if resume_from is not None and plan.follow_every else None
+    if resume_from is None or not plan.follow_every:
+        return None
+    return resume_from / f"{FOLLOWING}.pt"
 
 
 # --- checking and loading --------------------------------------------------------------------------------------------
@@ -294,10 +298,10 @@ def _add_adapters(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> N
         if directory is None:
             continue
         stored = read_adapter(directory)
-        fixes = [f"lora.r={stored.r}"] if stored.r != lora.r else []
-        fixes += [f"lora.alpha={stored.alpha}"] if stored.alpha != lora.alpha else []
-        if fixes:
-            raise InputError(f"{stored.directory} is an adapter of another size: give {' '.join(fixes)}")
+        if (stored.r, stored.alpha) != (lora.r, lora.alpha):
+            raise InputError(
+                f"{stored.directory} is an adapter of another size: give lora.r={stored.r} lora.alpha={stored.alpha}"
+            )
         load_adapter(model, stored, name)
 
 

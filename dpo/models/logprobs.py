@@ -42,14 +42,14 @@ def sequence_logps(
     The results, (B, T-1), have those of a row side by side, from column 0. The softmax is in float32 or higher.
     """
     logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
-    logps = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    targets = labels[:, 1:].to(logits.device)
+    logps = _log_softmax(logits)
+    targets = labels[:, 1:].to(logits.device)  # (B, T-1)
     is_scored = targets != IGNORE_INDEX
     by_column = [logps.gather(2, targets.where(is_scored, 0).unsqueeze(2)).squeeze(2)]  # gather does not take -100
     if with_squares:
         by_column.append((2 * logps.detach()).logsumexp(-1))
     # move the scored tokens of each row to its beginning, in their order
-    columns = (~is_scored).int().argsort(dim=-1, stable=True)
+    columns = (~is_scored).int().argsort(dim=-1, stable=True)  # (B, T-1)
     in_response = is_scored.gather(1, columns)
     columns = columns.where(in_response, 0)
     return TokenLogps(*(values.gather(1, columns) * in_response for values in by_column))
@@ -73,29 +73,33 @@ def sequence_rewards(
     """Rewards at the last labelled token of (B, T) inputs, (B,)."""
     hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     columns = torch.arange(labels.shape[1], device=labels.device)
-    last = (columns * (labels != IGNORE_INDEX)).argmax(-1).to(hidden.device)
-    return reward(model, hidden[torch.arange(len(last), device=last.device), last])
+    last = columns.where(labels != IGNORE_INDEX, 0).argmax(-1).to(hidden.device)  # (B,): columns of the last labels
+    rows = torch.arange(len(last), device=last.device)
+    return reward(model, hidden[rows, last])
 
 
 def packed_rewards(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
-    """Rewards of the U responses of `packed`, which `ends` has made, (U,).
+    """Rewards of the U responses of `packed`, (U,).
 
-    Equal to `sequence_rewards` of each response alone, up to rounding.
+    `packed` comes from `keep_last_scored`. Equal to `sequence_rewards` of each response alone, up to rounding.
     """
-    return _by_response(reward(model, _predicting_states(model, packed, windows)), packed).squeeze(1)
+    hidden = _predicting_states(model, packed, windows)  # (U, H)
+    return _by_response(reward(model, hidden), packed).squeeze(1)
 
 
 def _predicting_states(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> torch.Tensor:
     """The hidden states that predict the N scored tokens, (N, H)."""
-    masks = _find_masks(model, packed, windows)
+    attention_mask: Any = _find_masks(model, packed, windows)
+    if len(attention_mask) == 1:  # a model whose layers are all of one kind takes a mask, other models take a dict
+        [attention_mask] = attention_mask.values()
+    options = {} if packed.segments is None else {"segments": packed.segments}  # for `varlen_attention`
     hidden = model.base_model(
         packed.input_ids,
-        # a model whose layers are all of one kind takes a mask, other models take a dict of masks
-        attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+        attention_mask=attention_mask,
         position_ids=packed.position_ids,
         use_cache=False,
-        **({} if packed.segments is None else {"segments": packed.segments}),  # for `varlen_attention`
-    ).last_hidden_state
+        **options,
+    ).last_hidden_state  # (R, L, H)
     return hidden.flatten(0, 1)[packed.scored.to(hidden.device)]
 
 

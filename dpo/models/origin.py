@@ -48,9 +48,9 @@ def find_origin(
     directory; with `hub` also a Hub id.
 
     `model` names the base of an adapter or a `policy.pt`, as a directory or a Hub id. It is needed if no run names the
-    base, or if the base has moved. If the path is `alone`, `model` also replaces a base that is known. If the user
-    gives several paths (not `alone`), a base that is known stays. `trust_remote_code` says whether the model's own code
-    may be run, whatever the run's config says.
+    base, or if the base has moved. It also replaces a base that is known, but only if the path is `alone`, the single
+    one that the user gives. `trust_remote_code` says whether the model's own code may be run, whatever the run's config
+    says.
     Raises InputError if the path names no model, or if `model` is given for a path that is `alone` and a whole model.
     """
     path = Path(path).expanduser()
@@ -66,17 +66,16 @@ def find_origin(
     if not path.exists():
         raise InputError(f"{path} does not exist: give a run's directory, one of its step-N, or a model's directory")
 
-    located = locate_weights(path, key="")
-    adapter = located.adapter and located.adapter.resolve()
-    archive = located.archive and located.archive.resolve()
-    weights = Weights(archive, adapter, located.base)
+    weights = locate_weights(path, key="").resolve()
+    adapter = weights.adapter
     run_dir = _find_run_dir(weights)
     run_plan = read_plan(run_dir / CONFIG, prefixes=USED_KEYS) if run_dir else None
     base = weights.base or (run_plan.model.name_or_path if run_plan else None)
     problem = _find_problem(weights, base)
     if model is not None and (alone or problem):
         base = model
-        weights = Weights(None if adapter else archive, adapter)  # an adapter's archive is the base that it names
+        # the archive beside an adapter is the base that it names, in place of which comes `model`
+        weights = Weights(None, adapter) if adapter else Weights(weights.archive)
         problem = _find_problem(weights, base)
     if base is None or problem:
         raise InputError(f"{problem}: give --model DIR_OR_HUB_ID")

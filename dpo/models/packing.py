@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate, compress, zip_longest
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, compress, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,17 +66,18 @@ class Packed:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """Apply `change`, which moves or pins a tensor, to every tensor."""
-        tensors = (getattr(self, field.name) for field in fields(self)[:-3])  # up to `response_index`
+        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         segments = None if self.segments is None else self.segments.map(change)
-        return Packed(*map(change, tensors), shape=self.shape, segments=segments)
+        return replace(self, **tensors, segments=segments, _cached_masks=None)
 
-    def ends(self) -> Packed:
+    def keep_last_scored(self) -> Packed:
         """The same rows, with only the last scored token of each response."""
-        slots, (n_responses, longest) = self.slots.numpy(), self.shape
+        slots = self.slots.numpy()
+        n_responses, longest = self.shape
         responses = slots // longest
-        last = np.zeros(n_responses, dtype=np.int64)
-        np.maximum.at(last, responses, slots)
-        is_last = torch.from_numpy(slots == last[responses])
+        last_slots = np.zeros(n_responses, dtype=np.int64)
+        np.maximum.at(last_slots, responses, slots)
+        is_last = torch.from_numpy(slots == last_slots[responses])
         return replace(
             self,
             scored=self.scored[is_last],
@@ -179,21 +180,25 @@ def pack(
     indices_by_example = [[indices_by_prompt[e.prompt][response] for response in e.cut_responses] for e in examples]
     longest = max(len(response) for indices in indices_by_prompt.values() for response, _ in indices)
 
+    one_row = max_tree_tokens is None
     trees: list[_Tree] = []
     for prompt, indices in indices_by_prompt.items():
-        trees += _grow_trees(prompt, indices, math.inf if max_tree_tokens is None else max_tree_tokens)
+        trees += _grow_trees(prompt, indices, math.inf if one_row else max_tree_tokens)
     trees.sort(key=lambda tree: tree.length, reverse=True)  # first-fit-decreasing wastes little space
-    if max_tree_tokens is None:
-        lengths = [_round_up(max(length or 1, sum(tree.length for tree in trees)), alignment)]
+    if one_row:
+        candidates = [max(length or 1, sum(tree.length for tree in trees))]
+    elif length is not None:
+        candidates = [length]
     else:
-        # longer rows waste less space but cost more attention, so try several lengths
-        lengths = _row_lengths(trees, alignment) if length is None else [_round_up(length, alignment)]
-    rows_by_length = {length: _fill_rows(trees, length) for length in lengths}
-    cheapest = min(lengths, key=lambda length: _cost(len(rows_by_length[length]), length))
+        candidates = _row_lengths(trees)
+    # longer rows waste less space but cost more attention
+    candidates = sorted({math.ceil(candidate / alignment) * alignment for candidate in candidates})
+    rows_by_length = {candidate: _fill_rows(trees, candidate) for candidate in candidates}
+    cheapest = min(candidates, key=lambda candidate: _cost(len(rows_by_length[candidate]), candidate))
     # where an example has fewer responses than others, any index will do
     response_index = by_side(indices_by_example, fill=0)
     packed = _write(rows_by_length[cheapest], cheapest, response_index, (n_responses, longest))
-    if max_tree_tokens is None:
+    if one_row:
         packed.segments = _find_segments(trees, cheapest)
     return packed
 
@@ -204,10 +209,6 @@ def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
     Shorter lists are filled up with `fill`.
     """
     return np.array(list(zip_longest(*rows, fillvalue=fill)), dtype=np.int64).reshape(-1, len(rows))
-
-
-def _round_up(length: int, alignment: int) -> int:
-    return -(-length // alignment) * alignment
 
 
 def _grow_trees(prompt: tuple, indices: dict[tuple[tuple, tuple], int], max_tree_tokens: float) -> list[_Tree]:
@@ -225,16 +226,15 @@ def _grow_trees(prompt: tuple, indices: dict[tuple[tuple, tuple], int], max_tree
     return trees
 
 
-def _row_lengths(trees: list[_Tree], alignment: int) -> list[int]:
-    """Row lengths to try, from the longest tree's to twice as much.
+def _row_lengths(trees: list[_Tree]) -> list[int]:
+    """17 row lengths to try, as trying every length would take long.
 
-    No length exceeds the sum of all trees, rounded up to a multiple of `alignment`. `trees` begins with the longest.
+    They lie at equal distances between the length of the longest tree, the first of `trees`, and twice this length, or
+    the sum of all trees if that is less.
     """
     shortest_row = max(1, trees[0].length)
     longest_row = max(shortest_row, min(2 * shortest_row, sum(tree.length for tree in trees)))
-    # 17 lengths at equal distances, as trying every length would take long
-    lengths = (shortest_row + (longest_row - shortest_row) * i // 16 for i in range(17))
-    return sorted({_round_up(length, alignment) for length in lengths})
+    return [shortest_row + (longest_row - shortest_row) * i // 16 for i in range(17)]
 
 
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
@@ -264,8 +264,8 @@ def _cost(n_rows: int, length: int) -> float:
 
 def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, shape: tuple[int, int]) -> Packed:
     """Write the trees of each row one after another."""
-    input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)
-    tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)
+    input_ids, position_ids = np.zeros((2, len(rows), length), dtype=np.int64)  # (rows, length) each
+    tree_of, branch_of = np.full((2, len(rows), length), NONE, dtype=np.int64)  # (rows, length) each
     scored: list[int] = []
     targets: list[int] = []
     slots: list[int] = []
@@ -299,34 +299,50 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
                 slots += range(first_slot, first_slot + len(scored_tokens))
                 start = end
             tree_start = start
-    # in the order of Packed's fields
-    tensors = (input_ids, position_ids, tree_of, branch_of, *map(_int64, (scored, targets, slots)), response_index)
-    return Packed(*(torch.from_numpy(np.ascontiguousarray(t)) for t in tensors), shape=shape)
+    return Packed(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        tree=torch.from_numpy(tree_of),
+        branch=torch.from_numpy(branch_of),
+        scored=torch.tensor(scored, dtype=torch.int64),
+        targets=torch.tensor(targets, dtype=torch.int64),
+        slots=torch.tensor(slots, dtype=torch.int64),
+        response_index=torch.from_numpy(response_index),
+        shape=shape,
+    )
 
 
 def _find_segments(trees: list[_Tree], length: int) -> Segments:
-    """The segments of a row of `length` that `_write` makes of trees."""
-    nothing = range(0)
-    spans: list[tuple[range, range]] = []  # columns of a segment's prompt, if that is another segment, and its own
+    """The segments of the row of `length` that `_write` makes of trees.
+
+    Segments without queries, such as empty prompts, are left out.
+    """
+    query_columns: list[range] = []  # of each segment
+    key_columns: list[list[int]] = []  # of each segment
+
+    def add(queries: range, prompt: range) -> None:
+        if queries:
+            query_columns.append(queries)
+            key_columns.append([*prompt, *queries])
+
+    no_prompt = range(0)
     start = 0
     for tree in trees:
         prompt = range(start, start + len(tree.prompt))
-        spans.append((nothing, prompt))
+        add(prompt, no_prompt)
         start = prompt.stop
         for _, token_ids, _ in tree.branches:
-            own = range(start, start + len(token_ids) - 1)
-            spans.append((prompt, own))
-            start = own.stop
-    spans.append((nothing, range(start, length)))  # padding
-    spans = [(before, own) for before, own in spans if own]  # without segments that have no queries
-    n_queries, n_keys = [len(own) for _, own in spans], [len(before) + len(own) for before, own in spans]
-    queries, keys = (torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) for sizes in (n_queries, n_keys))
-    columns = np.concatenate([np.arange(part.start, part.stop) for span in spans for part in span])
-    return Segments(queries, keys, torch.from_numpy(columns), (max(n_queries), max(n_keys)))
-
-
-def _int64(values: list[int]) -> np.ndarray:
-    return np.asarray(values, dtype=np.int64)
+            response = range(start, start + len(token_ids) - 1)
+            add(response, prompt)
+            start = response.stop
+    add(range(start, length), no_prompt)  # padding
+    n_queries, n_keys = [*map(len, query_columns)], [*map(len, key_columns)]
+    return Segments(
+        torch.tensor([0, *accumulate(n_queries)], dtype=torch.int32),
+        torch.tensor([0, *accumulate(n_keys)], dtype=torch.int32),
+        torch.tensor([*chain.from_iterable(key_columns)], dtype=torch.int64),
+        (max(n_queries), max(n_keys)),
+    )
 
 
 def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
@@ -337,7 +353,7 @@ def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
     attends to padding, so that every query has a key.
     """
     tree, branch, position = packed.tree, packed.branch, packed.position_ids
-    mask = tree[:, :, None] == tree[:, None, :]
+    mask = tree[:, :, None] == tree[:, None, :]  # (R, queries, keys)
     # `&=` works in place: a second mask would be as large, (R, L, L)
     mask &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])
     mask &= torch.ones(tree.shape[1], tree.shape[1], dtype=torch.bool, device=tree.device).tril()

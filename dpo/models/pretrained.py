@@ -36,12 +36,12 @@ def load_config(
         )
     with explaining_load_errors("model", name):
         return transformers.AutoConfig.from_pretrained(
-            name, cache_dir=cache_dir, trust_remote_code=trust_remote_code, **_list_outputs(scalar_head)
+            name, cache_dir=cache_dir, trust_remote_code=trust_remote_code, **_config_changes(scalar_head)
         )
 
 
-def _list_outputs(scalar_head: bool) -> dict[str, int]:
-    """The entry `num_labels` of a reward model's config."""
+def _config_changes(scalar_head: bool) -> dict[str, int]:
+    """The entries that only a reward model's config has."""
     return {"num_labels": 1} if scalar_head else {}
 
 
@@ -122,13 +122,14 @@ def load_model(
     Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
     source = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
-    config = load_config(name, **source, scalar_head=scalar_head)
+    config_source = {**source, "scalar_head": scalar_head}  # for `load_config`
+    config = load_config(name, **config_source)
     options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
     placed = {**options, "device_map": device_map}
     model: Any
     with explaining_load_errors("model", name):
         if archive is not None:
-            model = _load_from_archive(name, archive, {**source, "scalar_head": scalar_head}, placed, seed)
+            model = _load_from_archive(name, archive, config_source, placed, seed)
             if not (random_init or scalar_head):  # settings for sampling belong to a policy's trained weights
                 # from_pretrained does this last, but has not been given the model's name
                 model.adjust_generation_fn(
@@ -137,11 +138,11 @@ def load_model(
                 )  # fmt: skip
         elif random_init:
             drawn = _draw_weights(_find_auto_class(scalar_head), config, options, seed, trust_remote_code)
-            model = _load_weights(name, drawn, drawn.state_dict(), {**source, "scalar_head": scalar_head}, placed)
+            model = _load_weights(name, drawn, drawn.state_dict(), config_source, placed)
         else:
             with silenced_reports() if scalar_head else contextlib.nullcontext():
                 loaded: Any = _find_auto_class(scalar_head).from_pretrained(
-                    name, **source, **placed, **_list_outputs(scalar_head), output_loading_info=True
+                    name, **source, **placed, **_config_changes(scalar_head), output_loading_info=True
                 )
             model, loading = loaded
             if scalar_head and WEIGHT in loading["missing_keys"]:  # of a language model
@@ -252,7 +253,9 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     """Notes on a model, given the requested attention and `max_length`."""
     name, used = type(model).__name__, model.config._attn_implementation
     limit = getattr(model.config, "max_position_embeddings", None)
-    notes = [] if used == attention else [f"{name} does not support {attention}; using {used} attention"]
+    notes = []
+    if used != attention:
+        notes.append(f"{name} does not support {attention}; using {used} attention")
     if limit is not None and max_length > limit:
         notes.append(f"warning: max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for")
     n_trainable, n_total = count_parameters(model)
@@ -285,5 +288,6 @@ def disable_dropout(model: torch.nn.Module) -> None:
         if isinstance(owner, torch.nn.modules.dropout._DropoutNd):
             owner.p = 0.0
         for name, value in list(vars(owner).items()):
-            if type(value) in (int, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
+            is_number = type(value) in (int, float)  # not bool
+            if is_number and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
                 setattr(owner, name, type(value)(0))  # keeps the type, as some configs accept only an int

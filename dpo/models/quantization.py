@@ -8,6 +8,7 @@ format and loses precision.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -82,7 +83,7 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         return {
             "weight": empty((weight.numel() // 2, 1), dtype=torch.uint8),
             "scales": empty(n_blocks, dtype=torch.uint8),
-            "scales_of_scales": empty(-(-n_blocks // SCALES)),
+            "scales_of_scales": empty(math.ceil(n_blocks / SCALES)),
             "offset": empty(()),
             "code": empty(256),
         }

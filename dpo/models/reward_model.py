@@ -83,8 +83,10 @@ class RewardModel:
         Raises InputError if the chat template rejects the prompt.
         """
         if self.form == "policy":
-            parts = self.tokenizer([prompt.text, answer], add_special_tokens=False)["input_ids"]
-            token_ids = [*parts[0], *parts[1], *[self.tokenizer.eos_token_id] * ended]
+            prompt_ids, answer_ids = self.tokenizer([prompt.text, answer], add_special_tokens=False)["input_ids"]
+            token_ids = prompt_ids + answer_ids
+            if ended:
+                token_ids.append(self.tokenizer.eos_token_id)
             return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
         texts = [prompt.text, answer] if self.form == "pair" else [prompt.text + answer]
         if self.appends_eos and ended:
@@ -115,6 +117,7 @@ class RewardModel:
         lengths = [len(text["input_ids"]) for text in texts]
 
         def stack(rows: Iterable[list[int]], padding: int) -> torch.Tensor:
+            """Pad rows on the right to (B, T)."""
             padded = [[*row, *[padding] * (max(lengths) - len(row))] for row in rows]
             return torch.tensor(padded, device=self.model.device)
 
@@ -159,16 +162,16 @@ def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
     """Messages on a format that was guessed, and on truncated prompts."""
     notes = []
     if plan.online.reward_format is None and reward_model.form not in ("chat", "policy"):
+        others = [form for form in FORMATS if form not in ("chat", reward_model.form)]
         notes.append(
             f"the reward model gets prompt and answer {FORMATS[reward_model.form]}: if it was trained otherwise, give "
-            f"online.reward_format={' or '.join(form for form in FORMATS if form not in ('chat', reward_model.form))}"
+            f"online.reward_format={' or '.join(others)}"
         )
-    if reward_model.limit is None or reward_model.limit >= plan.data.max_length:
-        return tuple(notes)
-    notes.append(
-        f"the reward model sees the last {reward_model.limit:,} tokens of a prompt with its answer, which may have up "
-        f"to max_length={plan.data.max_length} tokens: scores do not depend on the beginning of long prompts"
-    )
+    if reward_model.limit is not None and reward_model.limit < plan.data.max_length:
+        notes.append(
+            f"the reward model sees the last {reward_model.limit:,} tokens of a prompt with its answer, which may have "
+            f"up to max_length={plan.data.max_length} tokens: scores do not depend on the beginning of long prompts"
+        )
     return tuple(notes)
 
 
@@ -211,9 +214,11 @@ def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
     `wanted` is `online.reward_format`, or what the model's config says. Raises InputError if the tokenizer lacks what
     it takes.
     """
+    separator = tokenizer.sep_token_id
+    separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
     lacking = {
         "chat": None if tokenizer.chat_template else "has no chat template",
-        "pair": None if _separates_segments(tokenizer) else "puts no separator between two texts",
+        "pair": None if separates else "puts no separator between two texts",
         "text_eos": None if tokenizer.eos_token else "has no EOS token",
         "text": None,
         "policy": None if tokenizer.eos_token else "has no EOS token",
@@ -226,11 +231,6 @@ def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
             f"online.reward_format={wanted}: the tokenizer of {key} {lacking[wanted]}: give {join_with_or(possible)}"
         )
     return wanted
-
-
-def _separates_segments(tokenizer: Any) -> bool:
-    """Return whether a tokenizer puts its separator between two texts."""
-    return tokenizer.sep_token_id is not None and tokenizer.sep_token_id in tokenizer("a", "b")["input_ids"][:-1]
 
 
 def _count_positions(model: Any, tokenizer: Any) -> int | None:

@@ -63,8 +63,8 @@ class Scorer(NamedTuple):
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
-            n_scores = len(scores) if len(scores) < len(answers) else f"more than {len(answers)}"
-            raise ScorerFailed(f"{self.name} gave {n_scores} scores for {len(answers)} answers")
+            number = f"more than {len(answers)}" if len(scores) > len(answers) else len(scores)
+            raise ScorerFailed(f"{self.name} gave {number} scores for {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
             if not abs(score) <= LARGEST:  # also if the score is NaN
                 raise ScorerFailed(

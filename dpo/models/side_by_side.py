@@ -249,9 +249,11 @@ def _find_start(policy: Origin) -> Origin:
     if policy.weights.adapter is not None:  # the adapter names its base; model.archive may be a LATEST that has moved
         archive = policy.weights.archive
     adapter = None if plan.reference == "base" else start.adapter
+    if plan.reference:
+        plan = plan.change("model.policy_dtype", plan.reference_dtype)
     return policy._replace(
-        plan=plan.change("model.policy_dtype", plan.reference_dtype) if plan.reference else plan,
-        weights=Weights(archive and archive.resolve(), adapter and adapter.resolve()),
+        plan=plan,
+        weights=Weights(archive, adapter).resolve(),
     )
 
 
@@ -276,8 +278,10 @@ def _identify(origin: Origin) -> Hashable:
 def _find_checkpoint_with_other_reference(policies: Sequence[Origin], reference: Side) -> Path | None:
     """The first policy's checkpoint that recorded another reference, if any."""
     for policy in policies:
-        trainer_file = policy.policy and policy.policy.with_name("trainer.pt")
-        if policy.run_dir is None or trainer_file is None or not trainer_file.is_file():
+        if policy.run_dir is None or policy.policy is None:
+            continue
+        trainer_file = policy.policy.with_name("trainer.pt")
+        if not trainer_file.is_file():
             continue
         # a run without a reference recorded the digest of its base, without an adapter
         adapter = reference.adapter if policy.plan.reference else None
@@ -288,10 +292,7 @@ def _find_checkpoint_with_other_reference(policies: Sequence[Origin], reference:
 
 
 def _load(name: str, origin: Origin, beta: float | None, bases: dict[Hashable, Any]) -> Side:
-    """Load a side.
-
-    Its base is taken from `bases`, or loaded and added to them.
-    """
+    """Load a side; its base is taken from `bases`, or added."""
     plan, weights = origin.plan, origin.weights
     key = _identify(_remove_adapter(origin)), plan.model.attn_implementation
     if key not in bases:

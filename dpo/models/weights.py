@@ -32,6 +32,13 @@ class Weights(NamedTuple):
     adapter: Path | None = None  # a directory in PEFT's format
     base: str | None = None  # the base that the adapter names, if that is a directory or a Hub id
 
+    def resolve(self) -> Weights:
+        """The same weights by absolute paths, without links."""
+        return self._replace(
+            archive=None if self.archive is None else self.archive.resolve(),
+            adapter=None if self.adapter is None else self.adapter.resolve(),
+        )
+
 
 def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
     """The weights that a path names, a `policy.pt` or an adapter.
@@ -85,7 +92,7 @@ def read_archive(
         if old in state and new in expected:
             state = {new if name == old else name: tensor for name, tensor in state.items()}
     state = {name: tensor for name, tensor in state.items() if name in expected or not OBSOLETE_BUFFER.search(name)}
-    if find_scalar_head(model) is not None and WEIGHT not in state:
+    if find_scalar_head(model) is not None and WEIGHT not in state:  # the weights of a language model
         state = {name: tensor for name, tensor in state.items() if name not in (*LM_HEAD, *RENAMED)}
         del expected[WEIGHT]
     if mismatches := _find_mismatches(state, expected):

@@ -73,7 +73,8 @@ def distribute(
         whole |= {parameter for parameter in parameters if frozen_whole and not parameter.requires_grad}
         sharded = parameters - whole
         n_gathered += sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in sharded)
-        if uses_fsdp and (sharded or (unit is model and n_gathered)):  # the root unit joins those below it
+        has_units_below = unit is model and n_gathered > 0
+        if uses_fsdp and (sharded or has_units_below):
             # the root's inputs are integers; casting would copy them, without the masks that they cache
             mixed_precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=unit is not model)
             reshards = None if reshard_after_forward else False  # None: all but the root unit
@@ -194,9 +195,9 @@ def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool = False)
 
 
 def release_gathered(model: Any) -> None:
-    """Clear what a forward leaves for a backward that does not come.
+    """Clear what a forward pass leaves if no backward pass follows.
 
-    Units are still gathered, and FSDP's record of the order of forwards grows without end.
+    Otherwise units would stay gathered, and FSDP's record of the order of forward passes would grow without end.
     """
     units = _list_units(model)
     for unit in units:

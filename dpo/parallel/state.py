@@ -39,12 +39,14 @@ def hold_the_same(weights: Iterable[torch.Tensor], other_weights: Iterable[torch
 def gather_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor, gathered as far as `other` is.
 
-    The axes of the mesh along which `other` is not sharded come first.
+    `other` has the same mesh without some of its first axes, along which it is whole, or no mesh at all.
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    n_axes = tensor.device_mesh.ndim - (other.device_mesh.ndim if isinstance(other, DTensor) else 0)
-    return tensor.redistribute(placements=[Replicate()] * n_axes + [*tensor.placements[n_axes:]]).to_local()
+    n_axes_of_other = other.device_mesh.ndim if isinstance(other, DTensor) else 0
+    n_gathered = tensor.device_mesh.ndim - n_axes_of_other
+    placements = [Replicate()] * n_gathered + [*tensor.placements[n_gathered:]]
+    return tensor.redistribute(placements=placements).to_local()
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,7 +110,7 @@ def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    shards = defaultdict(list)  # by the groups of processes that hold the others
+    shards = defaultdict(list)  # this process's, by the groups of processes that hold the others
     for parameter in parameters:
         if parameter.grad.placements != parameter.placements:  # still to be summed: tensor parallelism alone
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
@@ -140,29 +142,31 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
         return
     for parameter, shard in shards.items():
         shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
-    local = {shards[p]: {key: local_tensor(value) for key, value in state.items()} for p, state in states.items()}
-    whole_groups = [group["params"] for group in groups]
-    optimizer.state = defaultdict(dict, local)
+    local_states = defaultdict(dict)  # by shard
+    for parameter, state in states.items():
+        local_states[shards[parameter]] = {key: local_tensor(value) for key, value in state.items()}
+    parameters_by_group = [group["params"] for group in groups]
+    optimizer.state = local_states
     for group in groups:
         group["params"] = [shards[parameter] for parameter in group["params"]]
     try:
         optimizer.step()
     finally:
-        local, optimizer.state = optimizer.state, states
-        for group, parameters in zip(groups, whole_groups, strict=True):
+        local_states, optimizer.state = optimizer.state, states
+        for group, parameters in zip(groups, parameters_by_group, strict=True):
             group["params"] = parameters
         for shard in shards.values():
             shard.grad = None
     for parameter, shard in shards.items():
-        for key, value in local[shard].items():
-            if local_tensor(states[parameter].get(key)) is not value:  # new, or replaced
-                is_sharded = torch.is_tensor(value) and value.shape == shard.shape  # unlike a counter of steps
-                states[parameter][key] = _shard_like(parameter, value) if is_sharded else value
-
-
-def _shard_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    layout = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **layout)
+        for key, value in local_states[shard].items():
+            if local_tensor(states[parameter].get(key)) is value:  # updated in place
+                continue
+            if torch.is_tensor(value) and value.shape == shard.shape:  # sharded, unlike a counter of steps
+                layout = {"shape": parameter.shape, "stride": parameter.stride()}
+                value = DTensor.from_local(
+                    value, parameter.device_mesh, parameter.placements, run_check=False, **layout
+                )
+            states[parameter][key] = value
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any] | None, mesh: Mesh) -> None:

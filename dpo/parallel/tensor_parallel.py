@@ -23,7 +23,8 @@ from dpo.errors import InputError
 
 COLLECTIVES = torch.ops._c10d_functional
 
-# conversions of a local tensor, (..., features) before and after; the whole tensor has `width` features
+# Conversions of activations. Each maps a process's tensor (..., features), the mesh of the group, and the number of
+# features of the whole tensor, `width`, to the process's tensor after the conversion.
 
 
 class _Copy(torch.autograd.Function):
@@ -58,10 +59,12 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
         ctx.own = _own_slice(width, mesh)
         longest = ctx.own.stop - ctx.own.start
+        # the last slices may be shorter or empty, and the collective takes slices of equal size
         x = torch.nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
         gathered = COLLECTIVES.all_gather_into_tensor(x, mesh.size(), mesh.get_group().group_name)
-        slices = enumerate(COLLECTIVES.wait_tensor(gathered).chunk(mesh.size()))
-        return torch.cat([part[..., : max(0, width - i * longest)] for i, part in slices], dim=-1)
+        slices = COLLECTIVES.wait_tensor(gathered).chunk(mesh.size())
+        # padding is at the end, as only the last slices are not full
+        return torch.cat(slices, dim=-1)[..., :width].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -72,6 +75,7 @@ COPIED, ADDED, JOINED = _Copy.apply, _Add.apply, _Join.apply
 
 
 def SLICED(x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
+    """Select this process's slice of a whole tensor (..., features)."""
     return COPIED(x, mesh, width)[..., _own_slice(x.shape[-1], mesh)]
 
 
@@ -122,7 +126,7 @@ class _SharedInput:
     def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Convert `x` for the first module; return the same to others."""
         if self._original is not x:
-            self._original, self._converted = x, COPIED(x, mesh, 0)
+            self._original, self._converted = x, COPIED(x, mesh, x.shape[-1])
             self._n_waiting = self.n_modules
         converted = self._converted
         self._n_waiting -= 1
@@ -318,9 +322,9 @@ def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
         return None if style.cut == "in" else 0
     if style.cut == "rows":
         return 0
-    is_transposed = hasattr(module, "nf")  # weights of Linear are (out, in), those of transformers' Conv1D (in, out)
-    in_dim = 0 if is_transposed else 1
-    return in_dim if style.cut == "in" else 1 - in_dim
+    is_conv1d = hasattr(module, "nf")
+    dims = ("in", "out") if is_conv1d else ("out", "in")  # of transformers' Conv1D's weight, and of Linear's
+    return dims.index(style.cut)
 
 
 def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> torch.nn.Parameter:
@@ -354,7 +358,8 @@ def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
 
 def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: torch.Tensor) -> None:
     """Move a local tensor's gradient to its parameter."""
-    parameter, grad, local.grad = owner(), local.grad, None
+    parameter, grad = owner(), local.grad
+    local.grad = None
     if parameter.grad is not None:
         parameter.grad.to_local().add_(grad)
         return

@@ -31,7 +31,7 @@ class NonFiniteGuard(Callback):
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        self.skipped = 0
+        self.skipped = 0  # updates so far
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -66,29 +66,31 @@ class NonFiniteGuard(Callback):
         A line has the texts of an example and its row of `Update.table`.
         """
         columns = {name: column.tolist() for name, column in update.table.items()}
-        lines = []
+        trains_on, lines = self.context.plan.loss.trains_on, []
         for i, example in enumerate(update.examples):
             assert example.id is not None  # it came from the data
             prompt_number, index_in_prompt = example.id
             prompt = self.context.data.train[prompt_number]
+            texts = prompt.texts(index_in_prompt)  # by role
             if i in update.drawn:
                 chosen, rejected = update.drawn[i].pair
-                texts: dict[str, Any] = {"chosen": chosen.text, "rejected": rejected.text}
-                texts |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
-            elif self.context.plan.loss.trains_on == "targets":
-                texts = {"completion": prompt.texts(index_in_prompt)["chosen"]}
-            elif self.context.plan.loss.trains_on == "labels":
-                [(role, text)] = prompt.texts(index_in_prompt).items()
-                texts = {"completion": text, "label": role == "chosen"}
-            elif self.context.plan.loss.trains_on == "lists":
-                by_role = prompt.texts(index_in_prompt)
-                texts = {"responses": [by_role[role] for role in TRAINS_ON["lists"] if role in by_role]}
+                record: dict[str, Any] = {"chosen": chosen.text, "rejected": rejected.text}
+                record |= {"score_chosen": chosen.score, "score_rejected": rejected.score}
+            elif trains_on == "targets":
+                record = {"completion": texts["chosen"]}
+            elif trains_on == "labels":
+                [(role, text)] = texts.items()
+                record = {"completion": text, "label": role == "chosen"}
+            elif trains_on == "lists":
+                record = {"responses": [texts[role] for role in TRAINS_ON["lists"] if role in texts]}
             else:
-                texts = prompt.texts(index_in_prompt)
-            numbers = {"weight": prompt.weights, "margin": prompt.margins}
-            texts |= {name: values[index_in_prompt] for name, values in numbers.items() if values is not None}
-            line = {"prompt": prompt.text, **texts, "prompt_number": prompt_number}
-            line |= {name: column[i] for name, column in columns.items()}
+                record = dict(texts)
+            if prompt.weights is not None:
+                record["weight"] = prompt.weights[index_in_prompt]
+            if prompt.margins is not None:
+                record["margin"] = prompt.margins[index_in_prompt]
+            metrics = {name: column[i] for name, column in columns.items()}
+            line = {"prompt": prompt.text, **record, "prompt_number": prompt_number, **metrics}
             lines.append(json.dumps(line) + "\n")
         folder.mkdir(exist_ok=True)
         for split in ("train", "test"):  # a dataset needs both
@@ -116,13 +118,14 @@ class InstabilityWarner(Callback):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         if not self._checks_collapse:
             return
-        # an online run on prompts without pairs has no such metrics
-        means = Means(*(evaluation.metrics.get(name, math.nan) for name in ("loss/eval", "rewards_eval/margins")))
-        is_online = self.context.plan.online is not None
+        loss, margin = evaluation.metrics.get("loss/eval"), evaluation.metrics.get("rewards_eval/margins")
+        if loss is None or margin is None:  # an online run on prompts without pairs
+            return
+        means = Means(loss, margin)
         if evaluation.n_updates == 0:
-            self._detector.start = means if all(map(math.isfinite, means)) else None
+            self._detector.start = means if math.isfinite(loss) and math.isfinite(margin) else None
         # an online run follows its scorer, which may contradict the labels of the evaluation's pairs
-        elif not is_online and self._detector.is_collapsed(means):
+        elif self.context.plan.online is None and self._detector.is_collapsed(means):
             self._warn_about_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", means)
 
     def on_update(self, update: Update) -> None:
@@ -166,7 +169,7 @@ class InstabilityWarner(Callback):
             "warned": self._warned,
             "first": self._detector.first,
             "largest": {name: largest.value for name, largest in self._detector.largest.items()},
-            "start": start and list(start),
+            "start": None if start is None else list(start),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

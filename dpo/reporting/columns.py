@@ -6,6 +6,7 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Sequence
+from itertools import zip_longest
 
 GAP = "  "  # between columns
 MIN_WIDTH = 20  # of a column
@@ -69,7 +70,7 @@ class Columns:
 
     def __init__(self, titles: Sequence[str]) -> None:
         n_cells, self.n_screen_rows = shutil.get_terminal_size()
-        # a free cell at the edge, so that the terminal itself breaks no line
+        # -1: a free cell at the edge, so that the terminal itself breaks no line
         n_text_cells = n_cells - 1 - len(GAP) * (len(titles) - 1)
         self.width = max(MIN_WIDTH, n_text_cells // len(titles))
         self.texts = dict.fromkeys(titles, "")
@@ -99,13 +100,13 @@ class Columns:
         There are at most as many others as the screen has room for, as a terminal cannot go back above its upper edge
         to replace them.
         """
-        n_rows = max(map(len, columns))
+        rows = [self._join(cells) for cells in zip_longest(*columns, fillvalue="")]
         room = max(0, self.n_screen_rows - 2)
-        end = min(n_rows, n_final + room)
-        rows = [self._join([lines[i] if i < len(lines) else "" for lines in columns]) for i in range(self.n_final, end)]
+        drawn = rows[self.n_final : n_final + room]
         erase = f"\x1b[{self.n_drawn}A\r\x1b[J" if self.n_drawn else ""  # goes up, and clears all below
-        self._print(erase + "".join(f"{row}\n" for row in rows))
-        self.n_final, self.n_drawn = n_final, end - n_final
+        self._print(erase + "".join(f"{row}\n" for row in drawn))
+        self.n_drawn = self.n_final + len(drawn) - n_final
+        self.n_final = n_final
 
     def _join(self, cells: Sequence[str]) -> str:
         """One row of the screen."""

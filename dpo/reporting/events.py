@@ -123,10 +123,8 @@ class Callbacks:
     @classmethod
     def of(cls, table: Mapping[str, type[Callback]], context: RunContext, **given: Callback) -> Callbacks:
         """Combine the given callbacks with those of the table that are wanted."""
-        made = {
-            name: callback_class(context) for name, callback_class in table.items() if callback_class.is_wanted(context)
-        }
-        return cls({**given, **made})
+        wanted = {name: kind(context) for name, kind in table.items() if kind.is_wanted(context)}
+        return cls({**given, **wanted})
 
     def emit(self, event: str, *details: Any) -> None:
         """Call `on_EVENT(*details)` of each callback."""

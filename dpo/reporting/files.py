@@ -58,7 +58,7 @@ class Appender(Callback):
         """
         size_now = path.stat().st_size if path.exists() else 0
         if size is None:
-            if size_now:
+            if size_now > 0:
                 aside = self._move_aside(path)
                 self.context.log(f"warning: no checkpoint recorded {path}: it is renamed to {aside.name}")
             return
@@ -70,8 +70,7 @@ class Appender(Callback):
                 path.write_bytes(damaged_file.read(end))
             self.context.log(
                 f"warning: {path} is damaged after {end:,} of the {size:,} bytes that were logged before the "
-                f"checkpoint: only the first {end:,} bytes are kept in it, and the damaged file is renamed to "
-                f"{aside.name}"
+                f"checkpoint: it keeps only these {end:,} bytes, and the damaged file is renamed to {aside.name}"
             )
         elif end < size:
             self.context.log(
@@ -115,14 +114,13 @@ class LogWriter(Appender):
         In `.jsonl` only lines with a JSON object are complete.
         """
         end = 0
-        if not size:  # the file may be missing
+        if size == 0:  # the file may be missing
             return end
         with path.open("rb") as file:
             for line in file:
-                is_complete = line.endswith(b"\n") and end + len(line) <= size
-                if path.suffix == ".jsonl":
-                    is_complete = is_complete and _is_json_object(line)
-                if not is_complete:
+                if not line.endswith(b"\n") or end + len(line) > size:
+                    break
+                if path.suffix == ".jsonl" and not _is_json_object(line):
                     break
                 end += len(line)
         return end
@@ -132,7 +130,7 @@ class LogWriter(Appender):
         with path.open("ab+") as file:
             size = file.tell()
             file.seek(max(0, size - 1))
-            if size and file.read() != b"\n":  # the last line is incomplete, for example after a full disk
+            if size > 0 and file.read() != b"\n":  # the last line is incomplete, for example after a full disk
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
                 print(f"warning: {path} ended with an incomplete line, which was removed", flush=True)
@@ -165,7 +163,8 @@ class FileLogger(LogWriter):
 
     def on_update(self, update: Update) -> None:
         self._log("train", update.metrics, examples=update.n_examples, updates=update.number)
-        drawn_by_prompt = list(update.drawn.values())[: self.context.plan.evaluation.n_eval_model_samples]
+        n_recorded = self.context.plan.evaluation.n_eval_model_samples
+        drawn_by_prompt = list(update.drawn.values())[:n_recorded]
         self._drawn = [_make_record(update.n_examples, drawn) for drawn in drawn_by_prompt]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -196,7 +195,10 @@ class FileLogger(LogWriter):
 
     def state_dict(self) -> dict[str, Any]:
         """File sizes, and the drawn answers that the next evaluation will write."""
-        return super().state_dict() | ({"drawn": self._drawn} if self._drawn else {})
+        state = super().state_dict()
+        if self._drawn:
+            state["drawn"] = self._drawn
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -217,11 +219,9 @@ def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
         {"text": answer.text, "score": answer.score, "tokens": len(answer.tokens), "ended": answer.ended}
         for answer in drawn.answers
     ]
-    record = {
-        "examples": n_examples,
-        "prompt": drawn.prompt,
-        "completions": answers,
-        "best": drawn.best,  # index in `completions`
-        "worst": drawn.worst,
-    }
-    return record | ({"flipped": True} if drawn.is_flipped else {})
+    # best and worst are indices in `completions`
+    record = {"examples": n_examples, "prompt": drawn.prompt, "completions": answers}
+    record |= {"best": drawn.best, "worst": drawn.worst}
+    if drawn.is_flipped:
+        record["flipped"] = True
+    return record

@@ -38,9 +38,9 @@ class Ledger(Appender):
         super().__init__(context)
         self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
         self.online = context.plan.online is not None
-        report = context.data.report
-        largest = [getattr(split, f"largest_{name}") for split in (report.train, report.test) for name in NUMBER_FIELDS]
-        self.weighted = any(number is not None for number in largest)
+        splits = (context.data.report.train, context.data.report.test)
+        # weights or margins: the preflight has None for numbers that the data lacks
+        self.weighted = any(getattr(split, f"largest_{name}") is not None for split in splits for name in NUMBER_FIELDS)
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
@@ -56,23 +56,16 @@ class Ledger(Appender):
 
         super().on_start()
         self.stream, self.parquet = self.run_dir / STREAM, self.run_dir / PARQUET
-        begin(self.stream, ONLINE_SCHEMA if self.online else WEIGHTED_SCHEMA if self.weighted else SCHEMA)
+        data_schema = WEIGHTED_SCHEMA if self.weighted else SCHEMA
+        begin(self.stream, ONLINE_SCHEMA if self.online else data_schema)
         self._write()
 
     def on_update(self, update: Update) -> None:
-        self._append(
-            "train",
-            update.number,
-            update.examples,
-            update.table,
-            n_updates_before=update.number - 1,
-            drawn=update.drawn,
-        )
+        self._append("train", update.number, update.examples, update.table, drawn=update.drawn)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        n_updates = evaluation.n_updates
         if evaluation.examples:  # an online run may have prompts without pairs
-            self._append("eval", n_updates, evaluation.examples, evaluation.table, n_updates_before=n_updates)
+            self._append("eval", evaluation.n_updates, evaluation.examples, evaluation.table)
         if self.rows >= GROWTH * self.parquet_rows:
             self._write()
 
@@ -91,21 +84,25 @@ class Ledger(Appender):
         examples: Sequence[Example],
         table: Mapping[str, torch.Tensor],
         *,
-        n_updates_before: int,
         drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
         """Append the examples of an update or evaluation.
 
-        `update` is the value of that column (docs/metrics.md).
+        `update` is the value of that column (docs/metrics.md): an update's own number, or an evaluation's number of
+        updates before it.
         """
         from dpo.analysis.ledger_file import DRAWN, append
 
         n_rows = len(examples)
+        n_updates_before = update - 1 if split == "train" else update
         updates_per_epoch = self.context.data.report.examples_per_epoch // self.context.plan.data.batch_size
         tokens_by_role = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
 
-        def pick(metric: str, role: str) -> list[float | None] | None:
-            """Values of a metric; None for examples without this role."""
+        def select(metric: str, role: str) -> list[float | None] | None:
+            """Select a metric's values, None for examples without the role.
+
+            None if the metric was not measured.
+            """
             if metric not in table:
                 return None
             values = table[metric].tolist()
@@ -118,10 +115,10 @@ class Ledger(Appender):
             "update": [update] * n_rows,
             "epoch": [n_updates_before // updates_per_epoch] * n_rows,
             "split": [split] * n_rows,
-            "policy_chosen": pick(f"{score}_{split}/chosen", "chosen"),
-            "policy_rejected": pick(f"{score}_{split}/rejected", "rejected"),
-            "reference_chosen": pick("reference/chosen", "chosen"),
-            "reference_rejected": pick("reference/rejected", "rejected"),
+            "policy_chosen": select(f"{score}_{split}/chosen", "chosen"),
+            "policy_rejected": select(f"{score}_{split}/rejected", "rejected"),
+            "reference_chosen": select("reference/chosen", "chosen"),
+            "reference_rejected": select("reference/rejected", "rejected"),
             "chosen_tokens": [n_tokens.get("chosen") for n_tokens in tokens_by_role],
             "rejected_tokens": [n_tokens.get("rejected") for n_tokens in tokens_by_role],
             "truncated": [example.truncated for example in examples],
@@ -129,7 +126,8 @@ class Ledger(Appender):
             "margin": table.get(f"rewards_{split}/margins"),
         }
         if self.weighted:
-            columns |= {"weight": [e.weight for e in examples], "offset": [e.margin for e in examples]}
+            columns["weight"] = [example.weight for example in examples]
+            columns["offset"] = [example.margin for example in examples]
         if self.online:
             drawn_rows = [_make_drawn_row(drawn[i]) if i in drawn else {} for i in range(n_rows)]
             columns |= {name: [row.get(name) for row in drawn_rows] for name in DRAWN.names}

@@ -31,12 +31,15 @@ def table(title: str, metrics: Mapping[str, float]) -> str:
 
     A standard error, whose name ends in `_se`, is on the line of its metric.
     """
-    errors = {f"{name}_se": name for name in metrics if f"{name}_se" in metrics}
-    notes = {name: f" (SE {metrics[error_name]:.2g})" for error_name, name in errors.items()}
-    shown = {name: value for name, value in metrics.items() if name not in errors}
-    width = max(map(len, shown), default=0)
-    rows = [f"  {name:<{width}}  {value:>10.5g}{notes.get(name, '')}" for name, value in shown.items()]
-    return "\n".join([f"{title}:", *rows])
+    error_names = {f"{name}_se" for name in metrics}
+    names = [name for name in metrics if name not in error_names]
+    width = max(map(len, names), default=0)
+    lines = [f"{title}:"]
+    for name in names:
+        error = metrics.get(f"{name}_se")
+        note = "" if error is None else f" (SE {error:.2g})"
+        lines.append(f"  {name:<{width}}  {metrics[name]:>10.5g}{note}")
+    return "\n".join(lines)
 
 
 def _shows_bars() -> bool:
@@ -64,7 +67,7 @@ class Task:
         self, what: str, *, total: int, done: int, item_size: int | None, examples: int | None, bar: Any
     ) -> None:
         self.what, self.total, self.done, self.item_size, self.bar = what, total, done, item_size, bar
-        self.examples = examples or total * (item_size or 0)
+        self.examples = examples or total * (item_size or 0)  # shown only if the size is known
         self.item_fraction, self.note = 0.0, ""  # of the current item: the fraction that is done, and a text
         self.start_time, self.done_at_start = time.monotonic(), done
         self.nested_seconds = 0.0  # spent in tasks inside this one, such as evaluations between updates
@@ -127,22 +130,22 @@ class Progress(Callback):
     def over(self, items: Iterable, *, total: int, what: str, examples: int | None = None) -> Iterator:
         """Iterate over the items of a task."""
         with self._showing(what, total=total, examples=examples) as task:
-            for task.done, item in enumerate(items):
+            for item in items:
                 yield item
-                task.done, task.item_fraction, task.note = task.done + 1, 0.0, ""
+                task.done += 1
+                task.item_fraction, task.note = 0.0, ""
                 self._show(task)
 
     def on_update(self, update: Update) -> None:
         if self.silent:
             return
         metrics, task = update.metrics, self._open[-1]
-        parts = [
-            f"{label} {compact(metrics[name], digits)}"
-            for name, (label, digits) in SHOWN_METRICS.items()
-            if name in metrics
-        ]
-        task.done, task.item_fraction = update.number, 0.0
-        task.note = "  ".join([*parts, f"{compact(metrics['examples_per_second'])} ex/s"])
+        parts = []
+        for name, (label, digits) in SHOWN_METRICS.items():
+            if name in metrics:
+                parts.append(f"{label} {compact(metrics[name], digits)}")
+        parts.append(f"{compact(metrics['examples_per_second'])} ex/s")
+        task.done, task.item_fraction, task.note = update.number, 0.0, "  ".join(parts)
         if self.show_bar:
             self._draw(task)
         elif time.monotonic() - self._last_update_line >= self.interval:
@@ -203,8 +206,10 @@ class Progress(Callback):
     def _show(self, task: Task) -> None:
         if self.show_bar:
             self._draw(task)
-        elif task.seconds_left() != 0 and task.is_line_due():  # a task that is done needs no line
-            is_first_estimate = task.last_line_time is None and task.seconds_left() is not None
+            return
+        seconds_left = task.seconds_left()
+        if seconds_left != 0 and task.is_line_due():  # a task that is done needs no line
+            is_first_estimate = task.last_line_time is None and seconds_left is not None
             task.last_line_time = time.monotonic()
             self.line(f"{task} at the rate so far" if is_first_estimate else str(task))
 

@@ -79,7 +79,7 @@ class WandbLogger(Callback):
         offline_reason = None
         try:
             has_mode, has_terminal = bool(os.environ.get("WANDB_MODE")), bool(sys.stdin and sys.stdin.isatty())
-            # otherwise wandb itself obeys the mode, or asks for a key on the terminal
+            # with a mode wandb itself obeys that, and on a terminal it asks for a key
             if not (has_mode or has_terminal or wandb.login(prompt=False)):
                 offline_reason = "no API key and no terminal to ask for one"
             run = init(mode="offline" if offline_reason else None)
@@ -101,11 +101,8 @@ class WandbLogger(Callback):
         self._send(evaluation.metrics, examples=examples, updates=evaluation.n_updates)
         tables = {}
         for model in ("policy", "reference"):
-            rows = [
-                [examples, sample.prompt, getattr(sample, model)]
-                for sample in evaluation.samples
-                if getattr(sample, model) is not None
-            ]
+            rows = [[examples, sample.prompt, getattr(sample, model)] for sample in evaluation.samples]
+            rows = [row for row in rows if row[-1] is not None]
             if rows:
                 tables[f"{model}_samples"] = self._table(columns=["step", "prompt", "sample"], data=rows)
         if tables:

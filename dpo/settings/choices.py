@@ -21,11 +21,15 @@ def explain_unknown(key: str, value: str, names: Collection[str]) -> str:
     by_lower_case = {name.lower(): name for name in sorted(names)}
     lower = value.lower()
     similar = [lower] if lower in by_lower_case else difflib.get_close_matches(lower, by_lower_case, n=MAX_SUGGESTED)
-    suggestion = f"did you mean {join_with_or([by_lower_case[name] for name in similar])}?" if similar else ""
+    question = ""
+    if similar:
+        question = f"did you mean {join_with_or([by_lower_case[name] for name in similar])}?"
     if len(names) <= MAX_LISTED:
-        return f"{key}={value} is not one of {', '.join(sorted({*names}))}" + (f": {suggestion}" if similar else "")
+        sentence = f"{key}={value} is not one of {', '.join(sorted({*names}))}"
+        return f"{sentence}: {question}" if question else sentence
     command = f"`ls config/{key.removesuffix('.name')}` shows all {len(names)}"
-    return f"{key}={value} does not exist" + (f": {suggestion} {command}" if similar else f"; {command}")
+    sentence = f"{key}={value} does not exist"
+    return f"{sentence}: {question} {command}" if question else f"{sentence}; {command}"
 
 
 def join_with_or(words: Sequence[str]) -> str:
@@ -79,27 +83,31 @@ SCHEDULES = ("constant", "linear", "cosine")
 LR_SCALINGS = ("none", "linear", "sqrt")
 NAN_POLICIES = ("raise", "skip")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
-# fields of custom data. A form is the fields of one record; FORMS has those from which each kind of examples is made
-PAIR_FIELDS, TARGET_FIELDS, CHAT_FIELDS = ("prompt", "chosen", "rejected"), ("prompt", "completion"), ("messages",)
+# the forms of custom data: each is the fields of one record
+PAIR_FIELDS = ("prompt", "chosen", "rejected")
 CHAT_PAIR_FIELDS = ("messages", "rejected")  # the messages end with the chosen response
+TARGET_FIELDS = ("prompt", "completion")
+CHAT_FIELDS = ("messages",)
 PROMPT_FIELDS = ("prompt",)
-LABEL_FIELDS, LABELLED_CHAT_FIELDS = ("prompt", "completion", "label"), ("messages", "label")
-SCORED_FIELDS, RANKED_FIELDS = ("prompt", "responses", "scores"), ("prompt", "responses")
-FORMS: dict[str, tuple[tuple[str, ...], ...]] = {  # by `trains_on` of a loss, and for prompts that a policy answers
+LABEL_FIELDS = ("prompt", "completion", "label")
+LABELLED_CHAT_FIELDS = ("messages", "label")
+SCORED_FIELDS = ("prompt", "responses", "scores")
+RANKED_FIELDS = ("prompt", "responses")
+# the forms from which examples can be made, by what a loss trains on; "prompts" are those that a policy answers
+FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pairs": (PAIR_FIELDS, CHAT_PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS),
     "prompts": (PAIR_FIELDS, CHAT_PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS, PROMPT_FIELDS),
     "targets": (PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS, TARGET_FIELDS, CHAT_FIELDS),
     "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),  # pairs with `unpair`
     "lists": (SCORED_FIELDS, RANKED_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),
 }
-SYSTEM = "system"  # the field of a system turn, which the records of any form may have
+# fields that the records of any form may have too; the config may say that they have no column
+SYSTEM = "system"  # a system turn
+TOOLS = "tools"  # the tools that a chat may call
+NUMBER_FIELDS = ("weight", "margin")
+OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)
+FIELDS = (*dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form), *OPTIONAL_FIELDS)
 PROMPT_PARTS = ("input", "history")  # of a prompt in Alpaca's data, beside the instruction
-TOOLS = "tools"  # the field of the tools that a chat may call, which records may have too
-NUMBER_FIELDS = ("weight", "margin")  # and these
-FIELDS = (
-    *dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form),
-    *(SYSTEM, TOOLS, *NUMBER_FIELDS),
-)
 DATA_FORMATS = (  # of custom data, in the order in which they are tried
     "hh", "trl_standard", "trl_conversational", "trl_implicit", "ultrafeedback", "openrlhf", "alpaca", "sharegpt",
     "axolotl_chat_template", "axolotl_prompt_pairs", "axolotl_intel", "axolotl_argilla", "axolotl_icr",

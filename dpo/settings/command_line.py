@@ -89,10 +89,10 @@ class CommandLine(NamedTuple):
         """Arguments for Hydra; those of a sweep also list the fixed keys."""
         if not self.is_sweep:
             return [*self.options, *self.overrides, *self.search_path]
-        swept_keys = {parse_key(override) for override in self.overrides if _split_sweep(override) is not None}
+        swept_keys = {parse_key(override) for override in self.overrides if _split_sweep(override)}
         fixed_keys = [key for key in map(parse_key, self.overrides) if key not in swept_keys]
-        # Hydra first applies the fixed overrides without the swept ones. With `-m loss=dpo,ipo loss.beta=1`, it would
-        # refuse loss.beta for the default loss, which has none, unless `++` adds it
+        # Hydra first applies the fixed overrides without the swept ones. With `-m loss=dpo,ipo loss.beta=1`, the loss
+        # is then the default one, which has no beta, and Hydra refuses loss.beta unless `++` adds it
         swept_groups = tuple(f"{key}." for key in swept_keys)
         overrides = [
             f"++{override}" if override.startswith(swept_groups) and parse_key(override) in fixed_keys else override
@@ -203,22 +203,27 @@ def find_line_problems(line: CommandLine) -> list[str]:
     problem = _find_spaced_override(line.overrides)
     if problem is not None:
         return [problem]
-    problems = [problem for override in line.overrides if (problem := refuse_hydra_key(override)) is not None]
-    problems += [f"{o}: glob() does not work here; name the options" for o in line.overrides if GLOB.search(o)]
-    if line.is_sweep:
-        problems += [
-            f"{parse_key(o)} holds a secret, and a sweep writes its command line to disk: give it as '${{oc.env:NAME}}'"
-            for o in line.overrides
-            if secrets_in([o]) or redact(o) != o
-        ]
-    if line.config_dir is not None and not problems:
-        problems = [*_find_unusable_files(line, Path(line.config_dir))]
+    problems = []
+    for override in line.overrides:
+        refusal = refuse_hydra_key(override)
+        if refusal is not None:
+            problems.append(refusal)
+        if GLOB.search(override):
+            problems.append(f"{override}: glob() does not work here; name the options")
+        if line.is_sweep and (secrets_in([override]) or redact(override) != override):
+            problems.append(
+                f"{parse_key(override)} holds a secret, and a sweep writes its command line to disk: give it as "
+                f"'${{oc.env:NAME}}'"
+            )
+    directories = [CONFIG_DIR]
+    if line.config_dir is not None:
+        directories.append(Path(line.config_dir))
+        problems = problems or list(_find_unusable_files(line, Path(line.config_dir)))
     if problems or line.only_shows:
         return problems
-    overrides = [_take_first_job(o) for o in line.overrides] if line.is_sweep else line.overrides
-    directories = [CONFIG_DIR] if line.config_dir is None else [CONFIG_DIR, Path(line.config_dir)]
+    overrides = [_take_first_job(override) for override in line.overrides] if line.is_sweep else line.overrides
     with hydra.initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
-        return _find_refused(overrides, line.search_path, directories)
+        return _find_composition_problems(overrides, line.search_path, directories)
 
 
 def _find_spaced_override(overrides: list[str]) -> str | None:
@@ -236,9 +241,10 @@ def refuse_hydra_key(override: str) -> str | None:
     Returns None for an override that is not refused, or that does not set Hydra's own keys.
     """
     key = parse_key(override)
-    is_hydras = re.split("[@./]", key)[0] == "hydra" or "@hydra" in key
+    if re.split("[@./]", key)[0] != "hydra" and "@hydra" not in key:
+        return None
     is_allowed = key in ALLOWED_HYDRA_KEYS or key.startswith(("hydra.launcher.", "hydra.sweeper."))
-    if not is_hydras or (is_allowed and "_target_" not in override):
+    if is_allowed and "_target_" not in override:
         return None
     return (
         f"{key} may not be set, as Hydra's own keys can name code to run: the only ones that may be set are "
@@ -246,10 +252,10 @@ def refuse_hydra_key(override: str) -> str | None:
     )
 
 
-def _find_refused(overrides: list[str], search_path: list[str], directories: list[Path]) -> list[str]:
-    """Explain refused overrides, and the problems of the other values.
+def _find_composition_problems(overrides: list[str], search_path: list[str], directories: list[Path]) -> list[str]:
+    """Explain the overrides that Hydra refuses, and problems of other values.
 
-    The config files are in `directories`. The list is empty if Hydra refuses none.
+    The config files are in `directories`. The list is empty if Hydra refuses no override.
     """
     try:
         _compose([*search_path, *overrides])
@@ -283,7 +289,7 @@ def _add_one_by_one(
             _compose([*accepted, override])
             accepted.append(override)
         except COMPOSITION_ERRORS as error:
-            refused[key] = _explain(override, error, directories)
+            refused[key] = _explain_refusal(override, error, directories)
     return accepted, refused
 
 
@@ -325,26 +331,24 @@ class GuardedLoader(ConfigLoaderImpl):
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
     ) -> DictConfig:
         config = super().load_configuration(config_name, overrides, *args, **kwargs)
-        if any(parse_key(override) == SEARCH_PATH for override in overrides):
-            hydra_overrides = [o for o in overrides if parse_key(o).startswith("hydra") and parse_key(o) != SEARCH_PATH]
-            try:
-                without_files = super().load_configuration(config_name, hydra_overrides, *args, **kwargs)
-            except COMPOSITION_ERRORS:  # one of these overrides chooses a file of the user
-                without_files = super().load_configuration(config_name, [], *args, **kwargs)
-            values_without_files = _find_code_values(without_files)
-            on_command_line = {*ALLOWED_HYDRA_KEYS, *map(parse_key, overrides)}
-            set_by_files = [
-                key
-                for key, value in _find_code_values(config).items()
-                if values_without_files.get(key, ABSENT) != value and key not in on_command_line
-            ]
-            exit_on(
-                [
-                    f"--config-dir: {key} may not be set in a config file, as it can name code to run"
-                    + ("; give it on the command line" if key in OUR_CODE_KEYS else "")
-                    for key in set_by_files
-                ]
-            )
+        keys = [parse_key(override) for override in overrides]
+        if SEARCH_PATH not in keys:  # no --config-dir
+            return config
+        hydra_overrides = [o for o in overrides if parse_key(o).startswith("hydra") and parse_key(o) != SEARCH_PATH]
+        try:
+            without_files = super().load_configuration(config_name, hydra_overrides, *args, **kwargs)
+        except COMPOSITION_ERRORS:  # one of these overrides chooses a file of the user
+            without_files = super().load_configuration(config_name, [], *args, **kwargs)
+        values_without_files = _find_code_values(without_files)
+        problems = []
+        for key, value in _find_code_values(config).items():
+            is_changed = value != values_without_files.get(key, ABSENT)
+            if is_changed and key not in (*ALLOWED_HYDRA_KEYS, *keys):
+                advice = "; give it on the command line" if key in OUR_CODE_KEYS else ""
+                problems.append(
+                    f"--config-dir: {key} may not be set in a config file, as it can name code to run{advice}"
+                )
+        exit_on(problems)
         return config
 
 
@@ -356,19 +360,21 @@ def _find_code_values(config: DictConfig) -> dict[str, Any]:
     return code_values | {key: value for key, value in dotted(values) if key in OUR_CODE_KEYS and value}
 
 
-def _explain(override: str, error: Exception, directories: list[Path]) -> str:
+def _explain_refusal(override: str, error: Exception, directories: list[Path]) -> str:
     """Explain why Hydra refuses an override."""
     key, equals, value = override.lstrip("+~").partition("=")
     if not equals and not override.startswith("~"):
         return f"{override} is not an override: write NAME=VALUE"
     options = sorted(file.stem for directory in directories for file in (directory / key).glob("*.yaml"))
     if options and value not in options:
+        if path_explanation := _explain_path(key, value):
+            return path_explanation
         hint = f"; a model of the Hub is model.name_or_path={value}" if key == "model" else ""
-        return _explain_path(key, value) or explain_unknown(key, value, options) + hint
+        return f"{explain_unknown(key, value, options)}{hint}"
     message = f"{error}{error.__cause__}"
     if "is not in struct" in message:
-        full_key = re.search(r"full_key: ([\w.]+)", message)  # the absent key, which may be inside the value
-        key = full_key[1] if full_key else key
+        if full_key := re.search(r"full_key: ([\w.]+)", message):
+            key = full_key[1]  # the absent key, which may be inside the value
         if key.startswith(WEIGHTS):
             return find_value_problem(key, value, KEYS) or f"{override} is not a valid override"
         return _explain_absent_key(key, directories[0])
@@ -410,7 +416,7 @@ def _quote(value: str) -> str | None:
 
 
 def _explain_path(group: str, value: str) -> str | None:
-    """Explain that another key takes the path or Hub id."""
+    """Explain which key takes the PATH of `group=PATH`."""
     if "/" not in value and not Path(value).is_dir():
         return None
     if group == "lora":
@@ -427,14 +433,16 @@ def _explain_path(group: str, value: str) -> str | None:
 
 def _take_first_job(override: str) -> str:
     """Reduce `loss.beta=0.1,0.5` to `loss.beta=0.1`."""
-    parts = _split_sweep(override)
-    return override if parts is None else f"{override.split('=', 1)[0]}={next(parts)}"
+    values = _split_sweep(override)
+    return f"{override.split('=', 1)[0]}={values[0]}" if values else override
 
 
-def _split_sweep(override: str) -> Iterator[str] | None:
-    """Split a swept override into its values; None without a sweep."""
+def _split_sweep(override: str) -> list[str]:
+    """Split a swept override into its values; [] without a sweep."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return None  # `_find_refused` explains it
-    return parsed.sweep_string_iterator() if parsed.is_sweep_override() and not GLOB.search(override) else None
+        return []  # `_explain_refusal` says why
+    if GLOB.search(override) or not parsed.is_sweep_override():
+        return []
+    return list(parsed.sweep_string_iterator())

@@ -23,16 +23,18 @@ UNRESOLVED = object()  # stands for a value that depends on an invalid value of 
 
 
 def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path | None = None) -> DictConfig:
-    """Fill in the defaults of keys that a config lacks.
+    """Fill in a config's missing keys with the defaults in `config/`.
 
-    Their values are the defaults in `config/`. `run_dir`, if given, is the default of `local_run_dir`.
+    `run_dir`, if given, is the default of `local_run_dir`.
     """
     config = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
     defaults = load_defaults(**options_in(config))
     if run_dir is not None:
         defaults["local_run_dir"] = str(run_dir)
     missing = _find_missing(OmegaConf.to_container(config), defaults)
-    filled: Any = OmegaConf.merge(missing, config) if missing else config
+    if not missing:
+        return config
+    filled: Any = OmegaConf.merge(missing, config)
     return filled
 
 
@@ -93,8 +95,8 @@ def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
 def flatten(config: DictConfig) -> dict[str, Any]:
     """Map dotted keys to plain values; `dataset_sources` is one value.
 
-    '???' stays as it is, and so does an interpolation that cannot be resolved. But if it fails because of another key's
-    value, its value is UNRESOLVED, as that value is a problem of its own.
+    '???' stays as it is. So does an interpolation of keys that do not exist. An interpolation that fails although its
+    keys exist becomes UNRESOLVED: the value of one of these keys is wrong, and is reported itself.
     """
     values: Any = OmegaConf.to_container(config, resolve=False)
     open_mappings = {key: values.pop(key) for key in OPEN_MAPPINGS if key in values}

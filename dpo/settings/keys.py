@@ -174,7 +174,7 @@ KEEP, CHANGE, PER_RUN = Resume
 class Key(NamedTuple):
     """The values that a key may have, and whether they may change."""
 
-    spec: str  # for `read_rule`
+    spec: str  # of its values, for `read_rule`
     resume: Resume
     choices: Collection[str] = ()  # the values that a key of kind "name" may have
     how_to_set: str = ""  # advice for a key without a value; "": give KEY=VALUE
@@ -188,9 +188,10 @@ class Problem(NamedTuple):
 
 
 def make_option_key(default: Any) -> Key:
-    """Make the key of a loss's option that KEYS lacks.
+    """Make the entry for a loss's option that KEYS lacks.
 
-    Its values have the type of the default in `config/loss`; '???', which means no default, stands for a number.
+    The option takes values of the type of its default in `config/loss`. An option without a default ('???') is a
+    number.
     """
     if isinstance(default, bool):
         return Key("flag", KEEP)

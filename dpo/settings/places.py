@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dpo.errors import InputError
-from dpo.settings.choices import DATA_FORMATS, FIELDS
+from dpo.settings.choices import DATA_FORMATS, FIELDS, OPTIONAL_FIELDS, join_with_or
 from dpo.settings.files import load_defaults
 from dpo.settings.keys import Problem, is_text
 
@@ -33,7 +33,8 @@ class Source:
 
     path: str
     revision: str | None = None  # of a Hub id: a branch, tag or commit
-    columns: Mapping[str, str] = field(default_factory=dict)  # maps fields of choices.FIELDS to the source's columns
+    # maps fields of choices.FIELDS to the source's columns, and those without a column to None
+    columns: Mapping[str, str | None] = field(default_factory=dict)
     format: str | None = None  # one of choices.DATA_FORMATS; None: recognized
 
     @classmethod
@@ -60,24 +61,28 @@ class Source:
             raise InputError(f"{key}.format={data_format} is not one of {', '.join(DATA_FORMATS)}")
         if columns and data_format:
             raise InputError(f"{key} has columns={columns} and format={data_format}, which names columns too: give one")
-        if not isinstance(columns, Mapping) or set(columns) - set(FIELDS) or not all(map(is_text, columns.values())):
+        if (
+            not isinstance(columns, Mapping)
+            or set(columns) - set(FIELDS)
+            or not all(is_text(column) or (column is None and of in OPTIONAL_FIELDS) for of, column in columns.items())
+        ):
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to the names of your columns, such as "
-                f"{{prompt: question, chosen: best}}"
+                f"{{prompt: question, chosen: best}}, or {join_with_or(OPTIONAL_FIELDS)} to null for none"
             )
         return cls(str(value["path"]), value.get("revision"), columns, data_format)
 
     @property
-    def reading(self) -> Mapping[str, str]:
-        """A JSON value that says how records are read."""
+    def reading(self) -> Mapping[str, str | None]:
+        """How records are read: format or columns, as a JSON value."""
         return {"format": self.format} if self.format else dict(self.columns)
 
     @property
     def local(self) -> Path | None:
-        """The local path; None if this may be a Hub id."""
+        """The local path; None if it may be a Hub id."""
         path = Path(os.path.expanduser(self.path))
-        is_no_hub_id = self.path.startswith(("/", ".", "~")) or self.path.count("/") > 1 or find_suffix(self.path) != ""
-        return path if is_no_hub_id or os.path.exists(path) else None
+        is_path = self.path.startswith(("/", ".", "~")) or self.path.count("/") > 1 or find_suffix(self.path) != ""
+        return path if is_path or path.exists() else None
 
     @property
     def has_no_splits(self) -> bool:
@@ -98,9 +103,9 @@ def list_built_in() -> tuple[str, ...]:
 
 
 def name_datasets(datasets: str | Sequence[str], sources: Mapping[str, Any]) -> Datasets:
-    """Name every path or Hub id in `datasets` after its last part.
+    """Replace paths and Hub ids in `datasets` by their last parts.
 
-    `sources` is `dataset_sources`; the result has the new names too.
+    `sources` is `dataset_sources`; the result also has the sources of these names.
     """
     names, named_sources, problems = [], dict(sources), []
     values = [datasets] if isinstance(datasets, str) else datasets
@@ -108,7 +113,7 @@ def name_datasets(datasets: str | Sequence[str], sources: Mapping[str, Any]) -> 
         if value in list_built_in() or _has_path(named_sources.get(value)):
             names.append(value)  # it is a name already
             continue
-        local_path, name = Source(value).local, _name_after(value)
+        local_path, name = Source(value).local, _make_name(value)
         if local_path is None and not HUB_ID.fullmatch(value):
             problems.append(
                 f"datasets names {value!r}, which is none of {', '.join(list_built_in())}, and no file or directory: "
@@ -152,18 +157,18 @@ def _has_path(source: Any) -> bool:
 
 
 def seen_from(path: Path) -> str:
-    """Say ` in DIR` of a missing path that is relative."""
+    """Return " in DIR" for a missing relative path, else ""."""
     return "" if path.is_absolute() else f" in {Path.cwd()}"
 
 
-def _name_after(path: str) -> str:
-    """A name for keys: `mine` for `/data/mine.csv.gz` and `somebody/mine`."""
+def _make_name(path: str) -> str:
+    """Make a dataset's name: `mine` for `/data/mine.csv.gz` and `somebody/mine`."""
     name = os.path.basename(os.path.abspath(os.path.expanduser(path)))
     return re.sub(r"[^\w-]", "_", name[: len(name) - len(find_suffix(name))])
 
 
 def place_datasets(config: DictConfig) -> None:
-    """Replace paths in `datasets` by names, and add these to `dataset_sources`."""
+    """Replace paths in `datasets` by names; add these to `dataset_sources`."""
     sources: Any = OmegaConf.to_container(config.dataset_sources)
     datasets: Any = config.datasets if isinstance(config.datasets, str) else list(config.datasets)
     names, named_sources, _ = name_datasets(datasets, sources)

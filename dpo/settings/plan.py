@@ -227,7 +227,8 @@ class Plan:
     compute_dtype: str  # dtype in which the policy computes
     reference_dtype: str
     loss: Loss
-    reference: str | None  # source of the reference's log-probabilities, one of choices.REFERENCES; None: not needed
+    # source of the reference's log-probabilities, one of choices.REFERENCES; None: the loss has no reference
+    reference: str | None
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # number of this machine's GPUs
     run: RunPlan
@@ -255,16 +256,18 @@ class Plan:
 
     @property
     def can_hold_frozen_whole(self) -> bool:
-        """Return whether a base that is whole can equal a separate reference.
+        """Return whether `fsdp_frozen_weights=whole` keeps base and reference equal.
 
-        It is rounded to its compute dtype.
+        It rounds an adapter's base to the dtype in which it computes. A reference that is a second model still equals
+        the base if the base had this dtype before, or if the reference has it.
         """
-        dtypes = self.model.policy_dtype, self.reference_dtype
-        return self.lora is None or self.reference != "model" or self.compute_dtype in dtypes
+        if self.lora is None or self.reference != "model":
+            return True
+        return self.compute_dtype in (self.model.policy_dtype, self.reference_dtype)
 
     @property
     def best(self) -> tuple[str, int]:
-        """The metric that ranks checkpoints: +1 if higher is better, else -1."""
+        """The metric that ranks checkpoints; +1 if higher is better, else -1."""
         return (HELD_OUT_SCORE, +1) if self.online else self.loss.best
 
     @property
@@ -275,8 +278,8 @@ class Plan:
     @property
     def prompts_at_a_time(self) -> int:
         """Number of prompts that a process answers at a time in training."""
-        own = self.online.batch_size if self.online else None
-        return max(1, (own or self.data.eval_batch_size) // self.dims.data_size)
+        batch_size = (self.online and self.online.batch_size) or self.data.eval_batch_size
+        return max(1, batch_size // self.dims.data_size)
 
     @property
     def n_offline(self) -> int:
@@ -335,7 +338,7 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         world_size = rank_env.world_size
     fsdp_dtype = values.get("model.fsdp_policy_mp") if trainer.multi_process else None
     compute_dtype = fsdp_dtype or values.get("model.policy_dtype")
-    loss = _find_loss(_nest_loss_options(values))
+    loss = _find_loss(values)
     reference = _find_reference(values) if loss.reference else None
     # a reference that is not a model of its own computes in the policy's dtype
     reference_dtype = values.get("model.reference_dtype") if reference == "model" else None
@@ -371,14 +374,6 @@ def _read(section: type[Section], values: Mapping[str, Any], prefix: str = "") -
     return section(**{field.name: values.get(prefix + field.name) for field in fields(section)})  # type: ignore[arg-type]
 
 
-def _nest_loss_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under `loss`, with those under `loss.weights` in a mapping."""
-    options = {key.removeprefix("loss."): value for key, value in values.items() if key.startswith("loss.")}
-    weights = {key.removeprefix("weights."): value for key, value in options.items() if key.startswith("weights.")}
-    options = {key: value for key, value in options.items() if key.partition(".")[0] != "weights"}
-    return options | ({"weights": weights} if weights else {})
-
-
 def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
     """Find the trainer; BasicTrainer stands for an unknown name."""
     trainer = _look_up(TRAINERS, values.get("trainer"), BASIC)
@@ -389,29 +384,37 @@ def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
 
 def _find_dims(values: Mapping[str, Any], trainer: TrainerSpec, *, world_size: int | None, gpus: int) -> ParallelDims:
     """Find the numbers of processes; `world_size` is None unless it is decided."""
-    if world_size is None:
-        world_size = (_count(values, "world_size") or max(1, gpus)) if trainer.multi_process else 1
+    if world_size is None and not trainer.multi_process:
+        world_size = 1
+    elif world_size is None:
+        world_size = _read_positive(values, "world_size") or max(1, gpus)
     tensor_size = 1
     if trainer.cuts_layers and trainer.multi_process:
         if values.get("tensor_parallel_size") is None:
             tensor_size = world_size
         else:
-            tensor_size = _count(values, "tensor_parallel_size") or 1  # 1 stands for an invalid value
-    return ParallelDims.of(world_size, shard_size=_count(values, "fsdp_shard_size"), tensor_size=tensor_size)
+            tensor_size = _read_positive(values, "tensor_parallel_size") or 1  # 1 stands for an invalid value
+    return ParallelDims.of(world_size, shard_size=_read_positive(values, "fsdp_shard_size"), tensor_size=tensor_size)
 
 
-def _find_loss(options: Mapping[str, Any]) -> Loss:
-    """Find the loss that the options name.
+def _find_loss(values: Mapping[str, Any]) -> Loss:
+    """Find the loss that `loss.name` names.
 
     DPO stands for an unknown name, and losses that cannot be mixed are left out of a mix: validation reports both.
     """
-    name, weights = options.get("name"), options.get("weights", {})
+    name = values.get("loss.name")
     if not isinstance(name, str) or name not in LOSSES:
         return LOSSES["dpo"]
-    if not weights:
-        return find_loss(options)
-    valid = {loss: weight for loss, weight in weights.items() if loss in LOSSES and LOSSES[loss].can_be_mixed}
-    return find_loss({**options, "weights": valid})
+    options: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
+    for key, value in values.items():
+        group, _, option = key.partition(".")
+        kind, _, loss = option.partition(".")
+        if group == "loss" and kind != "weights":
+            options[option] = value
+        elif group == "loss" and loss in LOSSES and LOSSES[loss].can_be_mixed:
+            weights[loss] = value
+    return find_loss({**options, "weights": weights} if weights else options)
 
 
 def _find_reference(values: Mapping[str, Any]) -> str:
@@ -430,7 +433,7 @@ def _look_up(table: Mapping[str, Any], name: Any, default: Any) -> Any:
     return table.get(name, default) if isinstance(name, str) else default
 
 
-def _count(values: Mapping[str, Any], key: str) -> int | None:
+def _read_positive(values: Mapping[str, Any], key: str) -> int | None:
     """Return a key's value if it is a positive integer, else None."""
     value = values.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

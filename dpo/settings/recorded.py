@@ -46,8 +46,8 @@ def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
     return plan
 
 
-def plan_recorded(config: Mapping[str, Any], *, where: str, keys: tuple[str, ...]) -> Plan:
-    """Make the plan of a config read from the file `where`.
+def plan_recorded(config: Mapping[str, Any], *, keys: tuple[str, ...]) -> Plan:
+    """Make the plan of a config read from a run's `config.yaml`.
 
     Keys that the config lacks get their defaults. Raises InputError if it is not a config, or if a value of `keys` is
     wrong; values of other keys may be wrong.
@@ -55,11 +55,11 @@ def plan_recorded(config: Mapping[str, Any], *, where: str, keys: tuple[str, ...
     try:
         values = flatten(with_defaults(config))
     except OmegaConfBaseException as error:
-        raise InputError(f"{where} is not the config of a run: {one_sentence(error)}") from error
+        raise InputError(f"config.yaml is not the config of a run: {one_sentence(error)}") from error
     plan = make_plan(values)
     sentences = [problem.sentence for problem in find_problems(values, plan) if problem.key in keys]
     if sentences:
-        raise InputError(f"{where}: {'; '.join(sentences)}")
+        raise InputError(f"config.yaml: {'; '.join(sentences)}")
     return plan
 
 

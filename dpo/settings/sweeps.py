@@ -88,9 +88,9 @@ class Sweep:
         `local_dirs`.
         """
         fixed_keys = set(hydra_config.job.config.override_dirname.exclude_keys)  # the same in all jobs
-        keys = {override: parse_key(override) for override in hydra_config.overrides.task}
-        job = Job(hydra_config.job.num, [override for override, key in keys.items() if key not in fixed_keys])
-        has_run_dir = "local_run_dir" in keys.values()
+        overrides = list(hydra_config.overrides.task)
+        job = Job(hydra_config.job.num, [override for override in overrides if parse_key(override) not in fixed_keys])
+        has_run_dir = any(parse_key(override) == "local_run_dir" for override in overrides)
         separator = "/" if has_run_dir else "_"
         config.local_run_dir = f"{os.path.expanduser(config.local_run_dir)}{separator}{job.name}"
         job.directory = Path(config.local_run_dir)
@@ -136,8 +136,9 @@ def as_table(summaries: Sequence[dict[str, Any]]) -> str:
     """Format the summaries of jobs as a table, one row for each."""
     rows = [("job", "overrides", "best evaluation", "directory")]
     for summary in summaries:
-        best = "none"
-        if summary["best"] is not None:
+        if summary["best"] is None:
+            best = "none"
+        else:
             values = ", ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items())
             best = f"{values} after {count(summary['examples'], 'example')}"
         ending = "" if summary["finished"] else " (not finished)"

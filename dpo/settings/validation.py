@@ -43,9 +43,9 @@ WEIGHTS = "loss.weights."
 class Check(NamedTuple):
     """A condition under which a config is refused, or warned about.
 
-    A check with `keys` is made for each of them that is set, which means that it is neither null nor at its default. A
-    check that reads a key without a valid value is skipped, as that value is reported itself. In a sentence, `{lr}` is
-    the value of `lr`, `{KEY}` one of `keys`, `{VALUE}` its value, `{processes}` and `{gpus}` their numbers.
+    A check with `keys` is made once for each of them that is set, that is, neither null nor at its default. A check
+    that reads a key with an invalid value is skipped, as that value is reported itself. In a sentence, `{lr}` is the
+    value of `lr`, `{KEY}` one of `keys`, `{VALUE}` its value, `{processes}` and `{gpus}` their numbers.
     """
 
     is_broken: Callable[[Values, Plan], Any]  # true if the config is refused or warned about
@@ -55,7 +55,10 @@ class Check(NamedTuple):
 
 
 def needs(keys: str, what: str, is_met: Callable[[Values, Plan], Any], level: Level = "warning") -> Check:
-    """Make a check that keys, separated by spaces, have an effect."""
+    """Make a check for keys that have no effect unless `is_met`.
+
+    `keys` are separated by spaces; `what` says what they need. With level "error" such a key is refused.
+    """
     verb = "needs" if level == "error" else "has no effect: it needs"
     return Check(lambda v, p: not is_met(v, p), f"{{KEY}}={{VALUE}} {verb} {what}", level, tuple(keys.split()))
 
@@ -86,7 +89,7 @@ CHECKS = (
           lambda v, p: p.trainer.multi_process and not p.launched),
     needs("collective_timeout_secs", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process),
     needs("fsdp_shard_size", SEVERAL_PROCESSES, lambda v, p: p.trainer.multi_process, "error"),
-    needs("fsdp_reduce_dtype", "several processes that see different examples: trainer=FSDPTrainer",
+    needs("fsdp_reduce_dtype lr_scaling", "several processes that see different examples: trainer=FSDPTrainer",
           lambda v, p: p.dims.data_size > 1),
     needs("fsdp_reshard_after_forward", "processes that share weights: trainer=FSDPTrainer",
           lambda v, p: p.dims.shard_size > 1),
@@ -103,16 +106,12 @@ CHECKS = (
     needs("tensor_parallel_size", "trainer=TensorParallelTrainer",
           lambda v, p: p.trainer.cuts_layers or v["tensor_parallel_size"] == 1, "error"),
     needs("tensor_parallel.backend", "trainer=TensorParallelTrainer", lambda v, p: p.trainer.cuts_layers, "error"),
-    needs("lr_scaling", "several processes that see different examples: trainer=FSDPTrainer",
-          lambda v, p: p.dims.data_size > 1),
     needs("min_lr_ratio", "schedule=linear or schedule=cosine", lambda v, p: v["schedule"] != "constant", "error"),
     needs("tensorboard.enabled save_every keep_checkpoints export", "debug=false", lambda v, p: not v["debug"]),
     needs("wandb.entity wandb.project wandb.group wandb.tags wandb.notes wandb.artifacts",
           "wandb.enabled=true and debug=false", lambda v, p: v["wandb.enabled"] and not v["debug"]),
     needs("n_eval_tokens", "sample_during_eval=true", lambda v, p: v["sample_during_eval"]),
-    needs("model.cache_implementation", "sample_during_eval=true, or online=online",
-          lambda v, p: v["sample_during_eval"] or v["online.name"] == "online"),
-    needs("n_eval_model_samples", "sample_during_eval=true, or online=online",
+    needs("model.cache_implementation n_eval_model_samples", "sample_during_eval=true, or online=online",
           lambda v, p: v["sample_during_eval"] or v["online.name"] == "online"),
     needs("do_first_sampling", "do_first_eval=true and sample_during_eval=true",
           lambda v, p: v["do_first_eval"] and v["sample_during_eval"]),
@@ -362,16 +361,22 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
 def find_problems(values: Values, plan: Plan) -> list[Problem]:
     """List the problems of values by dotted key, and of their plan."""
     keys = _list_keys(values)
-    checkable = {k: value for k, value in values.items() if value is not UNRESOLVED and k != "dataset_sources"}
-    in_order = sorted(checkable, key=lambda key: key.startswith("loss."))  # the loss comes last, as in --cfg job
-    sentences = {key: find_value_problem(key, checkable[key], keys) for key in in_order}
-    invalid = {key: sentence for key, sentence in sentences.items() if sentence is not None}
-    # weights stay even if they are invalid: a check asks which losses a mix names, whatever their weights
-    valid = {k: value for k, value in values.items() if k.startswith(WEIGHTS) or (k in checkable and k not in invalid)}
+    valid: dict[str, Any] = {}
+    invalid: list[Problem] = []
+    for key in sorted(values, key=lambda key: key.startswith("loss.")):  # the loss comes last, as in --cfg job
+        if values[key] is UNRESOLVED or key == "dataset_sources":
+            continue
+        sentence = find_value_problem(key, values[key], keys)
+        if sentence is None:
+            valid[key] = values[key]
+        else:
+            invalid.append(Problem(key, sentence))
+    # a check asks which losses a mix names, even those with invalid weights
+    valid |= {key: value for key, value in values.items() if key.startswith(WEIGHTS)}
     return [
-        *_find_absent(values),
-        *(Problem(key, sentence) for key, sentence in invalid.items()),
-        *_find_broken(valid, plan, "error"),
+        *_find_removed(values),
+        *invalid,
+        *_run_checks(valid, plan, "error"),
         *find_dataset_problems(valid.get("datasets", []), values.get("dataset_sources", {})),
     ]
 
@@ -379,16 +384,18 @@ def find_problems(values: Values, plan: Plan) -> list[Problem]:
 def find_warnings(config: DictConfig, plan: Plan) -> list[str]:
     """List the warnings about a valid config, one sentence each."""
     values = flatten(config)
+    sentences = [problem.sentence for problem in _run_checks(values, plan, "warning")]
     names = name_datasets(values["datasets"], values["dataset_sources"]).names
-    sources = {name for name, source in values["dataset_sources"].items() if source is not None}
-    unused = (
-        f"dataset_sources.{name} has no effect: datasets={','.join(names)} does not name it; datasets=[{name}] does"
-        for name in sorted(sources - set(names))
-    )
-    return [*(problem.sentence for problem in _find_broken(values, plan, "warning")), *unused]
+    for name, source in sorted(values["dataset_sources"].items()):
+        if source is not None and name not in names:
+            used = ",".join(names)
+            sentences.append(
+                f"dataset_sources.{name} has no effect: datasets={used} does not name it; datasets=[{name}] does"
+            )
+    return sentences
 
 
-def _find_broken(values: Values, plan: Plan, level: Level) -> Iterator[Problem]:
+def _run_checks(values: Values, plan: Plan, level: Level) -> Iterator[Problem]:
     """Yield the problems that the checks of a level find."""
     defaults = dict(dotted(load_defaults(**{group: values.get(f"{group}.name") for group in GROUPS})))
     facts = {"processes": plan.dims.world_size, "gpus": plan.gpus}
@@ -414,7 +421,7 @@ def _fill(sentence: str, values: Values) -> str:
     return re.sub(r"\{([\w.]+)\}", lambda match: str(_as_typed(values[match[1]])), sentence)
 
 
-def _find_absent(values: Values) -> Iterator[Problem]:
+def _find_removed(values: Values) -> Iterator[Problem]:
     """Yield a problem for each key that was removed, as with `~KEY`."""
     for key in KEYS:
         if key not in values and not key.startswith(tuple(f"{group}." for group in GROUPS)):
@@ -441,32 +448,32 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
         return _explain_weight(key)
     if key not in keys:
         return explain_unknown_key(key, keys)
-    spec, _, choices, how_to_set = keys[key]
-    rule = read_rule(spec)
+    entry = keys[key]
+    rule = read_rule(entry.spec)
     if value == "???":
-        return f"{key} is not set: {how_to_set or f'give {key}=VALUE'}"
+        return f"{key} is not set: {entry.how_to_set or f'give {key}=VALUE'}"
     if isinstance(value, str) and "${" in value:
-        return f"{key}={value} cannot be resolved: {how_to_set or 'no such key or resolver'}"
+        return f"{key}={value} cannot be resolved: {entry.how_to_set or 'no such key or resolver'}"
     if not rule.holds(value):
         return f"{key}={_as_typed(value)} must be {rule.wanted}"
-    if choices and value is not None and value not in choices:
-        return explain_unknown(key, value, choices)
+    if entry.choices and value is not None and value not in entry.choices:
+        return explain_unknown(key, value, entry.choices)
     return None
 
 
 def _explain_weight(key: str) -> str:
     """Explain why a key under `loss.weights` names no loss of a mix."""
     name = key.removeprefix(WEIGHTS)
-    kind = LOSSES[name].trains_on if name in LOSSES else ""
-    if name in LOSSES and LOSSES[name].scalar_head:
-        reason = f"{name} trains a reward model and a mix a policy, so it is trained alone, as loss={name}"
-    elif kind in ("labels", "lists"):
-        reason = f"{name} trains on {kind} and a mix on pairs, so it is trained alone, as loss={name}"
-    elif name in LOSSES and LOSSES[name].batch_statistic is not None:
-        reason = f"{name} compares the examples of a batch with each other, so it is trained alone, as loss={name}"
-    else:
-        reason = f"no loss is called {name}"
-    return f"{key}: {reason}; a mix adds up {_list_losses(lambda loss: loss.can_be_mixed)}"
+    loss = LOSSES.get(name)
+    reason = ""
+    if loss is not None and loss.scalar_head:
+        reason = f"{name} trains a reward model and a mix a policy"
+    elif loss is not None and loss.trains_on in ("labels", "lists"):
+        reason = f"{name} trains on {loss.trains_on} and a mix on pairs"
+    elif loss is not None and loss.batch_statistic is not None:
+        reason = f"{name} compares the examples of a batch with each other"
+    explanation = f"{reason}, so it is trained alone, as loss={name}" if reason else f"no loss is called {name}"
+    return f"{key}: {explanation}; a mix adds up {_list_losses(lambda loss: loss.can_be_mixed)}"
 
 
 def explain_unknown_key(key: str, known: Collection[str]) -> str:

@@ -25,10 +25,7 @@ DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of NVIDIA's driver, of the
 
 
 def is_rank_0() -> bool:
-    """Return whether this process has rank 0, by its environment.
-
-    Without a launcher it has.
-    """
+    """Return whether no launcher gave this process a rank above 0."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
@@ -113,8 +110,8 @@ def without_collecting_garbage() -> Iterator[None]:
 def never_collect_imports() -> None:
     """Exempt the objects that exist now from garbage collection.
 
-    It is called after a run's imports. Later calls do nothing, as they would also exempt garbage of a sweep's earlier
-    runs.
+    Call it after a run's imports. In a sweep only the first call has an effect, as a later one would also exempt the
+    garbage of earlier runs.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
@@ -168,7 +165,7 @@ class HostMemory(NamedTuple):
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
-    """The machine's memory, within the limits of this process's cgroups."""
+    """The machine's memory, or what cgroups allow this process of it."""
     meminfo = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())  # values such as "1024 kB"
     total, available = (int(meminfo[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     for line in (proc / "self/cgroup").read_text().splitlines():
@@ -205,7 +202,7 @@ def count_gpus(devices: tuple[str, ...] = DEVICES) -> int:
 
 
 def list_own_gpus(*, multi_process: bool) -> list[int]:
-    """The GPUs of this process: one if there are others, else all."""
+    """The GPUs of this process: its own under `multi_process`, else all."""
     import torch
 
     return [torch.cuda.current_device()] if multi_process else list(range(torch.cuda.device_count()))

@@ -69,13 +69,13 @@ def launch(
     raise_open_file_limit()
     rank_env = find_rank_env()
     if rank_env is not None:
-        status, message = _work(rank_env, worker, args, timeout_secs)
+        status, message = _run_in_group(rank_env, worker, args, timeout_secs)
         if status == BAD_INPUT and rank_env.rank != 0:
             # rank 0 may have the same error; the launcher ends this process once rank 0 has reported it
             time.sleep(GRACE_SECS)
         if message:
             print(redact(f"error: {message}" if status == BAD_INPUT else message), file=sys.stderr, flush=True)
-        _leave(status)
+        _exit_now(status)
     elif not process_group:
         keep_freed_memory()
         worker(0, 1, *args)
@@ -204,8 +204,8 @@ def init_distributed(
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, store=store, device_id=device)
 
 
-def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
-    """Run the worker in the process group; return exit status and message.
+def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_secs: float) -> tuple[int, str]:
+    """Run the worker in a process group; return exit status and message.
 
     The message is "" for a worker that is done. A rank that fails, or that loses contact to another rank, records this
     in the store.
@@ -237,8 +237,10 @@ def _work(rank_env: RankEnv, worker: Callable[..., None], args: tuple, timeout_s
         status, message = 0, ""
         try:
             worker(rank, rank_env.world_size, *args)
-        except Stopped as stopped:  # raised on all ranks, but said by one
-            status, message = stopped.status, str(stopped) if rank == 0 else ""
+        except Stopped as stopped:
+            status = stopped.status
+            if rank == 0:  # all ranks stop, and one says so
+                message = str(stopped)
         dist.destroy_process_group()
         return status, message
     except InputError as error:
@@ -288,8 +290,8 @@ def _name_ranks(ranks: list[int]) -> str:
     return " and ".join(f"rank {rank}" for rank in ranks)
 
 
-def _leave(status: int) -> None:
-    """Exit now, without finalizing the interpreter.
+def _exit_now(status: int) -> None:
+    """Exit without finalizing the interpreter.
 
     Other threads may be stuck in a collective, or may still free the tensors of the last collectives. A thread that
     needs the interpreter while it is being finalized would abort the process.
@@ -309,10 +311,10 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
     if os.getppid() != parent:  # the parent has ended before the call above
         os._exit(FAILED)
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
-    status, message = _work(rank_env, worker, args, timeout_secs)
+    status, message = _run_in_group(rank_env, worker, args, timeout_secs)
     # the parent reads after this process has exited, so the message must fit into the pipe's buffer
     pipe.send(message[-20_000:])
-    _leave(status)
+    _exit_now(status)
 
 
 # --- in the parent -------------------------------------------------------------------------------------------------
@@ -342,7 +344,7 @@ def _spawn(worker: Callable[..., None], world_size: int, args: tuple, *, port: i
             if workers.stop_signals:  # a signal that came while a worker was starting did not reach this worker
                 workers.terminate()
             workers.wait()
-        del store  # kept until here, as the workers need its server until they end
+        del store  # not before, as the workers need its server until they end
     finally:
         for process in workers.processes:
             process.kill()
@@ -401,35 +403,40 @@ class _Workers:
         """
         running = self._wait_for_exits()
         outcomes = {*self._outcomes.values()}
-        if Outcome.STOPPED in outcomes and Outcome.FAILED not in outcomes:
-            all_stopped = not running and Outcome.LOST_CONTACT not in outcomes
-            # once the run was asked to stop, other workers may still wait for stopped ones in uninterruptible calls
-            if all_stopped or self.stop_signals:
-                raise Stopped(*self.stop_signals[:1])
         if not running and outcomes <= {Outcome.DONE}:
             return
-        if outcomes <= {Outcome.DONE, Outcome.LOST_CONTACT}:
+        if Outcome.STOPPED in outcomes and Outcome.FAILED not in outcomes:
+            if self.stop_signals:  # then workers that did not stop may be waiting for stopped ones, and are no failure
+                raise Stopped(self.stop_signals[0])
+            if not running and Outcome.LOST_CONTACT not in outcomes:
+                raise Stopped
+        if not outcomes & {Outcome.STOPPED, Outcome.FAILED}:
             for process in running.values():  # at least one of them hangs: make them print their stacks
                 os.kill(process.pid, signal.SIGABRT)
             wait_for_any([process.sentinel for process in running.values()], GRACE_SECS)
-        raise self._explain(stuck=sorted(running))
+        raise self._make_error(stuck=sorted(running))
 
     def _wait_for_exits(self) -> dict[int, Any]:
         """Wait until all workers have exited, or time is up.
 
         Once a worker has exited, the others get a limited time. Returns the processes that are still running, by rank.
         """
-        start, running, deadline = time.monotonic(), dict(enumerate(self.processes)), None
+        start = time.monotonic()
+        running = dict(enumerate(self.processes))
+        deadline = None
         while running:
             secs_left = None if deadline is None else max(0.0, deadline - time.monotonic())
             exited = wait_for_any([process.sentinel for process in running.values()], secs_left)
             if not exited:
                 break
-            for rank in [rank for rank, process in running.items() if process.sentinel in exited]:
-                running.pop(rank).join()
+            for rank, process in list(running.items()):
+                if process.sentinel not in exited:
+                    continue
+                process.join()
+                del running[rank]
                 self._messages[rank] = _receive(self._pipes[rank])
                 self._outcomes[rank] = self._classify(rank, secs=time.monotonic() - start)
-            deadline = time.monotonic() + self._find_patience()
+            deadline = time.monotonic() + self._find_time_left()
         return running
 
     def _classify(self, rank: int, *, secs: float) -> Outcome:
@@ -446,8 +453,8 @@ class _Workers:
             return Outcome.LOST_CONTACT
         return Outcome.FAILED
 
-    def _find_patience(self) -> float:
-        """The seconds that workers still running now get to exit."""
+    def _find_time_left(self) -> float:
+        """The seconds that workers which still run get to exit."""
         outcomes = self._outcomes.values()
         if Outcome.FAILED in outcomes:
             return FAILURE_SECS
@@ -459,24 +466,24 @@ class _Workers:
             return 2 * GRACE_SECS  # another worker that lost contact waits GRACE_SECS before it exits; twice is safe
         return self.timeout_secs  # exited workers are done, and the others may be in a last collective
 
-    def _explain(self, *, stuck: list[int]) -> Exception:
+    def _make_error(self, *, stuck: list[int]) -> Exception:
         """The exception for a run whose workers did not all finish.
 
         `stuck` has the ranks that never exited.
         """
-        exit_codes = {
-            rank: self.processes[rank].exitcode for rank, outcome in self._outcomes.items() if outcome != Outcome.DONE
-        }
-        failed = [rank for rank in exit_codes if self._outcomes[rank] != Outcome.LOST_CONTACT]
-        if failed:
-            # bad input says more than other failures; otherwise the first worker that exited is the cause
-            rank = next((rank for rank in failed if exit_codes[rank] == BAD_INPUT), failed[0])
+        lost_contact = [rank for rank, outcome in self._outcomes.items() if outcome == Outcome.LOST_CONTACT]
+        failed = [rank for rank, outcome in self._outcomes.items() if outcome in (Outcome.FAILED, Outcome.STOPPED)]
+        for rank in failed:  # bad input says more than other failures
             message = self._messages[rank]
-            if exit_codes[rank] == BAD_INPUT and message:
+            if self.processes[rank].exitcode == BAD_INPUT and message:
                 return InputError(message)
-            return WorkerFailed(message or f"rank {rank} {_describe_exit(exit_codes[rank])}")
+        if failed:
+            cause = failed[0]  # the first worker that exited
+            return WorkerFailed(
+                self._messages[cause] or f"rank {cause} {_describe_exit(self.processes[cause].exitcode)}"
+            )
         abort = "was killed by SIGABRT, as NCCL does when a collective times out"
-        messages = [self._messages[rank] or f"rank {rank} {abort}" for rank in exit_codes]
+        messages = [self._messages[rank] or f"rank {rank} {abort}" for rank in lost_contact]
         if stuck:
             answer = f"did not answer within collective_timeout_secs={self.timeout_secs:g}"
             messages.insert(0, f"{_name_ranks(stuck)} {answer}")

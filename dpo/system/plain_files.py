@@ -71,14 +71,14 @@ def _parse_yaml(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def _check_depth(value: Any) -> None:
+def _check_depth(value: Any, level: int = 1) -> None:
     """Raise ValueError for more than DEEPEST levels of lists and dicts."""
-    containers: list[Any] = [[value]]  # lists and dicts on the current level
-    for _ in range(DEEPEST + 1):
-        children = (child for c in containers for child in (c.values() if isinstance(c, dict) else c))
-        containers = [child for child in children if isinstance(child, (dict, list))]
-    if containers:
+    if not isinstance(value, (dict, list)):
+        return
+    if level > DEEPEST:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+    for child in value.values() if isinstance(value, dict) else value:
+        _check_depth(child, level + 1)
 
 
 def check_writable(path: Path) -> None:

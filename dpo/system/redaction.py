@@ -41,15 +41,16 @@ def secrets_in(overrides: list[str]) -> list[str]:
 
     A reference (`${oc.env:NAME}`) is not a secret.
     """
-    values, expects_value = [], False
+    values = []
+    value_may_follow = False  # after `key` in `key = VALUE`, which a shell passes as three overrides
     for override in overrides:
-        key = KEY.match(override)
-        key_ends = [key.end()] if key and is_secret(key[1]) else []  # ends of keys that are named like a secret
-        key_ends += [inner.end() for inner in INNER_KEY.finditer(override) if is_secret(inner[1])]
-        if key_ends or expects_value:
-            value = override[min(key_ends, default=0) :].strip(" ='\"{")
+        keys = [match for match in (KEY.match(override), *INNER_KEY.finditer(override)) if match]
+        secret_keys = [match for match in keys if is_secret(match[1])]
+        if secret_keys or value_may_follow:
+            start = min((match.end() for match in secret_keys), default=0)
+            value = override[start:].strip(" ='\"{")
             values.append(value)
-            expects_value = not value  # in `key = VALUE`, which a shell passes as three overrides
+            value_may_follow = not value
     return [value for value in values if value and not REFERENCE.match(value)]
 
 

@@ -1,8 +1,8 @@
 """Stop signals: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint.
 
-A second Ctrl-C ends the run without a checkpoint. While a run starts, a signal ends the process at once, as nothing can
-be lost. An exception could not do that: wherever the signal arrives, the exception might be raised inside a library
-that swallows it, as in an attempted import, or inside C++ code that aborts.
+A second Ctrl-C ends the run without a checkpoint. While a run starts there is nothing to save, so a signal ends the
+process at once. This is not done by an exception: a library might catch it, as in an attempted import, or it might be
+raised inside C++ code that then aborts.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
-    """Call `act` on stop signals inside, and print its message.
+    """Call `act` on the first of each signal; print its message.
 
     `act` gets the signal's number. A second Ctrl-C raises PressedAgain. If Ctrl-C was ignored before, it stays ignored.
     """

@@ -126,9 +126,9 @@ def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
     rank, store = dist.get_rank(), default_store()
     machines: list[str] = [""] * dist.get_world_size()  # by rank
     dist.all_gather_object(machines, identify_machine())
-    call = store.add(f"calls of {rank}", 1)  # the same number on every rank, as all ranks make all calls
     makers = {machines.index(machine) for machine in machines}  # the first rank of each machine
-    keys = {maker: f"once per machine, call {call}, rank {maker}" for maker in makers}
+    call = store.add(f"calls of {rank}", 1)  # the same number on every rank, as all ranks make all calls
+    keys = {maker: f"once per machine, call {call}, rank {maker}" for maker in makers}  # where makers put their results
     if rank in makers:
         try:
             with sending_heartbeats(min(BEAT_SECS, silence_secs / 4)):

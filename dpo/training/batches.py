@@ -158,7 +158,7 @@ class Batches:
 
     def test_sizes(self) -> list[int]:
         """The number of examples in each evaluation batch, without preparing them."""
-        return [*self._iterate_test(len)]
+        return list(self._iterate_test(len))
 
     def _iterate_test(self, prepare: Callable[..., Result]) -> Iterator[Result]:
         """Yield `prepare(example_ids)` for each evaluation batch."""

@@ -31,11 +31,17 @@ def notes_on_interval(plan: Plan) -> list[str]:
     ]
 
 
+def limit_new_tokens(plan: Plan, n_prompt_tokens: int) -> int:
+    """The most tokens that an evaluation samples after a prompt."""
+    n_left = plan.data.max_length - n_prompt_tokens
+    return min(n_left, plan.evaluation.n_eval_tokens or n_left)
+
+
 class Evaluator:
     """Metrics of the evaluation batches, and continuations of prompts.
 
-    `prompts` are batches of examples, whose responses do not matter. Raises Stopped before a batch or a sampled token
-    if any process was asked to stop.
+    `prompts` are batches of examples, whose responses do not matter. Methods raise Stopped before a batch or a sampled
+    token if any process was asked to stop.
     """
 
     def __init__(
@@ -60,7 +66,8 @@ class Evaluator:
         objective = self.objective
         objective.policy.eval()
         mismatched = [batch.mismatched for batch in self.batches if batch.mismatched is not None]
-        metrics = objective.evaluate(self._iterate(self.batches), self._iterate(mismatched))
+        weights = [weight for batch in self.batches for weight in batch.weights]
+        metrics = objective.evaluate(self._iterate(self.batches), self._iterate(mismatched), weights=weights)
         release_gathered(objective.policy)
         if objective.reference is not None:
             release_gathered(objective.reference.model)
@@ -76,8 +83,8 @@ class Evaluator:
     def samples(self, *, n_examples: int) -> list[Sample]:
         """Sample continuations of the first `n_eval_model_samples` prompts.
 
-        Whole batches are sampled, at least one; fewer prompts if the data has fewer. `n_examples`, the number of
-        examples the policy was trained on, is part of the random seed.
+        They are rounded down to whole batches, at least one. `n_examples`, the number of examples the policy was
+        trained on, is part of the random seed.
         """
         n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
         batches = self.prompts[:n_batches]
@@ -85,18 +92,17 @@ class Evaluator:
         n_prompts = sum(len(examples) for examples in batches)
         continue_prompts = partial(self.continuations, n_examples=n_examples)
         self.objective.policy.eval()
-        by_model: list[list[Any]] = []  # of the policy, then of the reference if there is one
+        by_model: list[list[Continuation]] = []  # of the policy, then of the reference if there is one
         for model in self.sampled_models():
             prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
             by_model.append(sample_batches(model, continue_prompts, prompts, self.mesh))
+        texts = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.encode)]
+        samples = [Sample(text, said.text, None, said.ended) for text, said in zip(texts, by_model[0], strict=True)]
         if len(by_model) == 1:
-            by_model.append([None] * n_prompts)
-        prompt_texts = [
-            text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.encode)
-        ]
+            return samples
         return [
-            Sample(prompt, ours.text, theirs and theirs.text, ours.ended, theirs and theirs.ended)
-            for prompt, ours, theirs in zip(prompt_texts, *by_model, strict=True)
+            sample._replace(reference=said.text, reference_ended=said.ended)
+            for sample, said in zip(samples, by_model[1], strict=True)
         ]
 
     def sampled_models(self) -> Iterator[Any]:
@@ -112,10 +118,7 @@ class Evaluator:
 
     def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[Continuation]:
         """Sample continuations of this process's collated prompts."""
-        plan = self.plan
-        n_prompt_tokens = prompts["prompt_input_ids"].shape[1]
-        n_left = plan.data.max_length - n_prompt_tokens
-        max_new_tokens = min(n_left, plan.evaluation.n_eval_tokens or n_left)
+        max_new_tokens = limit_new_tokens(self.plan, prompts["prompt_input_ids"].shape[1])
 
         def before_token(index: int) -> None:
             self.stop.raise_before_token(index)
@@ -129,5 +132,5 @@ class Evaluator:
                 max_new_tokens=max_new_tokens,
                 seed=[self.seed, n_examples, self.mesh.data_rank],
                 in_step=self.mesh.world_size > 1,  # processes may share the model's shards
-                cache_implementation=plan.model.cache_implementation,
+                cache_implementation=self.plan.model.cache_implementation,
             )

@@ -12,9 +12,10 @@ from typing import NamedTuple
 from dpo.data.preflight import TrainingData
 from dpo.numbers import count
 from dpo.settings.plan import Plan
+from dpo.training.evaluation import limit_new_tokens
 
-# sampling a token costs as much time as training on this many; measured on one CPU core: between 1 (SmolLM2-135M) and 4
-# (the tests' tiny-llama), see docs/metrics.md
+# sampling a token takes as long as training on this many; on one CPU core between 1 (SmolLM2-135M) and 4 (the tests'
+# tiny-llama) were measured, see docs/metrics.md
 SAMPLED_COST = 3
 # samples before the first update may cost this share of the run's training, unless do_first_sampling=true
 MAX_SAMPLING_SHARE = 0.1
@@ -30,10 +31,13 @@ class FirstUpdate(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, data: TrainingData, sizes: Sequence[int]) -> FirstUpdate:
         """Count the work, given the sizes of the evaluation batches."""
-        evaluation, tasks, warnings, draws_samples = plan.evaluation, [], [], False
+        evaluation, draws_samples = plan.evaluation, False
+        tasks, warnings = [], []
         n_trained = data.report.updates * plan.data.batch_size
         n_held_out = min(plan.data.n_eval_examples, data.report.test.prompts) if plan.online else 0
-        sampled_sizes = sizes or _divide(n_held_out, plan.data.eval_batch_size)
+        # an online run may have no evaluation batches: it samples held-out prompts in batches of that size
+        size = plan.data.eval_batch_size
+        sampled_sizes = sizes or [min(size, n_held_out - start) for start in range(0, n_held_out, size)]
         n_tested = min(2 * plan.dims.data_size, sampled_sizes[0]) if plan.training.self_test else 0
         if n_tested:
             tasks.append(f"self-test on {count(n_tested, 'example')} (self_test=false leaves it out)")
@@ -51,8 +55,9 @@ class FirstUpdate(NamedTuple):
                 f"(n_eval_examples; do_first_eval=false leaves it out)"
             )
         if evaluation.do_first_eval and plan.online:
-            models = "the policy" if plan.reference is None else "policy and reference"
-            n_tokens = (1 if plan.reference is None else 2) * n_held_out * plan.online.max_new_tokens
+            models, n_tokens = "the policy", n_held_out * plan.online.max_new_tokens
+            if plan.reference is not None:
+                models, n_tokens = "policy and reference", 2 * n_tokens
             tasks.append(
                 f"answers of {models} to {count(n_held_out, 'held-out prompt')}, up to {count(n_tokens, 'token')} "
                 f"(n_eval_examples; do_first_eval=false leaves them out)"
@@ -60,25 +65,28 @@ class FirstUpdate(NamedTuple):
         draws_first = evaluation.sample_during_eval and evaluation.do_first_sampling is not False
         if evaluation.do_first_eval and sampled_sizes and draws_first:
             draws_samples, message = _decide_on_samples(plan, data, sampled_sizes, n_trained)
-            (tasks if draws_samples else warnings).append(message)
+            if draws_samples:
+                tasks.append(message)
+            else:
+                warnings.append(message)
         if not tasks:
             return cls(n_tested, draws_samples, warnings)
         announcement = "\n".join(["before the first update:", *(f"  {task}" for task in tasks)])
         return cls(n_tested, draws_samples, [announcement, *warnings])
 
 
-def _divide(n_items: int, size: int) -> list[int]:
-    """The sizes of groups of `size` items; the last may be smaller."""
-    return [min(size, n_items - start) for start in range(0, n_items, size)]
-
-
 def _decide_on_samples(plan: Plan, data: TrainingData, sizes: Sequence[int], n_trained: int) -> tuple[bool, str]:
     """Decide whether samples are drawn before the first update.
 
-    Returns the decision and a message: the task to announce, or a warning why there are no samples. `n_trained` is the
-    number of examples that the run trains on.
+    Returns the decision and a message: the task to announce, or a warning why there are no samples. `sizes` are those
+    of the batches that would be sampled, `n_trained` is the number of examples that the run trains on.
     """
-    n_prompts, n_models, n_sampled_tokens = _count_samples(plan, data, sizes)
+    n_batches = max(1, plan.evaluation.n_eval_model_samples // plan.data.eval_batch_size)
+    n_prompts = sum(sizes[:n_batches])
+    frees_reference = plan.reference == "model" and plan.caches_reference_first
+    n_models = 1 if plan.reference is None or frees_reference else 2
+    # sampling ends when a batch's longest prompt reaches max_length; that prompt is at least as long as the mean
+    n_sampled_tokens = n_models * n_prompts * limit_new_tokens(plan, int(data.report.test.mean_prompt_tokens))
     cost, run_cost = SAMPLED_COST * n_sampled_tokens, _count_trained_tokens(plan, data)
     if plan.evaluation.do_first_sampling or cost <= MAX_SAMPLING_SHARE * run_cost:
         return True, (
@@ -93,21 +101,6 @@ def _decide_on_samples(plan: Plan, data: TrainingData, sizes: Sequence[int], n_t
         f"tenth of the {run_cost:,} that the whole run trains on. do_first_sampling=true samples now; "
         f"lower n_eval_model_samples or n_eval_tokens for fewer or shorter samples"
     )
-
-
-def _count_samples(plan: Plan, data: TrainingData, sizes: Sequence[int]) -> tuple[int, int, int]:
-    """Upper bounds on an evaluation's sampled prompts, models and tokens.
-
-    `sizes` are those of the evaluation batches.
-    """
-    n_batches = max(1, plan.evaluation.n_eval_model_samples // plan.data.eval_batch_size)
-    n_prompts = sum(sizes[:n_batches])
-    frees_reference = plan.reference == "model" and plan.caches_reference_first
-    n_models = 1 if plan.reference is None or frees_reference else 2
-    # sampling ends when a batch's longest prompt reaches max_length; that prompt is at least as long as the mean
-    n_left = plan.data.max_length - int(data.report.test.mean_prompt_tokens)
-    n_new_tokens = min(n_left, plan.evaluation.n_eval_tokens or n_left)
-    return n_prompts, n_models, n_models * n_prompts * n_new_tokens
 
 
 def _count_trained_tokens(plan: Plan, data: TrainingData) -> int:

@@ -30,12 +30,12 @@ from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations, choose_attention
 from dpo.models.reward_model import find_reward_structure
 from dpo.parallel.sharding import find_blocks
-from dpo.settings.choices import FROZEN_WEIGHTS
 from dpo.settings.plan import Plan
 from dpo.settings.validation import find_problems
 from dpo.system.host import host_memory, list_own_gpus, resident_memory
 from dpo.training.batches import Batch, Batches, with_mismatched
-from dpo.training.memory_tracker import MemoryTracker, on_device
+from dpo.training.evaluation import limit_new_tokens
+from dpo.training.memory_tracker import MemoryTracker, materialize
 from dpo.training.online import add_placeholders, encode_prompt, list_held_out, some_prompts
 from dpo.training.optimization import OPTIMIZERS
 
@@ -61,15 +61,16 @@ ALLOCATED_IN_TRAINING = ("gradients", "optimizer", "activations", "logits", "kv_
 # memory lost to fragmentation, as a share of the memory above; measured on SmolLM2 in one process on a CPU
 KEPT_SHARE = 0.2
 SPARE_SHARE = 0.15  # of a GPU's memory, for what is not predicted: the CUDA context, NCCL's buffers, fragmentation
-SAVERS = {"reshard_after_forward": False, "reduce_once": True}  # keys `fsdp_` that take memory and save communication
-MIN_SAVED_BYTES = 1e8  # per update, for such a key to be recommended
+# values of keys `fsdp_` that take more memory, so that processes send less
+COMMUNICATION_SAVERS = {"reshard_after_forward": False, "reduce_once": True}
+MIN_SAVED_BYTES = 1e8  # sent per update, for such a value to be recommended
 UPDATES_ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters, or shards, at once on a GPU
 MIN_SAVED_SHARE = 0.03  # of the memory other than that of Python and libraries, for a setting to be suggested
 MAX_FILLED_SHARE = 0.85  # of a GPU's memory, by larger microbatches that are suggested
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
 
 
-def predict(plan: Plan, data: TrainingData) -> Bytes:
+def predict_peak(plan: Plan, data: TrainingData) -> Bytes:
     """Predict the peak memory of a process.
 
     The prediction is too high under tensor parallelism, as it counts the activations of whole layers.
@@ -80,31 +81,36 @@ def predict(plan: Plan, data: TrainingData) -> Bytes:
 def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
     """Predict a process's peak memory in each phase of a run."""
     passes = run_passes(plan, data)
-    return add_up(_decide(plan, passes), passes)
+    return sum_phases(_decide_frozen_weights(plan, passes), passes)
 
 
 class Passes(NamedTuple):
-    """Peaks of a run's passes, without the memory that is held throughout."""
+    """The memory that the passes of each phase take, and the models.
+
+    It does not depend on how processes communicate, so plans that differ only in keys `fsdp_` share it.
+    """
 
     policy: Any  # its structure, without weights
     update: Bytes
     evaluation: Bytes
     sampling: dict[str, Bytes]  # by phase
-    scoring: Bytes | None  # of a reward model
-    scorer: int  # its weights
-    process: int
+    scoring: Bytes | None  # None without a reward model
+    scorer: int  # bytes of a reward model's weights
+    process: int  # bytes of Python, libraries and data; 0 with GPUs
 
 
 def run_passes(plan: Plan, data: TrainingData) -> Passes:
     """Run the passes of each phase, on fake tensors."""
-    uses_reward_model = plan.online is not None and plan.online.scorer == "reward_model"
-    reward = find_reward_structure(plan) if uses_reward_model else None
-    scorer_bytes = _count_bytes((*reward.model.parameters(), *reward.model.buffers())) if reward else 0
+    reward, scorer_bytes = None, 0
+    if plan.online is not None and plan.online.scorer == "reward_model":
+        reward = find_reward_structure(plan)
+        scorer_bytes = _count_bytes((*reward.model.parameters(), *reward.model.buffers()))
     policy = find_policy_structure(plan, plan.model.policy_dtype)
     gathered_dtype = DTYPES[plan.compute_dtype] if plan.trainer.multi_process else None
-    fake, device = FakeTensorMode(), "cuda" if torch.cuda.is_available() else "cpu"
+    fake = FakeTensorMode()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with fake:
-        policy = on_device(policy, device, gathered_dtype)
+        policy = materialize(policy, device, gathered_dtype)
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
@@ -132,23 +138,27 @@ def run_passes(plan: Plan, data: TrainingData) -> Passes:
     )
 
 
-def add_up(plan: Plan, passes: Passes) -> dict[str, Bytes]:
-    """The memory of each phase: what is held, and its passes."""
-    held = _count_held(plan, passes.policy) | Counter(scorer=passes.scorer, process=passes.process)
-    temporaries = Counter(update=held.pop("update", 0))
+def sum_phases(plan: Plan, passes: Passes) -> dict[str, Bytes]:
+    """Add up, by phase, what a process holds and its passes take."""
+    held = _count_held(plan, passes.policy) + Counter(scorer=passes.scorer, process=passes.process)
     phases: dict[str, Bytes] = {}
-    between_updates = _without(held, "gradients", "reduced")
     if plan.reference == "model" and plan.caches_reference_first:
-        phases["scoring the reference"] = _without(between_updates, "optimizer") + passes.evaluation
-        # the reference is freed before training
-        held, between_updates = _without(held, "reference"), _without(between_updates, "reference")
-    # in an update's only backward pass gradients come as activations go
-    has_gradients = plan.data.gradient_accumulation_steps > 1
-    phases["backward"] = (held if has_gradients else _without(held, "gradients")) + passes.update
-    phases["optimizer"] = _without(held, "gathered", "reduced") + temporaries
+        before_training = _without(held, "gradients", "reduced", "update", "optimizer")
+        phases["scoring the reference"] = before_training + passes.evaluation
+        held = _without(held, "reference")  # it is freed before training
+    in_backward = _without(held, "update")
+    if plan.data.gradient_accumulation_steps == 1:  # gradients come as activations go, so they add nothing to the peak
+        in_backward = _without(in_backward, "gradients")
+    phases["backward"] = in_backward + passes.update
+    phases["optimizer"] = _without(held, "gathered", "reduced")
+    between_updates = _without(held, "gradients", "reduced", "update")
     phases["evaluation"] = between_updates + passes.evaluation
     for phase, peak in passes.sampling.items():
-        phases[phase] = _gather_all(plan, passes.policy, between_updates) + peak
+        phases[phase] = between_updates + peak
+        # where memory allows, `sharding.gathered_weights` gathers all weights at once, not unit by unit
+        all_gathered = _count_all_gathered(plan, passes.policy)
+        if all_gathered <= (_find_device_memory(plan) - between_updates.total()) / 2:
+            phases[phase]["gathered"] = all_gathered
     if passes.scoring is not None:
         phases["scoring"] = between_updates + passes.scoring
     if not plan.gpus and plan.dims.world_size == 1:
@@ -161,8 +171,7 @@ def _find_samples_peak(plan: Plan, policy: Any, fake: FakeTensorMode, eval_batch
     """Peak of the passes of an evaluation that draws samples."""
     # at least 2 tokens, as `_find_sampling_peak` feeds the last two one by one
     n_prompt_tokens = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
-    n_left = plan.data.max_length - n_prompt_tokens
-    sampling = Sampling(min(n_left, plan.evaluation.n_eval_tokens or n_left))
+    sampling = Sampling(limit_new_tokens(plan, n_prompt_tokens))
     n_rows = math.ceil(max(len(batch.examples) for batch in eval_batches) / plan.dims.data_size)
     return _find_sampling_peak(
         plan, policy, fake, sampling, n_rows=n_rows, n_prompt_tokens=n_prompt_tokens, autocast=None
@@ -179,9 +188,8 @@ def _find_online_peaks(
     online, sizes, prompts = plan.online, OnlineSizes.of(plan), some_prompts(data)
     # an evaluation samples and scores one answer to each held-out prompt
     n_held_out = min(plan.data.n_eval_examples, len(data.test))
-    held_out_rows, held_out_scored = (
-        min(plan.prompts_at_a_time, math.ceil(n_held_out / n)) for n in (plan.dims.data_size, plan.dims.world_size)
-    )
+    held_out_rows = min(plan.prompts_at_a_time, math.ceil(n_held_out / plan.dims.data_size))
+    held_out_scored = min(plan.prompts_at_a_time, math.ceil(n_held_out / plan.dims.world_size))
     sampling_peak = _find_sampling_peak(
         plan,
         policy,
@@ -195,9 +203,14 @@ def _find_online_peaks(
         return sampling_peak, None
     # a reward model reads whole prompts, which the policy's limits do not truncate
     longest = max(len(reward.encode(prompt, "")["input_ids"]) for prompt in prompts) + online.max_new_tokens
-    n_tokens, device = min(longest, reward.limit or longest), policy.device.type
-    n_scored = max(sizes.scored_rows, held_out_scored)
-    return sampling_peak, _find_scoring_peak(reward.model, fake, device, n_rows=n_scored, n_tokens=n_tokens)
+    scoring_peak = _find_scoring_peak(
+        reward.model,
+        fake,
+        policy.device.type,
+        n_rows=max(sizes.scored_rows, held_out_scored),
+        n_tokens=min(longest, reward.limit or longest),
+    )
+    return sampling_peak, scoring_peak
 
 
 def _without(memory: Bytes, *purposes: str) -> Bytes:
@@ -212,18 +225,24 @@ def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _count_held(plan: Plan, policy: Any) -> Bytes:
-    """Memory held throughout training, by purpose.
+    """The memory that follows from the policy's parameters, by purpose.
 
-    Includes what FSDP gathers and reduces, and an optimizer's temporaries, which come in every update.
+    It is held throughout training, but for what FSDP gathers and reduces, and an optimizer's temporaries (`update`).
     """
-    dims, fsdp, buffer_bytes = plan.dims, plan.fsdp, _count_bytes(policy.buffers())  # buffers are not sharded
-    n_shards, is_whole = dims.shard_size * dims.tensor_size, fsdp.frozen_weights == "whole"
+    dims, fsdp = plan.dims, plan.fsdp
+    n_shards = dims.shard_size * dims.tensor_size
+    is_whole = fsdp.frozen_weights == "whole"
 
     def count_frozen(n_bytes: int, n_elements: int, dtype: str) -> int:
+        """Bytes of frozen weights on a process.
+
+        Whole ones are in the `dtype` in which they compute, shards in the dtype in which they were loaded.
+        """
         return n_elements * DTYPES[dtype].itemsize // dims.tensor_size if is_whole else n_bytes // n_shards
 
     weights, trained = list(policy.parameters()), trained_parameters(policy)
-    policy_adapter, reference_adapter = (list(adapter_weights(policy, name).values()) for name in (POLICY, REFERENCE))
+    buffer_bytes = _count_bytes(policy.buffers())  # buffers are not sharded
+    reference_adapter = list(adapter_weights(policy, REFERENCE).values())
     base_bytes = _count_bytes(weights) - _count_bytes(trained) - _count_bytes(reference_adapter)
     n_base = _count_elements(weights) - _count_elements(trained) - _count_elements(reference_adapter)
     trained_bytes = _count_bytes(trained) // n_shards
@@ -234,18 +253,20 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
         optimizer=int(trained_bytes * state_ratio),
     )
     if plan.reference == "model":
-        # a reference loaded from an adapter has one of the policy's size
-        adapter = policy_adapter if find_adapter(plan.model.archive) else []
-        n_plain = _count_elements(weights) - _count_elements(policy_adapter)
-        n_bytes = n_plain * DTYPES[plan.reference_dtype].itemsize + _count_bytes(adapter)
-        n_elements = n_plain + _count_elements(adapter)
+        policy_adapter = list(adapter_weights(policy, POLICY).values())
+        n_elements = _count_elements(weights) - _count_elements(policy_adapter)
+        n_bytes = n_elements * DTYPES[plan.reference_dtype].itemsize
+        if find_adapter(plan.model.archive):  # the reference is loaded from it too: an adapter of the policy's size
+            n_elements += _count_elements(policy_adapter)
+            n_bytes += _count_bytes(policy_adapter)
         held["reference"] = count_frozen(n_bytes, n_elements, plan.reference_dtype) + buffer_bytes
     elif plan.reference == "adapter":
-        sizes = _count_bytes(reference_adapter), _count_elements(reference_adapter)
-        held["reference"] = count_frozen(*sizes, plan.compute_dtype)
+        held["reference"] = count_frozen(
+            _count_bytes(reference_adapter), _count_elements(reference_adapter), plan.compute_dtype
+        )
     if dims.shard_size > 1:
         root, *blocks = _list_units(plan, policy)
-        block_sizes = list(map(_count_elements, blocks))
+        block_sizes = [_count_elements(block) for block in blocks]
         # the running block and the next, which is prefetched; or all, which stay until their backward pass
         n_in_blocks = 2 * max(block_sizes) if fsdp.reshard_after_forward else sum(block_sizes)
         gathered = (_count_elements(root) + n_in_blocks) * DTYPES[plan.compute_dtype].itemsize
@@ -267,26 +288,19 @@ def _list_units(plan: Plan, policy: Any) -> list[list[torch.Tensor]]:
 
     First those of the root unit, such as embeddings and head, then those of each block.
     """
-    is_whole, remaining = plan.fsdp.frozen_weights == "whole", dict.fromkeys(policy.parameters())
-    blocks = [[*block.parameters()] for block in find_blocks(policy, plan.model.block_name)]
-    for parameter in (parameter for block in blocks for parameter in block):
-        remaining.pop(parameter, None)
-    return [[p for p in unit if p.requires_grad or not is_whole] for unit in (remaining, *blocks)]
+    blocks = [list(block.parameters()) for block in find_blocks(policy, plan.model.block_name)]
+    in_blocks = {parameter for block in blocks for parameter in block}
+    units = [[parameter for parameter in policy.parameters() if parameter not in in_blocks], *blocks]
+    if plan.fsdp.frozen_weights == "whole":  # nothing gathers weights that every process holds whole
+        units = [[parameter for parameter in unit if parameter.requires_grad] for unit in units]
+    return units
 
 
-def _gather_all(plan: Plan, policy: Any, held: Bytes) -> Bytes:
-    """The memory held while answers are sampled.
-
-    All weights are gathered, if they fit (`sharding.gathered_weights`).
-    """
-    gathered = _count_gathered(plan, policy)
-    fits = gathered <= (_find_device_memory(plan) - held.total()) / 2
-    return Counter({**held, "gathered": gathered}) if fits else held
-
-
-def _count_gathered(plan: Plan, policy: Any) -> int:
-    """Bytes of the policy's weights when all are gathered."""
-    n_elements = sum(map(_count_elements, _list_units(plan, policy))) if plan.dims.shard_size > 1 else 0
+def _count_all_gathered(plan: Plan, policy: Any) -> int:
+    """Bytes of the gathered policy; 0 if it is not sharded."""
+    if plan.dims.shard_size == 1:
+        return 0
+    n_elements = sum(_count_elements(unit) for unit in _list_units(plan, policy))
     return n_elements * DTYPES[plan.compute_dtype].itemsize // plan.dims.tensor_size
 
 
@@ -318,7 +332,7 @@ def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[
     if plan.data.n_examples is not None:
         n_examples = min(n_examples, plan.data.n_examples)
     shortened_plan = plan.change("n_examples", n_examples)
-    batches_class = LongestAnswers if plan.online else Batches
+    batches_class = LongestBatches if plan.online else Batches
     train_microbatches, eval_batches = [], []
     for rank in range(min(plan.dims.data_size, 4)):  # microbatches of further ranks are about as large
         batches = batches_class(shortened_plan, data, layout, seed=plan.run.seed, rank=rank, size=plan.dims.data_size)
@@ -327,11 +341,11 @@ def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[
     return train_microbatches, eval_batches
 
 
-class LongestAnswers(Batches):
+class LongestBatches(Batches):
     """Batches of an online run with the longest possible sequences.
 
-    All answers have `max_new_tokens`. In each training batch `n_offline` prompts get their longest pair of the data in
-    place of two answers: those prompts to which this adds the most tokens.
+    All answers have `max_new_tokens`. In each training batch `n_offline` prompts have their longest pair of the data in
+    place of two answers. They are the prompts for which this adds the most tokens.
     """
 
     def test(self) -> Iterator[Batch]:
@@ -358,10 +372,11 @@ class LongestAnswers(Batches):
         if plan.n_offline:
             pairs_by_prompt = [self.encode(list_examples(prompt)) for prompt in prompts]
             longest_pairs = [max(pairs, key=lambda pair: pair.n_tokens) for pairs in pairs_by_prompt]
-            n_more_tokens = [
-                pair.n_tokens - example.n_tokens for pair, example in zip(longest_pairs, examples, strict=True)
-            ]
-            indices = sorted(range(len(prompts)), key=lambda index: n_more_tokens[index], reverse=True)
+            indices = sorted(
+                range(len(prompts)),
+                key=lambda index: longest_pairs[index].n_tokens - examples[index].n_tokens,
+                reverse=True,
+            )
             for index in indices[: plan.n_offline]:
                 examples[index] = longest_pairs[index]
         microbatches = self.split(examples, plan.data.gradient_accumulation_steps)
@@ -381,9 +396,9 @@ def _find_microbatch_peak(
 
     With `n_backwards=0` there is no backward pass, as in evaluation.
     """
-    largest, device = max(microbatches, key=lambda microbatch: microbatch.n_tokens), policy.device.type
+    largest = max(microbatches, key=lambda microbatch: microbatch.n_tokens)
+    device, autocast = policy.device.type, DTYPES.get(plan.model.autocast)
     policy.train(n_backwards > 0)
-    autocast = DTYPES.get(plan.model.autocast)
     with fake, torch.set_grad_enabled(n_backwards > 0):
         inputs = largest.map(lambda tensor: fake.from_tensor(tensor).to(device)).inputs
         with MemoryTracker.of(policy) as tracker:
@@ -408,13 +423,12 @@ class OnlineSizes(NamedTuple):
     def of(cls, plan: Plan) -> OnlineSizes:
         n_samples, n_prompts = plan.online.n_samples, plan.data.batch_size - plan.n_offline
         prompts_per_process = math.ceil(n_prompts / plan.dims.data_size)
-        prompts_at_a_time = plan.prompts_at_a_time
         scored_per_process = math.ceil(n_prompts * n_samples / plan.dims.world_size)
         return cls(
             answers=n_prompts * n_samples,
-            batches=math.ceil(prompts_per_process / prompts_at_a_time),
-            rows_per_batch=min(prompts_per_process, prompts_at_a_time) * n_samples,
-            scored_rows=min(prompts_at_a_time, scored_per_process),
+            batches=math.ceil(prompts_per_process / plan.prompts_at_a_time),
+            rows_per_batch=min(prompts_per_process, plan.prompts_at_a_time) * n_samples,
+            scored_rows=min(scored_per_process, plan.prompts_at_a_time),
         )
 
 
@@ -443,10 +457,10 @@ def _find_sampling_peak(
         choose = choosing(sampling, range(n_rows), n_prompt=n_prompt_tokens)
 
         def forward(n_tokens: int, n_cached: int, cache: Any) -> Any:
-            """Run the policy on `n_tokens`; return the new cache.
+            """Run the policy on `n_tokens`, draw the next; return the cache.
 
-            `cache` has keys and values of `n_cached` tokens. A token is drawn too. Only the memory in use matters, so
-            token ids are zeros, and the drawn token is not used.
+            `cache` has keys and values of `n_cached` tokens. Only the memory in use matters, so token ids are zeros,
+            and the drawn token is not used.
             """
             token_ids = torch.zeros(n_rows, n_tokens, dtype=torch.long, device=device)
             only_last_logits = {"logits_to_keep": 1} if policy._supports_logits_to_keep() else {}
@@ -459,7 +473,8 @@ def _find_sampling_peak(
             cache = forward(n_prompt_tokens, 0, None)
         peaks = [_separate_cache(tracker.peak, cache)]
         if n_new_tokens > 1:
-            n_cached = n_prompt_tokens + n_new_tokens - 3  # before the last two forwards, of one token each
+            # before the last two forwards, of one token each; the last token drawn is never read
+            n_cached = n_prompt_tokens + n_new_tokens - 3
             cache = forward(n_cached, 0, None)
             with MemoryTracker.of(policy) as tracker:
                 cache = forward(1, n_cached, cache)  # replaces the cache by one that is tracked
@@ -484,7 +499,7 @@ def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, n_rows:
     """
     model.config.get_text_config().pad_token_id = 0  # classifiers refuse several rows without one
     with fake, torch.no_grad():
-        model = on_device(model, device, None)
+        model = materialize(model, device, None)
         ids = torch.ones(n_rows, n_tokens, dtype=torch.long, device=device)
         with MemoryTracker((*model.parameters(), *model.buffers())) as tracker:
             model(input_ids=ids)
@@ -497,7 +512,7 @@ def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, n_rows:
 class Communication(NamedTuple):
     """The decision on frozen weights, and notes on what is communicated."""
 
-    frozen_weights: str
+    frozen_weights: str  # one of FROZEN_WEIGHTS
     notes: list[str]
 
 
@@ -506,105 +521,109 @@ def decide_communication(plan: Plan, data: TrainingData) -> Communication:
 
     Also recommends keys that fit and save communication. Nothing is predicted on CPUs, nor if no key could save any.
     """
-    chosen, is_shared = plan.fsdp.frozen_weights, plan.dims.shard_size > 1
-    savers = {name: value for name, value in SAVERS.items() if is_shared and getattr(plan.fsdp, name) != value}
-    if plan.data.gradient_accumulation_steps == 1:
+    is_sharded, savers = plan.dims.shard_size > 1, {}
+    if is_sharded:
+        savers = {name: value for name, value in COMMUNICATION_SAVERS.items() if getattr(plan.fsdp, name) != value}
+    if plan.data.gradient_accumulation_steps == 1:  # gradients are reduced once per update anyway
         savers.pop("reduce_once", None)
-    is_open = _is_open(plan)
-    if not plan.gpus or not (is_open or savers):
-        return Communication(chosen or "sharded", [])
+    memory_decides = _memory_decides(plan)
+    if not plan.gpus or not (memory_decides or savers):
+        return Communication(plan.fsdp.frozen_weights or "sharded", [])
     try:
         passes = run_passes(plan, data)
     except Exception as error:  # from a model that does not run on fake tensors: it may train nevertheless
         why = f"{type(error).__name__}: {one_sentence(error)}"
-        result = "frozen weights are sharded" if is_open else "no key is recommended"
+        result = "frozen weights are sharded" if memory_decides else "no key is recommended"
         note = f"warning: the memory cannot be predicted, so {result} ({why})"
-        return Communication(chosen or "sharded", [note])
-    plan = _decide(plan, passes)
-    frozen = plan.fsdp.frozen_weights or "sharded"
-    notes = [_explain_decision(plan, passes)] if is_open and is_shared else []
-    most, fitting = (1 - SPARE_SHARE) * _find_device_memory(plan), []
+        return Communication(plan.fsdp.frozen_weights or "sharded", [note])
+    plan = _decide_frozen_weights(plan, passes)
+    frozen_weights = plan.fsdp.frozen_weights or "sharded"
+    notes = [_explain_decision(plan, passes)] if memory_decides and is_sharded else []
+    available, recommended = (1 - SPARE_SHARE) * _find_device_memory(plan), []
     for name, value in savers.items():
-        other = _set(plan, **{name: value})
-        more = _find_peak(other, passes) - _find_peak(plan, passes)
-        less = count_communication(plan).total() - count_communication(other).total()
-        if _find_peak(other, passes) <= most and less >= MIN_SAVED_BYTES:
-            setting = f"fsdp_{name}={str(value).lower()}"
-            fitting.append(f"{setting} ({less / 1e9:.3g} GB per update, for {more / 1e9:.3g} GB of memory)")
-            plan = other  # the next must fit beside it
-    if fitting:
-        notes.append(f"there is memory to communicate less, with {_join(fitting)}")
-    return Communication(frozen, notes)
+        changed_plan = _change_fsdp(plan, **{name: value})
+        peak = _find_peak(changed_plan, passes)
+        saved = count_communication(plan).total() - count_communication(changed_plan).total()
+        if peak <= available and saved >= MIN_SAVED_BYTES:
+            added = peak - _find_peak(plan, passes)
+            sizes = f"{saved / 1e9:.3g} GB per update, for {added / 1e9:.3g} GB of memory"
+            recommended.append(f"fsdp_{name}={str(value).lower()} ({sizes})")
+            plan = changed_plan  # the next must fit beside it
+    if recommended:
+        notes.append(f"there is memory to communicate less, with {', or '.join(recommended)}")
+    return Communication(frozen_weights, notes)
 
 
-def _decide(plan: Plan, passes: Passes) -> Plan:
-    """The plan with `fsdp_frozen_weights` decided: whole on GPUs, if there is room."""
-    if not _is_open(plan):
-        return plan
-    whole, sharded = (_set(plan, frozen_weights=value) for value in FROZEN_WEIGHTS)
-    if _gathers_to_sample(sharded, passes) and not _gathers_to_sample(whole, passes):
-        return sharded
-    # a process that shares its weights with no other needs no more for whole ones, which are not copied
-    most = max((1 - SPARE_SHARE) * _find_device_memory(plan), _find_peak(sharded, passes))
-    return whole if _find_peak(whole, passes) <= most else sharded
-
-
-def _is_open(plan: Plan) -> bool:
+def _memory_decides(plan: Plan) -> bool:
     """Return whether the predicted memory decides `fsdp_frozen_weights`."""
     has_choice = plan.has_frozen_weights and plan.can_hold_frozen_whole
     return plan.fsdp.frozen_weights is None and plan.trainer.multi_process and plan.gpus > 0 and has_choice
 
 
+def _decide_frozen_weights(plan: Plan, passes: Passes) -> Plan:
+    """The plan with `fsdp_frozen_weights` decided: whole on GPUs, if there is room."""
+    if not _memory_decides(plan):
+        return plan
+    whole, sharded = _change_fsdp(plan, frozen_weights="whole"), _change_fsdp(plan, frozen_weights="sharded")
+    if _gathers_to_sample(sharded, passes) and not _gathers_to_sample(whole, passes):
+        return sharded
+    # however little memory there is, whole weights are chosen if they take no more than sharded ones. They do not where
+    # a process shares its weights with no other, as whole weights are then not copied
+    most = max((1 - SPARE_SHARE) * _find_device_memory(plan), _find_peak(sharded, passes))
+    return whole if _find_peak(whole, passes) <= most else sharded
+
+
 def _gathers_to_sample(plan: Plan, passes: Passes) -> bool:
     """Return whether sampling has memory for all of the policy's weights."""
-    phases, gathered = add_up(plan, passes), _count_gathered(plan, passes.policy)
-    return all(phases[phase]["gathered"] >= gathered for phase in passes.sampling)
+    phases, all_gathered = sum_phases(plan, passes), _count_all_gathered(plan, passes.policy)
+    return all(phases[phase]["gathered"] >= all_gathered for phase in passes.sampling)
 
 
 def _explain_decision(plan: Plan, passes: Passes) -> str:
-    frozen = plan.fsdp.frozen_weights or "sharded"
-    other = "sharded" if frozen == "whole" else "whole"
-    plans = [_set(plan, frozen_weights=value) for value in (frozen, other)]
-    needed, needed_other = (f"{_find_peak(each, passes) / 1e9:.3g}" for each in plans)
-    sent, sent_other = (f"{count_communication(each).total() / 1e9:.3g} GB" for each in plans)
+    """Compare the decided `fsdp_frozen_weights` with its other value."""
+    frozen_weights = plan.fsdp.frozen_weights
+    other = "sharded" if frozen_weights == "whole" else "whole"
+    other_plan = _change_fsdp(plan, frozen_weights=other)
     return (
-        f"frozen weights are {frozen} on every GPU: the run takes {needed} of {_find_device_memory(plan) / 1e9:.3g} GB "
-        f"as predicted, and sends {sent} per update; fsdp_frozen_weights={other} would take {needed_other} GB and send "
-        f"{sent_other}"
+        f"frozen weights are {frozen_weights} on every GPU: the run takes {_find_peak(plan, passes) / 1e9:.3g} of "
+        f"{_find_device_memory(plan) / 1e9:.3g} GB as predicted, and sends "
+        f"{count_communication(plan).total() / 1e9:.3g} GB per update; fsdp_frozen_weights={other} would take "
+        f"{_find_peak(other_plan, passes) / 1e9:.3g} GB and send {count_communication(other_plan).total() / 1e9:.3g} GB"
     )
 
 
 def _find_peak(plan: Plan, passes: Passes) -> int:
-    return max(need.total() for need in add_up(plan, passes).values())
+    return max(memory.total() for memory in sum_phases(plan, passes).values())
 
 
-def _set(plan: Plan, **fields: Any) -> Plan:
+def _change_fsdp(plan: Plan, **fields: Any) -> Plan:
     return replace(plan, fsdp=replace(plan.fsdp, **fields))
 
 
 def count_communication(plan: Plan) -> Bytes:
     """Bytes that FSDP sends from each process in an update.
 
-    Counts the passes over an update's microbatches, with no log-probability of the reference cached, and none for a
-    loss's statistic of the batch. Collectives pass the shards around in a ring.
+    Counts the passes over an update's microbatches, none of which is in the reference's cache. Leaves out passes for a
+    loss's statistic of the batch.
     """
-    dims, fsdp, steps = plan.dims, plan.fsdp, plan.data.gradient_accumulation_steps
+    dims, fsdp, n_microbatches = plan.dims, plan.fsdp, plan.data.gradient_accumulation_steps
     policy = find_policy_structure(plan, plan.model.policy_dtype)
-    root, *blocks = map(_count_elements, _list_units(plan, policy))
-    in_blocks, per_update = sum(blocks), Counter()
-    n_passes = 2  # forward and backward
-    if plan.reference in ("base", "adapter"):
-        n_passes += 1  # by the same weights
-    n_gathers = steps * (n_passes if fsdp.reshard_after_forward else 1)
-    per_update["gathered"] = (root + in_blocks * n_gathers) * DTYPES[plan.compute_dtype].itemsize
+    root, *blocks = (_count_elements(unit) for unit in _list_units(plan, policy))
+    # a reference that is the policy without its adapter, or with another, has a forward pass by the same weights
+    n_passes = 3 if plan.reference in ("base", "adapter") else 2  # forward and backward
+    n_gathers = n_microbatches * (n_passes if fsdp.reshard_after_forward else 1)
+    gathered = (root + sum(blocks) * n_gathers) * DTYPES[plan.compute_dtype].itemsize
     if plan.reference == "model" and fsdp.frozen_weights != "whole":
-        per_update["gathered"] += (root + in_blocks * steps) * DTYPES[plan.reference_dtype].itemsize
-    trained, reduce_size = _count_elements(trained_parameters(policy)), DTYPES[fsdp.reduce_dtype].itemsize
-    per_update["reduced"] = trained * reduce_size * (1 if fsdp.reduce_once else steps)
-    ring = {name: n_bytes * (dims.shard_size - 1) // dims.shard_size for name, n_bytes in per_update.items()}
-    copies = dims.replicate_size  # their shards' gradients are added up once per update
-    ring["reduced"] += 2 * trained * reduce_size // dims.shard_size * (copies - 1) // copies
-    return Counter({name: n_bytes // dims.tensor_size for name, n_bytes in ring.items()})
+        gathered += (root + sum(blocks) * n_microbatches) * DTYPES[plan.reference_dtype].itemsize
+    gradient_bytes = _count_elements(trained_parameters(policy)) * DTYPES[fsdp.reduce_dtype].itemsize
+    reduced = gradient_bytes * (1 if fsdp.reduce_once else n_microbatches)
+    # in a ring of n processes each sends all shards but one, which is (n - 1) / n of the tensor
+    sent_gathered = gathered * (dims.shard_size - 1) // dims.shard_size
+    sent_reduced = reduced * (dims.shard_size - 1) // dims.shard_size
+    # once per update the copies of a shard add up their gradients, which takes two rounds of the ring
+    n_copies = dims.replicate_size
+    sent_reduced += 2 * gradient_bytes // dims.shard_size * (n_copies - 1) // n_copies
+    return Counter(gathered=sent_gathered // dims.tensor_size, reduced=sent_reduced // dims.tensor_size)
 
 
 # --- reports -------------------------------------------------------------------------------------------------------
@@ -617,7 +636,7 @@ def _find_small_reference(plan: Plan) -> str | None:
     return "adapter" if find_adapter(plan.model.archive) else "base"
 
 
-SUGGESTIONS = (  # settings that may save memory: the key, and the value to try by the plan (None: not applicable)
+SUGGESTIONS = (  # settings that may save memory: the key, and a function of the plan with the value to try, or None
     ("gradient_accumulation_steps", lambda plan: 2 * plan.data.gradient_accumulation_steps),
     ("activation_checkpointing", lambda plan: True),
     ("model.attn_implementation", lambda plan: "sdpa"),
@@ -642,12 +661,12 @@ SUGGESTIONS = (  # settings that may save memory: the key, and the value to try 
 )
 
 
-def suggest(plan: Plan, data: TrainingData) -> list[str]:
+def suggest_settings(plan: Plan, data: TrainingData) -> list[str]:
     """Find the three settings that save most, with the memory then needed.
 
     The memory of each is that of the plan with this setting alone changed.
     """
-    memory, suggestions = predict(plan, data), []
+    memory, suggestions = predict_peak(plan, data), []
     min_saved = MIN_SAVED_SHARE * (memory.total() - memory["process"])
     for key, choose_value in SUGGESTIONS:
         value = choose_value(plan)
@@ -657,7 +676,7 @@ def suggest(plan: Plan, data: TrainingData) -> list[str]:
         if find_problems(changed_plan.values, changed_plan):
             continue
         try:
-            total = predict(changed_plan, data).total()
+            total = predict_peak(changed_plan, data).total()
         except InputError:  # as for lora=qlora, if bitsandbytes has no kernels for this machine
             continue
         if memory.total() - total > min_saved:
@@ -670,8 +689,8 @@ def suggest(plan: Plan, data: TrainingData) -> list[str]:
 def print_prediction(plan: Plan, data: TrainingData) -> None:
     """Print the memory needed and, if it won't fit, helpful settings."""
     passes, available = run_passes(plan, data), _find_device_memory(plan)
-    decided_plan = _decide(plan, passes)
-    phases = add_up(decided_plan, passes)
+    decided_plan = _decide_frozen_weights(plan, passes)
+    phases = sum_phases(decided_plan, passes)
     phase, memory = max(phases.items(), key=lambda item: item[1].total())
     for purpose in PURPOSES:
         if memory[purpose]:
@@ -681,19 +700,15 @@ def print_prediction(plan: Plan, data: TrainingData) -> None:
     if plan.online:
         _print_online_phases(plan, phases)
     if plan.dims.shard_size > 1:
-        _print_communication(decided_plan)
+        sent, frozen = count_communication(decided_plan), decided_plan.fsdp.frozen_weights or "sharded"
+        details = f" (frozen weights are {frozen})" if plan.has_frozen_weights else ""
+        print(
+            f"FSDP sends {sent.total() / 1e9:.2f} GB from each process in an update, of which gathered weights "
+            f"{sent['gathered'] / 1e9:.2f}, reduced gradients {sent['reduced'] / 1e9:.2f}{details}"
+        )
     if memory.total() > available:
         print("won't fit; looking for settings that would help", flush=True)  # a prediction for each takes a while
-        print(f"try {_join(suggest(plan, data))}")
-
-
-def _print_communication(plan: Plan) -> None:
-    sent, frozen = count_communication(plan), plan.fsdp.frozen_weights or "sharded"
-    details = f" (frozen weights are {frozen})" if plan.has_frozen_weights else ""
-    print(
-        f"FSDP sends {sent.total() / 1e9:.2f} GB from each process in an update, of which gathered weights "
-        f"{sent['gathered'] / 1e9:.2f}, reduced gradients {sent['reduced'] / 1e9:.2f}{details}"
-    )
+        print(f"try {_join_suggestions(plan, data)}")
 
 
 def _print_online_phases(plan: Plan, phases: dict[str, Bytes]) -> None:
@@ -711,10 +726,7 @@ def _print_online_phases(plan: Plan, phases: dict[str, Bytes]) -> None:
 
 @contextmanager
 def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
-    """Raise RunError with advice if memory runs out inside.
-
-    The message says how much memory a process needs, and which settings would reduce that.
-    """
+    """Raise RunError with advice if memory runs out inside."""
     try:
         yield
     except RunError:  # a RuntimeError too, but its message needs no explanation
@@ -732,10 +744,10 @@ def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
 
 def _advise(plan: Plan, data: TrainingData) -> str:
     try:
-        needed, available = predict(plan, data).total(), _find_device_memory(plan)
+        needed, available = predict_peak(plan, data).total(), _find_device_memory(plan)
         return (
             f"a process needs about {needed / 1e9:.2f} GB, and its device has {available / 1e9:.2f} GB; "
-            f"try {_join(suggest(plan, data))}"
+            f"try {_join_suggestions(plan, data)}"
         )
     except Exception as error:  # a model that cannot be predicted has run out of memory all the same
         return f"what a process needs could not be predicted ({one_sentence(error)})"
@@ -745,18 +757,15 @@ def notes_on_free_memory(plan: Plan) -> list[str]:
     """A message if, after an update, larger microbatches would fit."""
     if not torch.cuda.is_available():
         return []
-    held, peaks, totals = (
-        [measure(gpu) for gpu in list_own_gpus(multi_process=plan.trainer.multi_process)]
-        for measure in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, _find_gpu_memory)
-    )
     now = plan.data.gradient_accumulation_steps
-    steps = max(
-        find_fewest_steps(now, held=held_here, peak=peak_here, total=total_here)
-        for held_here, peak_here, total_here in zip(held, peaks, totals, strict=True)
-    )
+    steps, peak, total = 1, 0, 0
+    for gpu in list_own_gpus(multi_process=plan.trainer.multi_process):
+        gpu_peak, gpu_total = torch.cuda.max_memory_allocated(gpu), _find_gpu_memory(gpu)
+        held = torch.cuda.memory_allocated(gpu)
+        steps = max(steps, find_fewest_steps(now, held=held, peak=gpu_peak, total=gpu_total))  # that fit on every GPU
+        peak, total = peak + gpu_peak, total + gpu_total
     if steps == now:
         return []
-    peak, total = sum(peaks), sum(totals)
     return [
         f"{peak / 1e9:.3g} of {total / 1e9:.3g} GB of GPU memory were used; gradient_accumulation_steps={steps} "
         f"should fit too, and larger microbatches keep a GPU busier"
@@ -768,14 +777,15 @@ def find_fewest_steps(steps: int, *, held: int, peak: int, total: int) -> int:
 
     Memory beyond what is `held` between updates is taken to grow as microbatches do.
     """
-    fitting = [
-        n for n in range(1, steps) if steps % n == 0 and held + (peak - held) * steps / n <= MAX_FILLED_SHARE * total
-    ]
-    return min(fitting, default=steps)
+    for n in range(1, steps):
+        predicted = held + (peak - held) * steps / n
+        if steps % n == 0 and predicted <= MAX_FILLED_SHARE * total:
+            return n
+    return steps
 
 
-def _join(suggestions: list[str]) -> str:
-    return ", or ".join(suggestions) or "a smaller model, or more processes with trainer=FSDPTrainer"
+def _join_suggestions(plan: Plan, data: TrainingData) -> str:
+    return ", or ".join(suggest_settings(plan, data)) or "a smaller model, or more processes with trainer=FSDPTrainer"
 
 
 def _find_device_memory(plan: Plan) -> int:

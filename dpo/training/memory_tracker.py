@@ -75,14 +75,14 @@ class MemoryTracker(TorchDispatchMode):
             self._purposes[storage._cdata] = "gradients"
 
 
-def on_device(policy: Any, device: str, gathered: torch.dtype | None) -> Any:
-    """Materialize a policy from the meta device on `device`.
+def materialize(model: Any, device: str, dtype: torch.dtype | None) -> Any:
+    """Replace a model's tensors on the meta device by empty ones.
 
-    Parameters get the dtype `gathered`; None keeps their own. In a FakeTensorMode the new tensors take no memory. (A
-    model cannot be built in that mode instead, as PEFT could not add adapters to it.)
+    Parameters get the `dtype`; None keeps their own. In a FakeTensorMode the new tensors take no memory. (A model
+    cannot be built in that mode instead, as PEFT could not add adapters to it.)
     """
     made: dict[torch.Tensor, torch.Tensor] = {}  # new tensors by the old ones, so that tied parameters stay tied
-    for module in policy.modules():
+    for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
@@ -90,7 +90,7 @@ def on_device(policy: Any, device: str, gathered: torch.dtype | None) -> Any:
                 if tensor not in made:
                     new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                     if isinstance(tensor, torch.nn.Parameter):
-                        new = torch.nn.Parameter(new.to(gathered), requires_grad=tensor.requires_grad)
+                        new = torch.nn.Parameter(new.to(dtype), requires_grad=tensor.requires_grad)
                     made[tensor] = new
                 tensors[name] = made[tensor]
-    return policy
+    return model

@@ -37,16 +37,13 @@ class Reduced(NamedTuple):
             return {}
         n_examples = len(next(iter(self.examples.values())))
         all_weights = torch.tensor(weights if any(weights) else [1.0] * n_examples, dtype=torch.float64)  # (B,)
-        names = [name for name in self.examples if not name.startswith(REFERENCE)]
-        weights_by_role = {}
-        if examples:
-            for role in {name.rpartition("/")[2] for name in names}.intersection(ROLES):
-                has_role = torch.tensor([role in example.roles for example in examples])
-                weights_by_role[role] = all_weights * has_role
         means = {}
-        for name in names:
-            values, last_part = self.examples[name], name.rpartition("/")[2]
-            metric_weights = weights_by_role.get(last_part, all_weights)
+        for name, values in self.examples.items():
+            if name.startswith(REFERENCE):
+                continue
+            metric_weights, role = all_weights, name.rpartition("/")[2]
+            if examples and role in ROLES:
+                metric_weights = all_weights * torch.tensor([role in example.roles for example in examples])
             if metric_weights.any():
                 counted = values.double().where(metric_weights > 0, 0)  # the loss of a tie may be infinite
                 means[name] = ((counted * metric_weights).sum() / metric_weights.sum()).item()
@@ -84,9 +81,9 @@ def reduce_metrics(
     """
     _, first_columns = metrics[0]
     names = list(first_columns)
-    indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (this process's examples,)
-    values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (..., names)
-    table = values.new_zeros(n_examples, len(names))
+    indices = torch.cat([microbatch_indices for microbatch_indices, _ in metrics])  # (N,): this process's examples
+    values = torch.cat([torch.stack(list(columns.values()), dim=1) for _, columns in metrics])  # (N, names)
+    table = values.new_zeros(n_examples, len(names))  # (B, names)
     if counts:
         table.index_copy_(0, indices, values)
     # one tensor for table and scalars, so that one collective and one copy suffice

@@ -6,7 +6,7 @@ The frozen reference's log-probabilities are cached by example, so that each exa
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,42 +63,41 @@ def name_scores(
 
     `lengths` are the numbers of scored tokens by role, `offsets` those of the microbatch.
     """
-    length_columns = {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
-    reference_columns = {f"reference_{name}": values for name, values in reference.items()}
-    return policy | length_columns | reference_columns | ({} if offsets is None else {"offset": offsets})
+    columns = dict(policy)
+    columns |= {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
+    columns |= {f"reference_{name}": values for name, values in reference.items()}
+    if offsets is not None:
+        columns["offset"] = offsets
+    return columns
 
 
 def make_scores(columns: NamedTensors) -> Scores:
     """Make a loss's input of columns that `name_scores` named."""
     fields = dict(columns)
     for form in ("{}", "{}_lengths", "reference_{}"):
-        between = [fields.pop(form.format(role)) for role in BETWEEN if form.format(role) in fields]
-        if between:
-            fields[form.format("between")] = torch.stack(between, dim=1)
+        names = [form.format(role) for role in BETWEEN if form.format(role) in fields]
+        if names:
+            fields[form.format("between")] = torch.stack([fields.pop(name) for name in names], dim=1)  # (B, names)
     return Scores(**fields)
 
 
-def _note_weights(batches: Iterable[Batch], weights: list[float]) -> Iterator[Batch]:
-    """Yield the batches, and add the weights of their examples to `weights`."""
-    for batch in batches:
-        weights += batch.weights
-        yield batch
-
-
-def rank_labelled(
+def find_shares_ranked_right(
     chosen: torch.Tensor, rejected: torch.Tensor, is_chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Share of the other kind, by weight, that each ranks right.
+    """Find the share of the other kind that each example ranks right.
 
-    All are (B,); an example has a reward of one kind, `chosen` if `is_chosen`. A tie counts half. The weighted mean
-    over either kind, and so over all examples, is the area under the ROC curve.
+    All are (B,). A labelled example has one reward, in `chosen` if `is_chosen`, else in `rejected`. A chosen example
+    ranks right the rejected ones with lower rewards, and a rejected example the chosen ones with higher rewards. Shares
+    are by weight, and a tie counts half. Their weighted mean is the area under the ROC curve.
     """
 
     def find_share_below(values: torch.Tensor, others: torch.Tensor, other_weights: torch.Tensor) -> torch.Tensor:
+        """The share of `others`, (N,), below each of `values`, (B,)."""
         others, order = others.sort()
-        sums = torch.cat([weights.new_zeros(1), other_weights[order].cumsum(0)])  # of the k lowest, at index k
-        below, up_to = (sums[torch.searchsorted(others, values, right=right)] for right in (False, True))
-        return (below + up_to) / (2 * sums[-1])
+        sums = torch.cat([weights.new_zeros(1), other_weights[order].cumsum(0)])  # (N + 1,): of the k lowest, at k
+        below = sums[torch.searchsorted(others, values)]  # (B,)
+        below_or_equal = sums[torch.searchsorted(others, values, right=True)]  # (B,)
+        return (below + below_or_equal) / (2 * sums[-1])
 
     below_chosen = find_share_below(chosen, rejected[~is_chosen], weights[~is_chosen])
     below_rejected = find_share_below(rejected, chosen[is_chosen], weights[is_chosen])
@@ -112,8 +111,8 @@ class BatchContext(NamedTuple):
     """
 
     weights: torch.Tensor  # (B,), `Batch.weights` over the largest of them
-    total_weight: float  # the sum of the weights, or 1 if all are 0
-    reference: torch.Tensor | None = None  # (B, columns of `Loss.reference_columns`), log-probabilities if known
+    total_weight: float  # the sum of `weights`, or 1 if all are 0
+    reference: torch.Tensor | None = None  # (B, columns of `Loss.reference_columns`): log-probabilities, if known
     statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
     rows_to_cache: Sequence[int] = ()  # `Batch.cache_rows`, if `reference` is yet to be computed and cached
 
@@ -220,18 +219,16 @@ class Objective:
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
         if output.rewards and self.loss.has_margins:
             chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
-            if not self.models_are_equal:
-                accuracies = (chosen > rejected).to(chosen) if output.accuracies is None else output.accuracies
+            accuracies = (chosen > rejected).to(chosen) if output.accuracies is None else output.accuracies
+            if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
+                accuracies = torch.zeros_like(chosen)
+            if not (self.models_are_equal and self.follow_every):
                 metrics[f"rewards_{split}/accuracies"] = accuracies
-            elif not self.follow_every:
-                # rewards of equal models differ only by rounding, which must not count as ranking
-                metrics[f"rewards_{split}/accuracies"] = torch.zeros_like(chosen)
             metrics[f"rewards_{split}/margins"] = chosen - rejected
-        roles = list(output.rewards) or ["chosen"]  # a loss without rewards is that of SFT
-        if self.loss.scalar_head:  # whose scores are the rewards
-            roles = []
-        for role in reversed(roles):  # rejected first, as in the reference implementation's logs
-            metrics[f"logps_{split}/{role}"] = getattr(scores, role).detach()
+        if not self.loss.scalar_head:  # the scores of a reward model are its rewards
+            roles = list(output.rewards) or ["chosen"]  # a loss without rewards is that of SFT
+            for role in reversed(roles):  # rejected first, as in the reference implementation's logs
+                metrics[f"logps_{split}/{role}"] = getattr(scores, role).detach()
         metrics |= {f"{name}/{split}": values for name, values in output.metrics.items()}
         return metrics | reference | {f"loss/{split}": output.losses.detach()}
 
@@ -266,29 +263,25 @@ class Objective:
         largest = max(batch.weights) or 1.0
         relative_weights = [weight / largest for weight in batch.weights]  # float32 may not hold the weights themselves
         weights, total_weight = self._to_device(torch.tensor(relative_weights)), sum(relative_weights) or 1.0
-        # a loss that sees the whole batch at once computes its statistic itself
-        sees_whole_batch = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
-        if self.loss.batch_statistic is None or batch.mismatched is not None or sees_whole_batch:
-            reference = self.cached_reference(batch)
-            rows_to_cache = batch.cache_rows if reference is None and self.loss.reference else ()
-            statistic = None
-            if batch.mismatched is not None:
-                scores, _ = self._compute_all_scores([batch.mismatched], update=update)
-                statistic = self._compute_statistic(scores, batch.weights)
-            return BatchContext(weights, total_weight, reference, statistic, rows_to_cache)
-        scores, reference_columns = self._compute_all_scores([batch], update=update)
-        statistic = self._compute_statistic(scores, batch.weights)
-        reference = None
-        if reference_columns:
-            logps = [reference_columns[f"{REFERENCE}{name}"] for name in self.loss.reference_columns]
-            reference = self._to_device(torch.stack(logps, dim=1))
-        return BatchContext(weights, total_weight, reference, statistic)
+        # a loss that gets the whole batch at once computes its statistic itself
+        is_one_microbatch = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
+        if self.loss.batch_statistic is not None and batch.mismatched is None and not is_one_microbatch:
+            scores, reference_logps = self._compute_all_scores([batch], update=update)
+            reference = self._to_device(self._stack_reference(reference_logps)) if reference_logps else None
+            return BatchContext(weights, total_weight, reference, self._compute_statistic(scores, batch.weights))
+        statistic = None
+        if batch.mismatched is not None:
+            scores, _ = self._compute_all_scores([batch.mismatched], update=update)
+            statistic = self._compute_statistic(scores, batch.weights)
+        reference = self.cached_reference(batch)
+        rows_to_cache = batch.cache_rows if reference is None and self.loss.reference else ()
+        return BatchContext(weights, total_weight, reference, statistic, rows_to_cache)
 
     def _compute_statistic(self, scores: Scores, weights: Sequence[float]) -> torch.Tensor | None:
-        """The loss's statistic of a global batch, (B, k).
+        """Compute the loss's statistic of a global batch, (B, k).
 
-        It is on the device. Examples of weight 0 (ties) are left out, as they are of the loss, and have zeros. None if
-        all examples are ties.
+        It is on the device. Examples of weight 0 (ties) do not count, as in the loss; their rows are zeros. None if all
+        examples are ties.
         """
         if not any(weights):
             return None
@@ -301,32 +294,32 @@ class Objective:
         return statistic.to(self.device, torch.float32)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], mismatched: Iterable[Batch] = ()) -> Reduced:
+    def evaluate(self, batches: Iterable[Batch], mismatched: Iterable[Batch], *, weights: Sequence[float]) -> Reduced:
         """Evaluate all examples of the batches, as one batch.
 
-        A running average is replaced by the statistic of this batch, so that the loss depends only on weights and
+        A running average is replaced by the statistic of this batch, so that the loss depends only on the model and the
         examples. With `loss.momentum=1`, which disables the average, it stays 0. `mismatched` are those of the batches,
-        if the loss needs them.
+        if the loss needs them; `weights` are those of all examples.
         """
-        weights: list[float] = []
-        scores, reference = self._compute_all_scores(_note_weights(batches, weights))
+        scores, reference = self._compute_all_scores(batches)
         if self.loss.mismatched:
             mismatched_scores, _ = self._compute_all_scores(mismatched)
             scores = scores._replace(batch_statistic=self.loss.find_batch_statistic(mismatched_scores))
         output, options = self.loss(scores), self.loss.options
         has_role = {role: getattr(scores, f"{role}_lengths") > 0 for role in output.rewards}  # (B,) each
-        if self.loss.running_statistic and options["momentum"] < 1 and all(map(torch.any, has_role.values())):
+        has_all_roles = all(has_response.any() for has_response in has_role.values())
+        if self.loss.running_statistic and options["momentum"] < 1 and has_all_roles:
             # rewards do not depend on the average, so those of the first call serve to compute it
-            chosen, rejected = (output.rewards[role][has_role[role]].mean().item() for role in ("chosen", "rejected"))
-            average = self.loss.running_statistic(chosen, rejected, options["beta"])
+            means = {role: rewards[has_role[role]].mean().item() for role, rewards in output.rewards.items()}
+            average = self.loss.running_statistic(means["chosen"], means["rejected"], options["beta"])
             output = self.loss(scores._replace(average=average))
         metrics = self._metrics(scores, reference, output, split="eval")
-        if self.loss.trains_on == "labels" and all(map(torch.any, has_role.values())):
+        if self.loss.trains_on == "labels" and has_all_roles:
             chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
-            # rewards of equal models differ only by rounding, which must not count as ranking
-            factor = 0 if self.models_are_equal else 1
-            metrics["rewards_eval/auc"] = rank_labelled(
-                factor * chosen, factor * rejected, has_role["chosen"], torch.tensor(weights, dtype=chosen.dtype)
+            if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
+                chosen, rejected = torch.zeros_like(chosen), torch.zeros_like(rejected)
+            metrics["rewards_eval/auc"] = find_shares_ranked_right(
+                chosen, rejected, has_role["chosen"], torch.tensor(weights, dtype=chosen.dtype)
             )
         return Reduced(metrics, {})
 
@@ -345,10 +338,11 @@ class Objective:
         float64, on the host. With `update` the adapter's dropout is on, as in that update.
         """
         with_reference = self.loss.reference
-        microbatch_scores, cache_rows, n_examples, is_all_cached = [], [], 0, True
+        microbatch_scores, cache_rows, n_examples, needs_caching = [], [], 0, False
         for batch in batches:
             cached = self.cached_reference(batch)
-            is_all_cached &= cached is not None
+            if with_reference and cached is None:
+                needs_caching = True
             for microbatch in batch.microbatches:
                 microbatch = microbatch.to(self.device)
                 with self.dropout.on(microbatch.inputs, update=update):
@@ -357,8 +351,7 @@ class Objective:
                 microbatch_scores.append((microbatch.indices + n_examples, columns))  # indices in all batches
             n_examples += len(batch.examples)
             cache_rows += batch.cache_rows
-        rows_to_cache = cache_rows if with_reference and not is_all_cached else []
-        columns = self.reduce(microbatch_scores, n_examples, rows_to_cache).examples
+        columns = self.reduce(microbatch_scores, n_examples, cache_rows if needs_caching else ()).examples
         reference = {name: values for name, values in columns.items() if name.startswith(REFERENCE)}
         return make_scores({name: values for name, values in columns.items() if name not in reference}), reference
 
@@ -371,7 +364,7 @@ class Objective:
         if self.loss.running_statistic:
             beta, momentum = self.loss.options["beta"], self.loss.options["momentum"]
             chosen, rejected = metrics.get("rewards_train/chosen"), metrics.get("rewards_train/rejected")
-            if chosen is None or rejected is None:  # all labels of the batch are alike: it says nothing of the middle
+            if chosen is None or rejected is None:  # all labels of the batch are alike: it has no statistic
                 return
             value = self.loss.running_statistic(chosen, rejected, beta)
             self.average.value = momentum * self.average.value + (1 - momentum) * value
@@ -416,9 +409,12 @@ class Objective:
         """
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
         if rows_to_cache:
-            logps = [reduced.examples[f"{REFERENCE}{name}"] for name in self.loss.reference_columns]
-            self.reference.logps.store(rows_to_cache, torch.stack(logps, dim=1))
+            self.reference.logps.store(rows_to_cache, self._stack_reference(reduced.examples))
         return reduced
+
+    def _stack_reference(self, metrics: NamedTensors) -> torch.Tensor:
+        """Stack the log-probabilities under REFERENCE, (B, columns of `Loss.reference_columns`)."""
+        return torch.stack([metrics[f"{REFERENCE}{name}"] for name in self.loss.reference_columns], dim=1)
 
     @torch.no_grad()
     def find_reference_logps(self, batch: Batch) -> torch.Tensor:
@@ -434,9 +430,9 @@ class Objective:
         return torch.stack(list(reduced.examples.values()), dim=1)
 
     def cache_reference(self, batches: Iterable[Batch], path: Path) -> str:
-        """Cache the reference's log-probabilities of all pairs; save them at `path`.
+        """Cache the reference's log-probabilities of all examples; save them at `path`.
 
-        Pairs that an earlier run saved there are read, all others are scored. Returns a message with the number of
+        Examples that an earlier run saved there are read, all others are scored. Returns a message with the number of
         each. Raises InputError if the file disagrees with the reference's current values.
         """
         logps = self.reference.logps
@@ -445,12 +441,9 @@ class Objective:
         n_scored = logps.fill(with_mismatched(batches), self.find_reference_logps, stored, path=path, seed=seed)
         if self.mesh.rank == 0:
             logps.save(path)
-        message = f"{count(n_scored, 'example')} scored by the reference"
-        if stored is None:
-            return message
-        is_complete = ~np.isnan(stored).any(axis=1)  # per example: all its columns are known
-        n_stored = int(is_complete.sum())
-        return f"{message}, {count(n_stored, 'example')} read from {path}" if n_stored else message
+        n_read = 0 if stored is None else int((~np.isnan(stored).any(axis=1)).sum())  # examples without unknown values
+        read = f", {count(n_read, 'example')} read from {path}" if n_read else ""
+        return f"{count(n_scored, 'example')} scored by the reference{read}"
 
 
 def make_objective(
@@ -467,7 +460,12 @@ def make_objective(
     `longest_example` is the largest number of tokens in a prompt with one response. If the layout is not the one that
     the config asks for, `log` gets the reason.
     """
-    layout, fallback_reason = _choose_common_layout(plan, policy, reference, mesh, longest_example=longest_example)
+    layout, fallback_reason = _choose_layout(plan, policy, plan.compute_dtype, mesh, longest_example=longest_example)
+    # models of one class support the same layouts
+    if reference is not None and type(reference.model) is not type(policy) and not fallback_reason:
+        layout, fallback_reason = _choose_layout(
+            plan, reference.model, plan.reference_dtype, mesh, longest_example=longest_example
+        )
     if fallback_reason:
         log(fallback_reason)
     models_are_equal = False
@@ -489,25 +487,13 @@ def make_objective(
     )
 
 
-def _choose_common_layout(
-    plan: Plan, policy: Any, reference: Reference | None, mesh: Mesh, *, longest_example: int
-) -> tuple[Layout, str | None]:
-    """Choose a layout that both models support.
-
-    Returns the layout, and a message with the reason if it is not `plan.data.layout`.
-    """
-    layout, fallback_reason = _choose_layout(plan, policy, plan.compute_dtype, mesh, longest_example=longest_example)
-    # models of one class support the same layouts
-    supports_same = reference is None or type(reference.model) is type(policy)
-    if fallback_reason or supports_same:
-        return layout, fallback_reason
-    return _choose_layout(plan, reference.model, plan.reference_dtype, mesh, longest_example=longest_example)
-
-
 def _choose_layout(
     plan: Plan, model: Any, compute_dtype: str, mesh: Mesh, *, longest_example: int
 ) -> tuple[Layout, str | None]:
-    """Choose the layout for one model, as `_choose_common_layout` does for both."""
+    """Choose a layout that a model supports.
+
+    Returns the layout, and a message with the reason if it is not `plan.data.layout`.
+    """
     autocast, device = DTYPES.get(plan.model.autocast), next(model.parameters()).device
     batch_size = max(plan.data.batch_size, plan.data.eval_batch_size)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
@@ -517,7 +503,7 @@ def _choose_layout(
             max_length=plan.data.max_length,
             compute_dtype=autocast or DTYPES[compute_dtype],
             longest=Longest.of(longest_example, batch_size, plan.data.max_length, n_responses=len(plan.loss.roles)),
-            vetoed=mesh.any,
+            on_any_process=mesh.any,
         )
     release_gathered(model)  # FSDP's root stays gathered after a forward pass without a backward pass
     return choice

@@ -40,7 +40,7 @@ N_CHECKED_PROMPTS = 400  # training prompts that the scorer checks at the start
 # mixed into the seed of a random generator, so that the generators of an update draw different numbers
 OFFLINE_STREAM, SCORING_STREAM, HELD_OUT_STREAM, LABEL_STREAM = 1, 2, 3, 4
 FIRST_HELD_OUT = 2**62  # the number of the first answer to a held-out prompt; training does not count that far
-POLICY, REFERENCE = 0, 1
+POLICY, REFERENCE = 0, 1  # part of the number of an answer to a held-out prompt, and of the seed of its score
 
 
 class ScorerState:
@@ -86,13 +86,10 @@ class OnlineBatches(Batches):
         for note in self.scorer.notes:
             progress.line(note)
         self.states = {"online": ScorerState(self.scorer)}
-        online = plan.online
-        self.n_samples, self.missing_eos_penalty = online.n_samples, online.missing_eos_penalty
-        self.labels, self.keeps_ties = online.labels, online.ties == "keep"
+        self.online = online = plan.online
         self.sampling = Sampling(
             online.max_new_tokens, online.temperature, online.top_p, seed, plan.model.cache_implementation
         )
-        self.n_offline = plan.n_offline
         self._reference_answers: list[Answer] = []  # to the held-out prompts, once they are drawn
 
     def train(self, *, skip: int = 0) -> Iterator[list[Prompt]]:
@@ -109,7 +106,7 @@ class OnlineBatches(Batches):
         answer are the pair. Raises ScorerFailed on every process.
         """
         prompts = item
-        # prompts, examples and answers of the batch go by the prompt's index in the batch
+        # examples and answers go by the prompt's index in the batch
         offline_pairs = self._choose_offline_pairs(prompts, update)
         examples = dict(zip(offline_pairs, self.encode(list(offline_pairs.values())), strict=True))
         encoded_prompts = {
@@ -125,11 +122,13 @@ class OnlineBatches(Batches):
         drawn, weights = {}, [1.0] * len(prompts)
         for (index, encoded_prompt), prompt_answers in zip(encoded_prompts.items(), scored, strict=True):
             drawn[index] = choose_pair(prompts[index], prompt_answers)
-            if self.labels == "bradley_terry":
+            if self.online.labels == "bradley_terry":
                 seed = (self.seed, update, LABEL_STREAM, prompts[index].index_in_split)
                 drawn[index] = draw_label(drawn[index], seed)
-            # a tie stays in the batch, with weight 0, so that every process has as many forwards as without ties
-            weights[index] = float(self.keeps_ties or not drawn[index].is_tie)
+            if drawn[index].is_tie and self.online.ties != "keep":
+                weights[index] = (
+                    0.0  # it stays in the batch, so that every process has as many forwards as without ties
+                )
             examples[index] = _add_pair(encoded_prompt, drawn[index])
         in_order = [examples[index] for index in range(len(prompts))]
         microbatches = self.split(in_order, self.plan.data.gradient_accumulation_steps)
@@ -139,7 +138,7 @@ class OnlineBatches(Batches):
             microbatches,
             cache_rows=(),  # the reference's log-probabilities are not cached: the same pairs hardly come again
             drawn=drawn,
-            metrics=_compute_metrics(list(drawn.values()), may_flip=self.labels != "hard"),
+            metrics=_compute_metrics(list(drawn.values()), may_flip=self.online.labels != "hard"),
             seconds={"sampling": scoring_start - sampling_start, "scoring": time.perf_counter() - scoring_start},
         )
 
@@ -147,21 +146,25 @@ class OnlineBatches(Batches):
         """Evaluate the policy's answers to held-out prompts (docs/metrics.md).
 
         Policy and reference give an answer to each. Their random numbers depend only on the seed, the prompt, and which
-        of the two it is, so the answers of different evaluations are paired. Raises ScorerFailed on every process.
+        of the two it is, so every evaluation draws the same ones. Raises ScorerFailed on every process.
         """
         objective, reference = self.objective, self.objective.reference
         answers = self._answer_held_out(objective.policy, POLICY)
         columns = _list_measures(answers)
-        if reference is not None:
-            # drawn once in a process: a resumed run draws the same again, and a reference that follows is another
-            if not self._reference_answers or objective.follow_every:
-                with reference.in_use():
-                    self._reference_answers = self._answer_held_out(reference.model, REFERENCE)
-            theirs = _list_measures(self._reference_answers)
-            scores = zip(columns["score"], theirs["score"], strict=True)
-            columns["win_rate"] = [float(ours > other) + (ours == other) / 2 for ours, other in scores]
-            columns["kl"] = self._find_log_ratios(answers)
-            columns |= {f"reference_{name}": values for name, values in theirs.items()}
+        if reference is None:
+            return _average(columns)
+        # a frozen reference is asked once: it would give the same answers again
+        if not self._reference_answers or objective.follow_every:
+            with reference.in_use():
+                self._reference_answers = self._answer_held_out(reference.model, REFERENCE)
+        reference_columns = _list_measures(self._reference_answers)
+        scores = zip(columns["score"], reference_columns["score"], strict=True)
+        columns["win_rate"] = [
+            0.5 if policy_score == reference_score else float(policy_score > reference_score)
+            for policy_score, reference_score in scores
+        ]
+        columns["kl"] = self._find_log_ratios(answers)
+        columns |= {f"reference_{name}": values for name, values in reference_columns.items()}
         return _average(columns)
 
     def held_out_examples(self) -> list[list[Example]]:
@@ -173,7 +176,7 @@ class OnlineBatches(Batches):
 
         `who` is POLICY or REFERENCE.
         """
-        # two numbers for each prompt: were they the same, the win rate would compare answers that are correlated
+        # policy and reference have a number each: with the same one the win rate would compare correlated answers
         numbers = {index: FIRST_HELD_OUT + 2 * index + who for index in self.held_out}
         answers = self._sample(model, self._encoded, numbers, n_samples=1)
         release_gathered(model)
@@ -205,7 +208,7 @@ class OnlineBatches(Batches):
         """
         rng = np.random.default_rng([self.seed, update, OFFLINE_STREAM])
         chosen_pairs = {}
-        for index in sorted(rng.choice(len(prompts), self.n_offline, replace=False).tolist()):
+        for index in sorted(rng.choice(len(prompts), self.plan.n_offline, replace=False).tolist()):
             pairs = list_examples(prompts[index])
             chosen_pairs[index] = pairs[rng.integers(len(pairs))]
         return chosen_pairs
@@ -215,9 +218,9 @@ class OnlineBatches(Batches):
 
         Prompts and answers go by the prompt's index in the batch.
         """
-        n_before = update * self.plan.data.batch_size
-        numbers = {index: (n_before + index) * self.n_samples for index in encoded_prompts}
-        return self._sample(self.objective.policy, encoded_prompts, numbers, n_samples=self.n_samples)
+        n_before, n_samples = update * self.plan.data.batch_size, self.online.n_samples
+        numbers = {index: (n_before + index) * n_samples for index in encoded_prompts}
+        return self._sample(self.objective.policy, encoded_prompts, numbers, n_samples=n_samples)
 
     def _sample(
         self, model: Any, encoded_prompts: Mapping[int, Example], numbers: Mapping[int, int], *, n_samples: int
@@ -284,14 +287,13 @@ class OnlineBatches(Batches):
         for outcome in outcomes:
             if isinstance(outcome, str):  # errors are exchanged like scores, so that all processes raise together
                 raise ScorerFailed(outcome)
-        scores = iter([score for outcome in outcomes for score in outcome])
-        return [
-            [
-                answer._replace(score=next(scores) - self.missing_eos_penalty * (not answer.ended))
-                for answer in prompt_answers
-            ]
-            for _, prompt_answers in answered
-        ]
+        scores = iter([score for outcome in outcomes for score in outcome])  # of all prompts' answers, in order
+
+        def add_score(answer: Answer) -> Answer:
+            penalty = 0.0 if answer.ended else self.online.missing_eos_penalty
+            return answer._replace(score=next(scores) - penalty)
+
+        return [[add_score(answer) for answer in answers] for _, answers in answered]
 
     def _score_or_explain(self, answered: Sequence[AnsweredPrompt], seed: Sequence[int]) -> list[float] | str:
         """Score answers; return the scorer's error message if it fails.
@@ -327,7 +329,7 @@ def list_held_out(plan: Plan, data: TrainingData) -> list[Prompt]:
 def add_placeholders(encoded_prompt: Example, n_tokens: int, n_answers: int) -> Example:
     """Add answers of `n_tokens` to a prompt's example.
 
-    The tokens of the first are 0, those of the second 1: the shared-prefix layout would pack equal answers only once.
+    They differ, as the shared-prefix layout would pack equal answers only once.
     """
     answers = tuple((token,) * n_tokens for token in range(n_answers))
     return encoded_prompt._replace(responses=answers, roles=TRAINS_ON["pairs"][:n_answers])
@@ -351,8 +353,8 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
 def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> Drawn:
     """Choose the best and the worst of a prompt's scored answers.
 
-    The worst is chosen among the answers that differ from the best, if there are any. Among equal scores, the first is
-    the best and the last the worst: a tie is a pair of two answers too.
+    The worst is chosen among the answers that differ from the best, if there are any. Of equal scores the first is the
+    best and the last is the worst, so that even a tie has two answers.
     """
     best = max(range(len(answers)), key=lambda i: answers[i].score)  # the first of them
     others = [i for i in range(len(answers)) if i != best]
@@ -390,11 +392,10 @@ def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:
 def _average(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Average values over prompts, with standard errors.
 
-    A single prompt has no standard error. NaN and infinite values, as of a policy that has diverged, give
-    means that are NaN or infinite.
+    A single prompt has no standard error.
     """
     metrics = {}
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # values of a policy that has diverged may be NaN or infinite
         for name, values in columns.items():
             metrics[f"online_eval/{name}"] = float(np.mean(values))
             if len(values) > 1:
@@ -405,14 +406,14 @@ def _average(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, float]:
     """Metrics of the answers drawn for a batch's prompts (docs/metrics.md)."""
     answers = [answer for prompt_drawn in drawn for answer in prompt_drawn.answers]
-    best = [prompt_drawn.answers[prompt_drawn.best] for prompt_drawn in drawn]
-    worst = [prompt_drawn.answers[prompt_drawn.worst] for prompt_drawn in drawn]
-    return {
+    metrics = {
         "online/score": fmean(answer.score for answer in answers),
-        "online/score_best": fmean(answer.score for answer in best),
-        "online/score_worst": fmean(answer.score for answer in worst),
+        "online/score_best": fmean(prompt_drawn.answers[prompt_drawn.best].score for prompt_drawn in drawn),
+        "online/score_worst": fmean(prompt_drawn.answers[prompt_drawn.worst].score for prompt_drawn in drawn),
         "online/length": fmean(len(answer.tokens) for answer in answers),
         "online/eos": fmean(answer.ended for answer in answers),
         "online/ties": fmean(prompt_drawn.is_tie for prompt_drawn in drawn),
-        **({"online/flipped": fmean(prompt_drawn.is_flipped for prompt_drawn in drawn)} if may_flip else {}),
     }
+    if may_flip:
+        metrics["online/flipped"] = fmean(prompt_drawn.is_flipped for prompt_drawn in drawn)
+    return metrics

@@ -72,7 +72,7 @@ class Schedule(LambdaLR):
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, warmup_steps: int, updates: int, kind: str, min_ratio: float
     ) -> None:
-        self.updates = updates  # saved in checkpoints; the next two attributes are not
+        self.updates = updates  # saved in checkpoints, unlike `kind` and `notes`
         self.kind = kind
         self.notes: list[str] = []
 
@@ -86,9 +86,9 @@ class Schedule(LambdaLR):
 
     @classmethod
     def of(cls, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, size: int) -> Schedule:
-        """Make the schedule of a run of `updates`.
+        """Scale the optimizer's rate, and make the schedule of a run.
 
-        First scales the optimizer's rate for the `size` processes that see different examples.
+        The run has so many `updates`, and `size` processes that see different examples.
         """
         for group in optimizer.param_groups:
             group["lr"] *= LR_SCALINGS[training.lr_scaling](size)
@@ -111,9 +111,9 @@ class Schedule(LambdaLR):
         The base rates stay the saved ones. `notes` say so if this run's config gives another base rate or length.
         """
         config_base_lrs, own_keys = self.base_lrs, self.state_dict().keys()
-        # other keys are dropped: torch would make attributes of them
+        # unknown keys are dropped: torch would make attributes of them
         saved = {key: value for key, value in state.items() if key in own_keys}
-        super().load_state_dict({**saved, "updates": self.updates})  # everything but the length
+        super().load_state_dict({**saved, "updates": self.updates})  # this run's length, not the saved one
         if self.base_lrs != config_base_lrs:
             self.notes = [
                 f"learning rate {self.base_lrs[0]:.6g}, with which the run began; this config would begin a run with "

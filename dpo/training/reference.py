@@ -48,8 +48,8 @@ def read_logps(path: Path, shape: tuple[int, int]) -> np.ndarray:
 class ReferenceLogps:
     """Cached log-probabilities of the reference, NaN where unknown.
 
-    A table with one row per example (`Batch.cache_rows`) and the columns of `Loss.reference_columns`. `identity` names
-    the data and the length limits, on which the token ids of the examples depend.
+    They are a table with one row per example (`Batch.cache_rows`) and the columns of `Loss.reference_columns`.
+    `identity` names the data and the length limits, on which the token ids of the examples depend.
     """
 
     def __init__(self, n_examples: int, n_columns: int, identity: str = "") -> None:
@@ -92,7 +92,7 @@ class ReferenceLogps:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict()`; ignore it if its data or lengths differ.
 
-        The data differ, for example, if a run resumes with another test split.
+        Data differ if, for instance, a run resumes with another test split.
         """
         logps = state["logps"].numpy()
         if state["identity"] == self.identity and logps.shape == self._table.shape:
@@ -118,7 +118,7 @@ class ReferenceLogps:
         """Cache all examples of the batches; return how many were scored.
 
         Values come from `stored`, the table in the file at `path` if there is one, else from `score`. To check the
-        file, a random one of the batches that it has completely is scored too. Raises InputError if values differ.
+        file, one batch that it has completely is scored too, drawn at random. Raises InputError if values differ.
         """
         if stored is not None:
             self._table = np.where(np.isnan(self._table), stored, self._table)  # values of this run take precedence
@@ -192,8 +192,7 @@ class Reference:
 
     def free(self) -> None:
         """Free the model, unless it is the policy itself."""
-        is_policy = self.in_use is not nullcontext  # then `in_use` switches the policy's adapters
-        if is_policy:
+        if self.in_use is not nullcontext:  # it switches the adapters of the policy, which is the model
             return
         self.model = None
         gc.collect()  # a sharded model is part of reference cycles

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dpo.parallel.mesh import Mesh
 from dpo.system.signals import Stopped
 
-TOKENS = 8  # sampled between two collectives that look for a signal, each of which waits for the device
+TOKENS_BETWEEN_CHECKS = 8  # of several processes, as each check is a collective that waits for the device
 
 
 class StopRequest:
@@ -14,28 +14,21 @@ class StopRequest:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self.signals: list[int] = []  # signal numbers, in the order received
-        self.is_agreed = False  # every process knows that one has received a signal; set by `train_step`
+        # whether every process knows that one has received a signal; set by `train_step`, alike on every process
+        self.is_agreed = False
 
     def raise_if_agreed(self) -> None:
-        """Raise Stopped if all processes have agreed to stop.
-
-        A process that runs alone needs no agreement.
-        """
+        """Raise Stopped if all processes have agreed to stop."""
+        # a process that runs alone needs no agreement
         if self.is_agreed or (self._mesh.world_size == 1 and self.signals):
             raise Stopped(*self.signals[:1])
 
     def raise_if_any(self) -> None:
-        """Raise Stopped on every process if any has received a signal.
-
-        Takes a collective.
-        """
+        """Raise Stopped on every process if any has received a signal."""
         if self._mesh.any(bool(self.signals)):
             raise Stopped(*self.signals[:1])
 
     def raise_before_token(self, index: int) -> None:
-        """Call `raise_if_any` before a token of a batch of answers.
-
-        Several processes do so every 8 tokens, as it takes a collective.
-        """
-        if self._mesh.world_size == 1 or index % TOKENS == 0:
+        """Call `raise_if_any` before a token of a batch of answers, if due."""
+        if self._mesh.world_size == 1 or index % TOKENS_BETWEEN_CHECKS == 0:
             self.raise_if_any()

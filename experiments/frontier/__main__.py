@@ -89,9 +89,13 @@ def read_rows(files: Sequence[Path]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.frontier", description=__doc__.split("\n")[0])
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--quick", action="store_true", help="smaller: one seed, a third of the pairs")
-    sizes.add_argument("--night", action="store_true", help="larger: all methods, ten seeds on each of five tasks")
-    sizes.add_argument("--tune", action="store_true", help="only try learning rates and passes: settings.json")
+    for option, description in (
+        ("--quick", "smaller: one seed, a third of the pairs"),
+        ("--night", "larger: all methods, ten seeds on each of five tasks"),
+        ("--tune", "only try learning rates and passes: settings.json"),
+    ):
+        sizes.add_argument(option, dest="size", action="store_const", const=option.strip("-"), help=description)
+    parser.set_defaults(size="default")
     parser.add_argument(
         "--out",
         type=Path,
@@ -112,22 +116,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 <= options.label_noise < 0.5:
         parser.error(f"--label-noise {options.label_noise} must be in [0, 0.5): at 0.5 labels say nothing")
     check_overrides(options.overrides)
-    name = next((name for name in ("quick", "night", "tune") if getattr(options, name)), "default")
-    default_out = OUT if name == "default" else OUT.with_name(f"{OUT.name}-{name}")
+    default_out = OUT if options.size == "default" else OUT.with_name(f"{OUT.name}-{options.size}")
     out = (options.out or default_out).expanduser().resolve()
     if options.read:
         return run_command(lambda: print(read_rows(options.read)))
-    return run_command(lambda: run(name, out, options), out)
+    return run_command(lambda: run(out, options), out)
 
 
-def run(name: str, out: Path, options: argparse.Namespace) -> None:
+def run(out: Path, options: argparse.Namespace) -> None:
     """Run the sweep or the tuning that the options ask for."""
-    size = SIZES[name]
+    size = SIZES[options.size]
     out.mkdir(parents=True, exist_ok=True)
-    if options.tune:
+    if options.size == "tune":
         tune(out, size, options.overrides)
         return
-    held_out = QUICKLY_MEASURED if options.quick else Task.held_out
+    held_out = QUICKLY_MEASURED if options.size == "quick" else Task.held_out
     tasks = [
         Task(seed=seed, fixed_length=fixed_length, held_out=held_out)
         for seed in size.tasks

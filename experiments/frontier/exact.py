@@ -14,7 +14,7 @@ import numpy as np
 from experiments.frontier.task import NONE, Task
 
 AT_ONCE = 3  # prompts whose trees are computed together, so few that a CPU's cache holds them
-IN_ROW = 2  # the texts in a row of a tree differ in so many symbols: longer rows are slower, and so are more rows
+IN_ROW = 2  # symbols in which the texts of one row of a tree differ; fewer make more rows, more make longer ones
 OPTIMAL_BETAS = np.geomspace(50, 0.02, 61)  # of pi*, close together, as the curve is interpolated between them
 
 
@@ -29,28 +29,32 @@ class Point(NamedTuple):
 
 
 class Tree:
-    """All texts of up to `depth` symbols after a prompt.
+    """All texts of up to `depth` symbols after prompts, in few rows.
 
-    They share the tokens that they have in common. There is a row for each text of `branch` symbols. It has the prompt,
-    these symbols, and then every longer text's last symbol, which sees the text before it alone. With `ends`, every
-    text but the longest is also followed by EOS.
+    A row starts with the prompt and `branch` symbols, and there is a row for every choice of these symbols. The texts
+    of a row begin with them, and share their tokens: the row goes on with the last symbol of each longer text, which
+    sees only the tokens of its own text. With `ends`, every text but the longest is also followed by EOS.
     """
 
     def __init__(self, task: Task, *, depth: int, ends: bool) -> None:
         self.n, self.n_prompt, self.branch = task.symbols, task.prompt_length, max(1, depth - IN_ROW)
         self._tokens: list[int] = []  # of a row, after its prompt and first symbols
-        chain = np.tril(np.ones((self.n_prompt + self.branch,) * 2, dtype=bool))
-        self._seen = [*chain]  # for each token of a row, which tokens it sees before
-        # in a row, the last tokens of the texts of each number of symbols; and the EOS after each of them
-        self._last = [[self.n_prompt - 1 + t] for t in range(self.branch + 1)]
-        self._ends: list[list[int]] = []
+        n_first = self.n_prompt + self.branch
+        self._seen = [*np.tril(np.ones((n_first, n_first), dtype=bool))]  # which tokens each token of a row sees
+        # places in a row: of the last tokens of texts of 0, 1, ... symbols, and of EOS after each of these texts
+        self._last_places = [[self.n_prompt - 1 + t] for t in range(self.branch + 1)]
+        self._end_places: list[list[int]] = []
         for _ in range(self.branch, depth):
-            self._last.append([self._add(text, symbol) for text in self._last[-1] for symbol in range(self.n)])
+            texts = self._last_places[-1]
+            self._last_places.append([self._add(text, symbol) for text in texts for symbol in range(self.n)])
         if ends:
-            self._ends = [[self._add(text, self.n) for text in texts] for texts in self._last[:-1]]
+            self._end_places = [[self._add(text, self.n) for text in texts] for texts in self._last_places[:-1]]
 
     def _add(self, text: int, token: int) -> int:
-        """Add a token after a text. Returns its place in the row."""
+        """Add a token after the text whose last token is at `text`.
+
+        Returns the token's place in the row.
+        """
         seen = np.zeros(len(self._seen) + 1, dtype=bool)
         seen[: len(self._seen[text])] = self._seen[text]
         seen[-1] = True
@@ -59,10 +63,10 @@ class Tree:
         return len(self._seen) - 1
 
     def run(self, model: Any, prompts: Any) -> Any:
-        """Run a model on the trees of prompts (N, prompt_length)."""
+        """Run a model on the rows of all prompts (N, prompt_length)."""
         import torch
 
-        n_rows, length = self.n**self.branch, len(self._seen)
+        n_rows, length = self.n**self.branch, len(self._seen)  # of each prompt
         first = torch.cartesian_prod(*[torch.arange(self.n)] * self.branch).view(n_rows, self.branch)
         after = torch.cat([first, torch.tensor(self._tokens, dtype=torch.long).expand(n_rows, -1)], dim=1)
         input_ids = torch.cat([prompts.repeat_interleave(n_rows, 0), after.repeat(len(prompts), 1)], dim=1)
@@ -70,7 +74,7 @@ class Tree:
         for i, seen in enumerate(self._seen):
             is_seen[i, : len(seen)] = torch.from_numpy(seen)
         mask = torch.zeros(length, length).masked_fill(~is_seen, torch.finfo(torch.float32).min)
-        positions = is_seen.sum(-1, keepdim=True).T - 1
+        positions = is_seen.sum(-1, keepdim=True).T - 1  # in its own text, (1, length)
         return model(
             input_ids,
             attention_mask=mask.expand(len(input_ids), 1, -1, -1),
@@ -78,24 +82,25 @@ class Tree:
             use_cache=False,
         )
 
-    def last(self, values: Any, t: int) -> Any:
-        """Values of all texts of t symbols, (prompts, n**t, ...).
+    def take_last(self, values: Any, t: int) -> Any:
+        """Values at ends of texts of t symbols, (prompts, n**t, ...).
 
-        `values` (rows, length, ...) are those of the tree's tokens.
+        `values` (rows, length, ...) are those of all tokens.
         """
-        return self._take(values, t, self._last)
+        return self._take(values, t, self._last_places[t])
 
-    def ends(self, values: Any, t: int) -> Any:
-        """Values of EOS after all texts of t symbols, (prompts, n**t, ...)."""
-        return self._take(values, t, self._ends)
+    def take_ends(self, values: Any, t: int) -> Any:
+        """Values at EOS after texts of t symbols, (prompts, n**t, ...)."""
+        return self._take(values, t, self._end_places[t])
 
-    def _take(self, values: Any, t: int, places: list[list[int]]) -> Any:
-        rows = values.unflatten(0, (-1, self.n**self.branch))
-        # rows that differ only in later symbols have the same text
-        return rows[:, :: self.n ** max(0, self.branch - t), places[t]].flatten(1, 2)
+    def _take(self, values: Any, t: int, places: list[int]) -> Any:
+        rows = values.unflatten(0, (-1, self.n**self.branch))  # (prompts, rows of a prompt, length, ...)
+        # rows that differ only after the first t symbols have the same texts of t symbols
+        different_rows = rows[:, :: self.n ** max(0, self.branch - t)]
+        return different_rows[:, :, places].flatten(1, 2)
 
 
-def grow_logps(model: Any, task: Task, prompts: Any) -> Any:
+def compute_logps(model: Any, task: Task, prompts: Any) -> Any:
     """Log-probability of every response to every prompt, a tensor (prompts, leaves).
 
     The model's vocabulary is the symbols, and then EOS unless all responses have the same length.
@@ -103,17 +108,18 @@ def grow_logps(model: Any, task: Task, prompts: Any) -> Any:
     import torch
 
     n, tree = task.symbols, Tree(task, depth=task.response_length - 1, ends=False)
-    logps = tree.run(model, prompts).logits.double().log_softmax(-1)
+    logps = tree.run(model, prompts).logits.double().log_softmax(-1)  # (rows, length, vocabulary)
     prefix_logps: Any = torch.zeros(len(prompts), 1, dtype=torch.float64)  # of all texts of t symbols, (prompts, n**t)
     ended_logps = []  # of all texts of t symbols and EOS, for each t
     for t in range(task.response_length):
-        token_logps = tree.last(logps, t)  # (prompts, n**t, n or n + 1)
-        ended_logps += [prefix_logps + token_logps[..., eos] for eos in range(n, token_logps.shape[-1])]
+        token_logps = tree.take_last(logps, t)  # (prompts, n**t, vocabulary)
+        if not task.fixed_length:
+            ended_logps.append(prefix_logps + token_logps[..., n])
         prefix_logps = (prefix_logps[..., None] + token_logps[..., :n]).flatten(1)
     return torch.cat([*ended_logps, prefix_logps], dim=1)  # the order of `task.leaves`
 
 
-def grow_scores(trunk: Any, head: Any, task: Task, prompts: Any, *, per_token: bool) -> Any:
+def compute_scores(trunk: Any, head: Any, task: Task, prompts: Any, *, per_token: bool) -> Any:
     """A reward model's score of every response, (prompts, leaves).
 
     `head` turns a hidden state into a number. A response's score is that of its last token, or the sum over its tokens
@@ -122,28 +128,30 @@ def grow_scores(trunk: Any, head: Any, task: Task, prompts: Any, *, per_token: b
     import torch
 
     n, tree = task.symbols, Tree(task, depth=task.response_length, ends=not task.fixed_length)
-    scores = head(tree.run(trunk, prompts).last_hidden_state).squeeze(-1)
-    prefix_scores: Any = torch.zeros(len(prompts), 1)  # of all texts of t symbols, (prompts, n**t)
-    ended_scores = []
+    token_scores = head(tree.run(trunk, prompts).last_hidden_state).squeeze(-1)  # (rows, length)
+    text_scores: Any = torch.zeros(len(prompts), 1)  # of all texts of t symbols, (prompts, n**t)
+    ended_scores = []  # of all texts of t symbols and EOS, for each t
     for t in range(task.response_length):
         if not task.fixed_length:
-            ended_scores.append(tree.ends(scores, t) + prefix_scores * per_token)
-        prefix_scores = tree.last(scores, t + 1) + prefix_scores.repeat_interleave(n, 1) * per_token
-    return torch.cat([*ended_scores, prefix_scores], dim=1)
+            end_scores = tree.take_ends(token_scores, t)
+            ended_scores.append(text_scores + end_scores if per_token else end_scores)
+        last_scores = tree.take_last(token_scores, t + 1)
+        text_scores = text_scores.repeat_interleave(n, 1) + last_scores if per_token else last_scores
+    return torch.cat([*ended_scores, text_scores], dim=1)
 
 
-def leaf_values(grow: Any, prompts: np.ndarray) -> np.ndarray:
-    """Values of all leaves, (prompts, leaves); `grow` takes a few prompts."""
+def leaf_values(compute: Any, prompts: np.ndarray) -> np.ndarray:
+    """Values of all leaves, (prompts, leaves), for few prompts at once."""
     import torch
 
     with torch.no_grad():
-        parts = [grow(part).double() for part in torch.from_numpy(prompts).split(AT_ONCE)]
+        parts = [compute(part).double() for part in torch.from_numpy(prompts).split(AT_ONCE)]
     return torch.cat(parts).numpy()
 
 
 def leaf_logps(model: Any, task: Task, prompts: np.ndarray) -> np.ndarray:
     """Log-probability of every response to every prompt, (prompts, leaves)."""
-    return leaf_values(lambda part: grow_logps(model, task, part), prompts)
+    return leaf_values(lambda part: compute_logps(model, task, part), prompts)
 
 
 def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -167,7 +175,7 @@ def expected_objective(
     """Mean over prompts of E[r] - beta KL, with its exact gradient."""
     import torch
 
-    logps = grow_logps(model, task, torch.from_numpy(prompts))
+    logps = compute_logps(model, task, torch.from_numpy(prompts))
     values = torch.from_numpy(rewards) - beta * (logps - torch.from_numpy(reference_logps))
     return (logps.exp() * values).sum(-1).mean()
 
@@ -187,7 +195,7 @@ def optimum(beta: float, reference: np.ndarray, rewards: np.ndarray) -> np.ndarr
     """Log-probabilities of pi*, eq. 4 of arXiv 2305.18290.
 
     pi*(y | x) = reference(y | x) exp(r(x, y) / beta) / Z(x). With a reward model's scores for `rewards`, it is the
-    policy that no PPO on this reward model surpasses.
+    best policy that PPO on this reward model could find.
     """
     logits = reference + rewards / beta
     logits = logits - logits.max(-1, keepdims=True)  # so that exp does not overflow
@@ -212,13 +220,13 @@ def best_of_n(n: int, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     """
     best_logps = np.empty_like(reference)
     for i, (logps, prompt_rewards) in enumerate(zip(reference, rewards, strict=True)):
-        levels, level_of_response = np.unique(prompt_rewards, return_inverse=True)
-        p = np.bincount(level_of_response, np.exp(logps), minlength=len(levels))
-        cumulative = np.minimum(p.cumsum(), 1)  # F
+        levels, level_of_response = np.unique(prompt_rewards, return_inverse=True)  # distinct rewards, increasing
+        p = np.bincount(level_of_response, np.exp(logps), minlength=len(levels))  # (levels,)
+        f = np.minimum(p.cumsum(), 1)
         with np.errstate(divide="ignore"):
-            # F^n (1 - (1 - p / F)^n), which does not cancel where p is tiny
-            log_of_bracket = np.log(-np.expm1(n * np.log1p(-np.minimum(p / cumulative, 1))))
-            log_best = n * np.log(cumulative) + log_of_bracket
+            # F^n (1 - (1 - p / F)^n) is the same, without the cancellation where p is tiny
+            log_share = np.log(-np.expm1(n * np.log1p(-np.minimum(p / f, 1))))
+            log_best = n * np.log(f) + log_share  # (levels,)
         best_logps[i] = logps + (log_best - np.log(p))[level_of_response]
     return best_logps
 
@@ -243,9 +251,9 @@ class Limit:
     def most_reward(self, kl: float) -> float:
         """Highest expected reward of any policy with this mean KL.
 
-        pi* of beta maximizes E[r] - beta KL over all policies, so every policy is on or below the line of slope beta
-        through its point, for any beta. The line through the pi* of about this KL touches the frontier so close by that
-        the error is of second order in beta's.
+        The bound holds for any beta: pi* of beta maximizes E[r] - beta KL over all policies, so every policy is on or
+        below the line of slope beta through its point. It is tight if this pi* has about this KL, as the line then
+        touches the frontier close by.
         """
         kls = np.array([point.kl for point in self.optima])  # they rise as beta falls
         if kl <= 0:

@@ -18,14 +18,14 @@ class Method(NamedTuple):
 
     label: str
     overrides: tuple[str, ...]
-    betas: tuple[float | None, ...]  # from the strongest hold on the policy to the weakest; or values of another knob
+    betas: tuple[float | None, ...]  # values of `knob`, from the one that holds the policy the strongest
     lr: float
     passes: int = 4  # over the pairs
     knob: str = "beta"
     noisy: bool = False  # some of its labels are flipped
-    fresh: bool = False  # trains on new responses, so each prompt once, in smaller batches and as many updates
-    pairs: int = BATCH  # of an update; of as many updates as there are passes, if it is fresh
-    examples: int = 1  # of a pair
+    fresh: bool = False  # trains on new responses: each prompt once, in smaller batches for as many updates
+    pairs: int = BATCH  # of an update; a fresh method divides them by its passes
+    examples_per_pair: int = 1
     between: tuple[float, ...] = ()  # more betas, for `--night`, where the policies of `betas` lie far apart
     core: tuple[float | None, ...] = ()  # the betas of the default sweep, which is the paper's comparison
     control: bool = False  # also trained where responses differ in length
@@ -33,15 +33,17 @@ class Method(NamedTuple):
     def list_overrides(self, *, beta: float | None, noise: float, **others: object) -> tuple[str, ...]:
         """List a run's overrides of train.py.
 
-        `noise` is the share of flipped labels if the method is noisy.
+        `noise` is the run's share of flipped labels.
         """
         smoothing = noise if self.noisy else SMOOTHING
         values = {"beta": beta, "gamma": (beta or 0) / 2, "smoothing": smoothing, **others}
         return tuple(text.format(**values) for text in self.overrides)
 
     def count_passes(self, beta: float | None) -> int:
-        """Number of passes over the pairs, or of as many updates."""
-        return self.passes * int(beta or 1) if self.knob == "passes" else self.passes
+        """Number of passes over the pairs, which fix the number of updates."""
+        if self.knob == "passes":
+            return self.passes * int(beta or 1)
+        return self.passes
 
 
 BETAS = (1.0, 0.3, 0.1, 0.03, 0.01)
@@ -65,7 +67,7 @@ METHODS = {
     "ipo": Method("IPO", IPO, IPO_BETAS, 2e-3, between=(0.055,)),
     "simpo": Method("SimPO", SIMPO, (30.0, 10.0, 3.0, 1.0, 0.3), 1e-3),
     "apo_zero": Method("APO-zero", APO, (3.0, 1.0, 0.3, 0.1, 0.03), 2e-3, 2),
-    "kto": Method("KTO", KTO, BETAS, 1e-3, examples=2, core=(0.3, 0.1)),
+    "kto": Method("KTO", KTO, BETAS, 1e-3, examples_per_pair=2, core=(0.3, 0.1)),
     "online_dpo": Method(
         "online DPO", (*DPO, *ONLINE), BETAS, 2e-3,
         fresh=True, between=(0.17,), core=(1.0, 0.3, 0.1, 0.01), control=True,
@@ -106,7 +108,7 @@ def find_label(name: str) -> str:
 
 
 class Planned(NamedTuple):
-    """The first method's reward less the second's at equal KL."""
+    """A comparison: the first method's reward less the second's at equal KL."""
 
     first: str
     second: str
@@ -132,7 +134,7 @@ PLANNED = (
 
 
 class PlannedFall(NamedTuple):
-    """The change of a method's reward between two betas."""
+    """A comparison: a method's reward at `smaller` less that at `beta`."""
 
     method: str
     beta: float

@@ -74,7 +74,7 @@ def _set_reward_ranges(axes: Any, rows: Sequence[Row], methods: Sequence[str], h
 
 
 def _average(rows: Sequence[Row], key: str) -> np.ndarray:
-    """Means of pi*'s or best-of-N's rows over tasks, in order of KL."""
+    """Average pi*'s or best-of-N's rows over tasks, in order of KL."""
     values: dict[Any, list[float]] = {}
     for row in rows:
         values.setdefault((row["method"], row["beta"]), []).append(row[key])
@@ -106,9 +106,12 @@ def _draw_method(axes: Any, rows: Sequence[Row], along: Sequence[Row], method: s
     color_index, marker, line = STYLES[method]
     style = {"color": theme.colors[color_index], "linestyle": line, "linewidth": 1.5, "marker": marker, "markersize": 4}
     dots = {"color": theme.colors[color_index], "linewidth": 0, "marker": ".", "markersize": 2.5, "alpha": 0.5}
-    for axis, values, value_of in (
-        (axes[0], curve.reward, lambda row: row["reward"]),
-        (axes[1], curve.limit - curve.reward, lambda row: row["most_reward"] - row["reward"]),
+    kls = [row["kl"] for row in along]
+    rewards = np.array([row["reward"] for row in along])
+    gaps = np.array([row["most_reward"] for row in along]) - rewards
+    for axis, values, dot_values in (
+        (axes[0], curve.reward, rewards),
+        (axes[1], curve.limit - curve.reward, gaps),
     ):
         axis.plot(curve.kl.mean(0), values.mean(0), **style, label=find_label(method))
-        axis.plot([row["kl"] for row in along], [value_of(row) for row in along], **dots)
+        axis.plot(kls, dot_values, **dots)

@@ -47,20 +47,21 @@ class RewardModel(torch.nn.Module):
         torch.nn.init.zeros_(self.head.weight)
 
     def forward(self, token_ids: torch.Tensor, is_scored: torch.Tensor) -> torch.Tensor:
-        """Score responses of which `encode` gave the tokens, (rows,)."""
+        """Score responses that `encode` has encoded, (rows,)."""
         hidden = self.trunk(token_ids, use_cache=False).last_hidden_state
         scores = self.head(hidden[:, -is_scored.shape[1] :]).squeeze(-1)  # (rows, response_length)
         if self.per_token:
             return (scores * is_scored).sum(-1)
-        return scores.gather(-1, is_scored.sum(-1, keepdim=True) - 1).squeeze(-1)
+        last = is_scored.sum(-1, keepdim=True) - 1  # (rows, 1)
+        return scores.gather(-1, last).squeeze(-1)
 
     def leaf_scores(self, task: Task, prompts: np.ndarray) -> np.ndarray:
         """Score of every response to every prompt, (prompts, leaves)."""
 
-        def grow(part: Any) -> Any:  # some of the prompts
-            return exact.grow_scores(self.trunk, self.head, task, part, per_token=self.per_token)
+        def compute(part: Any) -> Any:  # some of the prompts
+            return exact.compute_scores(self.trunk, self.head, task, part, per_token=self.per_token)
 
-        return exact.leaf_values(grow, prompts)
+        return exact.leaf_values(compute, prompts)
 
 
 def train(reference: Any, task: Task, pairs: Pairs, setting: Setting, watch: Callable[[int, Any], None]) -> Any:
@@ -86,7 +87,8 @@ def _draw_batches(n: int, size: int, rng: np.random.Generator) -> Iterator[np.nd
     """Yield the rows of batches, in another order in each pass."""
     while True:
         rows = rng.permutation(n)
-        yield from (rows[start : start + size] for start in range(0, n - size + 1, size))
+        for start in range(0, n - size + 1, size):
+            yield rows[start : start + size]
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -110,15 +112,15 @@ def token_logps(model: Any, token_ids: torch.Tensor, is_scored: torch.Tensor) ->
     It is 0 where a token is not scored.
     """
     n = is_scored.shape[1]
-    logits = model(token_ids, use_cache=False).logits[:, -n - 1 : -1]
+    logits = model(token_ids, use_cache=False).logits[:, -n - 1 : -1]  # each of the token after, (rows, n, vocabulary)
     logps = logits.log_softmax(-1).gather(-1, token_ids[:, -n:, None]).squeeze(-1)
     return logps.where(is_scored, 0.0)
 
 
 def make_unlikelihood(reference: Any, task: Task, pairs: Pairs, setting: Setting) -> tuple[Any, Loss]:
-    """Make -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)).
+    """Make a policy and the loss of Unlikelihood.
 
-    The second term is that of arXiv 1908.04319.
+    It is -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)). The second term is that of arXiv 1908.04319.
     """
     policy, alpha = copy.deepcopy(reference).train(), setting.beta or 0.0
 
@@ -126,16 +128,16 @@ def make_unlikelihood(reference: Any, task: Task, pairs: Pairs, setting: Setting
         chosen = token_logps(policy, *encode(task, pairs.prompts[rows], pairs.chosen[rows])).sum(-1)
         token_ids, is_scored = encode(task, pairs.prompts[rows], pairs.rejected[rows])
         rejected = token_logps(policy, token_ids, is_scored).clamp(max=-1e-6)  # so that 1 - pi is above 0
-        penalty = torch.log(-torch.expm1(rejected)).where(is_scored, 0.0).sum(-1)
+        penalty = torch.log(-torch.expm1(rejected)).where(is_scored, 0.0).sum(-1)  # sum of log(1 - pi)
         return -(chosen + alpha * penalty).mean()
 
     return policy, compute_loss
 
 
 def make_reinforce(reference: Any, task: Task, pairs: Pairs, setting: Setting) -> tuple[Any, Loss]:
-    """Make REINFORCE on true reward - beta KL.
+    """Make a policy and the loss of REINFORCE.
 
-    There are two samples of a prompt, each the baseline of the other.
+    It maximizes true reward - beta KL. Each prompt has two samples, and the value of one is the baseline of the other.
     """
     policy, beta = copy.deepcopy(reference).train(), setting.beta or 0.0
     rng = np.random.default_rng([task.seed, 9, setting.seed])
@@ -147,15 +149,16 @@ def make_reinforce(reference: Any, task: Task, pairs: Pairs, setting: Setting) -
         logps = token_logps(policy, *encoded).sum(-1)
         with torch.no_grad():
             log_ratios = logps - token_logps(reference, *encoded).sum(-1)
-            values = (torch.from_numpy(task.reward(prompts, responses)) - beta * log_ratios).view(-1, 2)
-            advantages = (values - values.flip(1)).flatten()
+            values = torch.from_numpy(task.reward(prompts, responses)) - beta * log_ratios
+            by_prompt = values.view(-1, 2)
+            advantages = (by_prompt - by_prompt.flip(1)).flatten()
         return -(advantages * logps).mean()
 
     return policy, compute_loss
 
 
 def make_exact_rl(reference: Any, task: Task, pairs: Pairs, setting: Setting) -> tuple[Any, Loss]:
-    """Make the exact objective that PPO estimates with the true reward."""
+    """Make a policy and the exact objective that PPO estimates."""
     policy, beta = copy.deepcopy(reference).train(), setting.beta or 0.0
 
     def compute_loss(rows: np.ndarray) -> torch.Tensor:
@@ -168,7 +171,7 @@ def make_exact_rl(reference: Any, task: Task, pairs: Pairs, setting: Setting) ->
 
 
 def make_reward_model(reference: Any, task: Task, pairs: Pairs, setting: Setting) -> tuple[Any, Loss]:
-    """Make a reward model, and the loss of Bradley and Terry's model."""
+    """Make a reward model and the loss of Bradley and Terry."""
     torch.manual_seed(setting.seed)
     model = RewardModel(reference, per_token=setting.method == "rm_tokens").train()
 

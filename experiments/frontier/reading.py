@@ -44,11 +44,10 @@ def select(rows: Sequence[Row], *, fixed_length: bool) -> list[Row]:
 
 
 def collect_curve(rows: Sequence[Row], method: str) -> Curve:
-    """Collect a method's rows, which differ in beta or another knob."""
-    own_rows = [row for row in rows if row["method"] == method]
-    betas = list(dict.fromkeys(row["beta"] for row in own_rows))
-    row_at = {(row["task"], row["seed"], row["beta"]): row for row in own_rows}
+    """Collect a method's rows, which differ in unit and beta."""
+    row_at = {(row["task"], row["seed"], row["beta"]): row for row in rows if row["method"] == method}
     units = list(dict.fromkeys((task, seed) for task, seed, _ in row_at))
+    betas = list(dict.fromkeys(beta for *_, beta in row_at))
 
     def make_array(key: str) -> np.ndarray:
         return np.array([[row_at[*unit, beta][key] for beta in betas] for unit in units])
@@ -68,9 +67,8 @@ def most_reward(rows: Sequence[Row], kl: float, task: int = 0) -> float:
 def find_gaps(curve: Curve, kl: float) -> np.ndarray:
     """Interpolate each unit's gap to pi* at this KL, (units,).
 
-    Interpolated rewards would lie below a concave frontier, the more so the further apart its points are.
-
-    NaN beyond the highest KL of the policies, and below nine tenths of their lowest: the gap rises steeply from 0.
+    Gaps are interpolated, because interpolated rewards would lie below a concave frontier. The gap is NaN beyond the
+    highest KL of the policies, and below nine tenths of their lowest, where it rises steeply from 0.
     """
     gaps = []
     for kls, own_gaps in zip(curve.kl, curve.limit - curve.reward, strict=True):
@@ -88,15 +86,15 @@ def at_equal_kl(curve: Curve, rows: Sequence[Row], kl: float) -> np.ndarray:
 
 
 def within_budget(curve: Curve, reference: Row, budgets: np.ndarray) -> np.ndarray:
-    """Average each unit's highest reward within a budget over KL budgets, (units,).
+    """Score each unit by its highest reward within a KL budget, (units,).
 
-    The highest reward is that of a policy or a mixture of two. Tossing a coin between two policies for each response
-    gives the mean of their rewards, and at most the mean of their KLs.
+    The score is the mean over budgets. A mixture of two policies counts too: tossing a coin between them for each
+    response gives the mean of their rewards, and at most the mean of their KLs.
     """
     scores = []
     for rewards, kls in zip(curve.reward, curve.kl, strict=True):
-        policies = sorted(zip((0.0, *kls), (reference["reward"], *rewards), strict=True))
-        mixtures = []  # rewards of each pair's mixtures, (budgets,)
+        policies = sorted(zip((0.0, *kls), (reference["reward"], *rewards), strict=True))  # (KL, reward) of each
+        mixtures = []  # the reward of each pair's mixture with the KL of each budget, (budgets,)
         for (kl_1, reward_1), (kl_2, reward_2) in itertools.combinations(policies, 2):
             mixtures.append(np.interp(budgets, (kl_1, kl_2), (reward_1, reward_2), left=-np.inf))
         scores.append(np.max(mixtures, axis=0).mean())
@@ -109,7 +107,7 @@ def within_budget(curve: Curve, reference: Row, budgets: np.ndarray) -> np.ndarr
 def mean_and_interval(values: np.ndarray, sign: str = "") -> str:
     """Format a mean and its 95 % interval (Student's t).
 
-    `-` if a value is missing. With a `sign`, an interval that excludes 0 is bold.
+    The text is `-` if a value is missing. `sign` is "+" for differences: an interval that excludes 0 is then bold.
     """
     if not len(values) or np.isnan(values).any():
         return "-"
@@ -131,15 +129,15 @@ def summarize(values: np.ndarray, units: Sequence[Unit], sign: str = "") -> str:
     is_there = ~np.isnan(values)
     if not is_there.any() or is_there.mean() < COVERED:
         return "-"
-    values_of_task: dict[int, list[float]] = {}
-    for (task, _), value in zip(units, values, strict=True):
-        values_of_task.setdefault(task, []).append(value)
-    if len(values_of_task) > 1:
-        groups = np.array([np.nanmean(own) if not np.isnan(own).all() else np.nan for own in values_of_task.values()])
-    else:
-        groups = values[is_there]
-    text = mean_and_interval(groups, sign)
-    return text if is_there.all() or text == "-" else f"{text} ({is_there.sum()} of {len(values)})"
+    tasks = np.array([task for task, _ in units])
+    averaged = values[is_there]
+    if len({*tasks}) > 1:
+        values_by_task = [values[is_there & (tasks == task)] for task in dict.fromkeys(tasks)]
+        averaged = np.array([own.mean() if len(own) else np.nan for own in values_by_task])
+    text = mean_and_interval(averaged, sign)
+    if text == "-" or is_there.all():
+        return text
+    return f"{text} ({is_there.sum()} of {len(values)})"
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -214,14 +212,9 @@ def _make_reward_table(rows: Sequence[Row], name: str) -> str:
         cells = [summarize(at_equal_kl(curve, rows, kl), curve.units) for kl in REWARD_KLS]
         if set(cells) != {"-"}:
             lines.append([method, *cells])
-    best_of = collect_curve(
-        [
-            {**row, "method": "best", "beta": row["n"]}
-            for row in rows
-            if row["method"].startswith("best_of") and "n" in row
-        ],
-        "best",
-    )
+    # a row of best-of-N is known without a run: N takes the place of beta
+    best_rows = [row for row in rows if row["method"].startswith("best_of")]
+    best_of = collect_curve([{**row, "method": "best", "beta": row["n"]} for row in best_rows], "best")
     lines.append(["best of N", *(summarize(at_equal_kl(best_of, rows, kl), best_of.units) for kl in REWARD_KLS)])
     tasks = [task for task, _ in best_of.units]
     limits = (np.mean([most_reward(rows, kl, task) for task in tasks]) for kl in REWARD_KLS)
@@ -238,8 +231,9 @@ def score_trials(rows: Sequence[Row]) -> dict[str, dict[tuple[float, int], float
     rows_of_trial: dict[tuple[str, float, int], list[Row]] = {}
     for row in rows:
         if row["method"] in METHODS:
-            by_knob = METHODS[row["method"]].knob == "passes"
-            passes = row["passes"] // row["beta"] if by_knob else row["passes"]
+            passes = row["passes"]
+            if METHODS[row["method"]].knob == "passes":  # a multiple of the trial's passes
+                passes //= row["beta"]
             rows_of_trial.setdefault((row["method"], row["lr"], passes), []).append(row)
     scores: dict[str, dict[tuple[float, int], float]] = {}
     for (method, lr, passes), own_rows in rows_of_trial.items():

@@ -54,23 +54,22 @@ def write_model(directory: Path, task: Task) -> None:
 
 def write_pairs(directory: Path, task: Task, train: Pairs, test: Pairs) -> None:
     """Write a dataset in a form that train.py reads."""
-    records = (
-        [dict(zip(COLUMNS, map(task.text, pair), strict=True)) for pair in zip(*pairs, strict=True)]
-        for pairs in (train, test)
-    )
-    write_records(directory, **dict(zip(("train", "test"), records, strict=True)))
+
+    def make_records(pairs: Pairs) -> list[dict[str, str]]:
+        return [dict(zip(COLUMNS, map(task.text, pair), strict=True)) for pair in zip(*pairs, strict=True)]
+
+    write_records(directory, train=make_records(train), test=make_records(test))
 
 
 def read_pairs(file: Path, task: Task) -> Pairs:
     """Read a dataset that `write_pairs` wrote."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    lengths = task.prompt_length, task.response_length, task.response_length
-    return Pairs(
-        *(
-            np.stack([task.read(row[column], length) for row in rows])
-            for column, length in zip(COLUMNS, lengths, strict=True)
-        )
-    )
+
+    def read(column: str, length: int) -> np.ndarray:
+        return np.stack([task.read(row[column], length) for row in rows])
+
+    chosen, rejected = (read(column, task.response_length) for column in ("chosen", "rejected"))
+    return Pairs(read("prompt", task.prompt_length), chosen, rejected)
 
 
 def write_scorer(root: Path, task: Task, seed: int) -> str:
@@ -88,10 +87,10 @@ def list_overrides(root: Path, task: Task, *, data: str) -> tuple[str, ...]:
     # without EOS there is no token to pad with, and `padded` rows of one length need none
     layout = ("layout=padded",) if task.fixed_length else ()
     return (
-        *(f"model.name_or_path={root / 'model'}", "model.block_name=LlamaDecoderLayer", "model.random_init=true"),
-        *(f"datasets=[{data}]", f"dataset_sources.{data}={root / 'data' / data}", f"local_dirs=[{root}]"),
-        *(f"max_length={length}", f"max_prompt_length={task.prompt_length}", *COMMON, *layout),
-    )
+        f"model.name_or_path={root / 'model'}", "model.block_name=LlamaDecoderLayer", "model.random_init=true",
+        f"datasets=[{data}]", f"dataset_sources.{data}={root / 'data' / data}", f"local_dirs=[{root}]",
+        f"max_length={length}", f"max_prompt_length={task.prompt_length}", *COMMON, *layout,
+    )  # fmt: skip
 
 
 def load_policy(root: Path, archive: Path) -> Any:

@@ -74,7 +74,9 @@ class Run(NamedTuple):
     def batch(self) -> int:
         """Pairs or prompts of an update."""
         method = METHODS[self.method]
-        return max(1, method.pairs // self.passes) if method.fresh else method.pairs
+        if method.fresh:  # as many updates as in `passes` over the pairs, each with fewer prompts
+            return max(1, method.pairs // self.passes)
+        return method.pairs
 
 
 @dataclass(frozen=True)
@@ -97,17 +99,19 @@ class Sweep:
 
         Raises InputError if the directory has runs of other settings.
         """
-        root, task, rng = self.root, self.task, np.random.default_rng([self.task.seed, 5])
+        root, task = self.root, self.task
+        rng = np.random.default_rng([task.seed, 5])
         settings = {"task": dataclasses.asdict(task), "pairs": self.size.pairs, "sft_epochs": self.size.sft_epochs}
         keep_settings(root, {**settings, "overrides": [*self.overrides], "tuning": self.tuning})
         import_all("experiments.frontier.plain")
         if (root / "reference.pt").exists():
             return
         runs.write_model(root / "model", task)
-        train, test = (  # SFT trains on the chosen responses alone
-            Pairs(prompts, task.demonstrate(prompts, rng), task.demonstrate(prompts, rng))
-            for prompts in (task.train_prompts, task.test_prompts[:EVALUATED])
-        )
+
+        def demonstrate(prompts: np.ndarray) -> Pairs:  # SFT trains on the chosen responses alone
+            return Pairs(prompts, task.demonstrate(prompts, rng), task.demonstrate(prompts, rng))
+
+        train, test = demonstrate(task.train_prompts), demonstrate(task.test_prompts[:EVALUATED])
         runs.write_pairs(root / "data" / "sft", task, train, test)
         common = runs.list_overrides(root, task, data="sft")
         job = Job(root / "runs" / "sft", (*common, *SFT, f"n_epochs={self.size.sft_epochs}", *self.overrides))
@@ -151,22 +155,23 @@ class Sweep:
     # --- the runs -----------------------------------------------------------------------------------------------------
 
     def make_job(self, run: Run) -> Job:
-        """Make a run's job, with as many labels as others."""
+        """Make a run's job, without overrides if `plain.py` trains it."""
         method, directory = METHODS[run.method], self.root / "runs" / run.name
         if not method.overrides:
             return Job(directory)
         scorer = runs.write_scorer(self.root, self.task, run.seed)
         longest = self.task.response_length
-        batch_size = run.batch * method.examples
-        overrides = (
+        batch_size = run.batch * method.examples_per_pair
+        overrides = [
             *runs.list_overrides(self.root, self.task, data=run.data),
             *method.list_overrides(beta=run.beta, noise=run.label_noise, scorer=scorer, longest=longest),
-            *(f"seed={run.seed}", f"lr={run.lr}", f"model.archive={self.root / 'reference.pt'}"),
-            *(f"n_epochs={1 if method.fresh else run.passes}", f"batch_size={batch_size}", "warmup_steps=10"),
-            *(f"save_every={update * batch_size}" for update in self.list_course(run)[:1]),
-            *self.overrides,
-        )
-        return Job(directory, overrides)
+            f"seed={run.seed}", f"lr={run.lr}", f"model.archive={self.root / 'reference.pt'}",
+            f"n_epochs={1 if method.fresh else run.passes}", f"batch_size={batch_size}", "warmup_steps=10",
+        ]  # fmt: skip
+        course = self.list_course(run)
+        if course:
+            overrides.append(f"save_every={course[0] * batch_size}")
+        return Job(directory, (*overrides, *self.overrides))
 
     def count_updates(self, run: Run) -> int:
         return self.size.pairs // BATCH * run.passes
@@ -177,21 +182,22 @@ class Sweep:
         return [part * i for i in range(1, COURSE)] if run.course and part else []
 
     def finish(self, job: Job, run: Run) -> None:
-        """Measure a run and write its rows; train first if plain."""
-        method, updates, watched = METHODS[run.method], self.count_updates(run), self.list_course(run)
+        """Measure a run and write its rows; train first if by `plain.py`."""
+        method, n_updates, course = METHODS[run.method], self.count_updates(run), self.list_course(run)
         rows: list[Row] = []
 
         def measure_along(update: int, model: Any) -> None:
-            logps = exact.leaf_logps(model, self.task, self.prompts)
-            rows.append(self.make_row(run.method, run, logps, share=update / updates))
+            if update in course:
+                logps = exact.leaf_logps(model, self.task, self.prompts)
+                rows.append(self.make_row(run.method, run, logps, share=update / n_updates))
 
         if method.overrides:
-            for update in watched:
-                checkpoint = job.directory / f"step-{update * run.batch * method.examples}"
+            for update in course:
+                checkpoint = job.directory / f"step-{update * run.batch * method.examples_per_pair}"
                 measure_along(update, runs.load_policy(self.root, checkpoint / "policy.pt"))
             model = runs.load_policy(self.root, job.directory / "LATEST" / "policy.pt")
         else:
-            model = self._train_plainly(run, lambda update, model: update in watched and measure_along(update, model))
+            model = self._train_plainly(run, measure_along)
         if run.method in REWARD_MODELS:
             rows += self._measure_reward_model(run, model.leaf_scores(self.task, self.prompts))
         else:
@@ -201,7 +207,7 @@ class Sweep:
                 rows += self._measure_reweighted(run, logps)
         write_whole(job.result, json.dumps(rows))
 
-    def _train_plainly(self, run: Run, watch: Callable[[int, Any], Any]) -> Any:
+    def _train_plainly(self, run: Run, watch: Callable[[int, Any], None]) -> Any:
         from experiments.frontier import plain
 
         pairs = runs.read_pairs(self.root / "data" / run.data / "train.jsonl", self.task)
@@ -241,14 +247,17 @@ class Sweep:
 
     def make_row(self, method: str, run: Run | None, logps: np.ndarray, **others: Any) -> Row:
         """Make the row of a policy; `run` is what trained it."""
-        settings = {} if run is None else {"label_noise": run.label_noise, "lr": run.lr, "passes": run.passes}
-        return {
-            **{"task": self.task.seed, "fixed_length": self.task.fixed_length, "method": method},
-            **{"beta": run.beta if run else None, "seed": run.seed if run else None},
+        row = {
+            "task": self.task.seed,
+            "fixed_length": self.task.fixed_length,
+            "method": method,
+            "beta": None if run is None else run.beta,
+            "seed": None if run is None else run.seed,
             **self.limit.measure(logps, self.task, optimal=method == "pi_star"),
-            **settings,
-            **others,
         }
+        if run is not None:
+            row |= {"label_noise": run.label_noise, "lr": run.lr, "passes": run.passes}
+        return row | others
 
     def list_known(self) -> list[Row]:
         """List the rows of policies that are known without a run."""
@@ -275,23 +284,17 @@ def _read_ties(job: Job) -> dict[str, float]:
 def list_runs(size: Size, task: Task, noise: float, settings: dict[str, dict[str, Any]] | None = None) -> list[Run]:
     """List a sweep's runs; without `noise`, noisy methods are left out.
 
-    `settings` are the learning rates and passes of `--tune`, by method, else those of `methods.py`.
+    `settings` has learning rates and passes by method, as `--tune` wrote them; others are those of `methods.py`.
     """
-
-    def list_betas(method: Method) -> Sequence[float | None]:
-        return method.core if size.core else (*method.betas, *method.between)
-
-    def find_settings(name: str) -> Method:
-        tuned = (settings or {}).get(name.removesuffix("_noisy"), {})
-        return METHODS[name]._replace(**tuned)
-
-    return [
-        make_run(name, find_settings(name), beta, seed, size, noise)
-        for seed in size.seeds
-        for name, method in METHODS.items()
-        if (noise > 0 or not method.noisy) and (method.control or task.fixed_length)
-        for beta in list_betas(method)
-    ]
+    wanted = []
+    for seed in size.seeds:
+        for name, method in METHODS.items():
+            if (method.noisy and noise == 0) or not (method.control or task.fixed_length):
+                continue
+            tuned = (settings or {}).get(name.removesuffix("_noisy"), {})
+            betas = method.core if size.core else (*method.betas, *method.between)
+            wanted += [make_run(name, method._replace(**tuned), beta, seed, size, noise) for beta in betas]
+    return wanted
 
 
 def make_run(name: str, method: Method, beta: float | None, seed: int, size: Size, noise: float = 0.0) -> Run:

@@ -86,8 +86,8 @@ class Task:
     def _reward_tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Three tables of random rewards of a response's symbol.
 
-        The last index is the symbol itself. Those before are the prompt's first symbol; the symbol before; and the two
-        symbols before.
+        The last index is the symbol itself. The other indices are, in the first table, the prompt's first symbol; in
+        the second, the symbol before; in the third, the two symbols before.
         """
         rng, n = np.random.default_rng([self.seed, 2]), self.symbols
         return rng.normal(size=(n, n)), rng.normal(size=(n, n)), rng.normal(size=(n, n, n))
@@ -139,7 +139,8 @@ class Task:
         table_rng, n = np.random.default_rng([self.seed, 4]), self.symbols
         by_one_before, by_prompt = table_rng.normal(size=(n, n)), table_rng.normal(size=(n, n))
         responses = np.full((len(prompts), self.response_length), NONE)
-        symbols, goes_on = prompts[:, -1], np.full(len(prompts), True)
+        symbols = prompts[:, -1]  # the last of each prompt, then of each response
+        goes_on = np.full(len(prompts), True)
         for t in range(self.response_length):
             if t > 0 and not self.fixed_length:  # no response is empty
                 goes_on &= rng.random(len(prompts)) >= STOP_PROBABILITY

@@ -28,6 +28,7 @@ class Evaluation(NamedTuple):
 
     @property
     def is_right(self) -> np.ndarray:
+        """Scores of the pairs, (n,); see `judge`."""
         return judge(self.chosen - self.rejected)
 
 
@@ -45,12 +46,13 @@ def judge(margins: np.ndarray) -> np.ndarray:
 
 def collect(rows: Sequence[Row], method: str) -> dict[float, Evaluation]:
     """Join the folds of a method, by the share of a run."""
-    found = {}
-    for share in sorted({row["share"] for row in rows if row["method"] == method}):
-        own = sorted((r for r in rows if (r["method"], r["share"]) == (method, share)), key=lambda row: row["fold"])
-        pairs, chosen, rejected, kls = (np.concatenate([row[key] for row in own]) for key in ("pairs", *ROLES, "kl"))
-        found[share] = Evaluation(pairs, chosen, rejected, estimate_mean(kls, range(len(kls))))
-    return found
+    own_rows = sorted((row for row in rows if row["method"] == method), key=lambda row: row["fold"])
+    evaluations = {}
+    for share in sorted({row["share"] for row in own_rows}):
+        folds = [row for row in own_rows if row["share"] == share]
+        pairs, chosen, rejected, kls = (np.concatenate([row[key] for row in folds]) for key in ("pairs", *ROLES, "kl"))
+        evaluations[share] = Evaluation(pairs, chosen, rejected, estimate_mean(kls, range(len(kls))))
+    return evaluations
 
 
 def balance(is_right: np.ndarray, pairs: np.ndarray, differences: np.ndarray, data: Data) -> Estimate:
@@ -65,16 +67,17 @@ def balance(is_right: np.ndarray, pairs: np.ndarray, differences: np.ndarray, da
 
 
 def interpolate(evaluations: Sequence[Evaluation], kl: float) -> np.ndarray | None:
-    """Interpolate whether each pair is right at this KL, (n,).
+    """Interpolate the score of each pair at this KL, (n,).
 
-    The interpolation is linear in KL along the runs, so the mean is the interpolated accuracy. None beyond them.
+    The interpolation is linear in KL along the runs, so the mean is the interpolated accuracy. None if the KL is below
+    or above those of the evaluations.
     """
     ordered = sorted(evaluations, key=lambda evaluation: evaluation.kl.mean)
     kls = [evaluation.kl.mean for evaluation in ordered]
     if not kls[0] <= kl <= kls[-1]:
         return None
-    columns = np.array([evaluation.is_right for evaluation in ordered]).T
-    return np.array([np.interp(kl, kls, column) for column in columns])
+    scores = np.array([evaluation.is_right for evaluation in ordered])  # (evaluations, n)
+    return np.array([np.interp(kl, kls, pair_scores) for pair_scores in scores.T])
 
 
 def choose_kl(rows: Sequence[Row]) -> float:
@@ -86,60 +89,65 @@ def list_methods(rows: Sequence[Row]) -> list[str]:
     return [method for method in METHODS if any(row["method"] == method for row in rows)]
 
 
-def list_baselines(rows: Sequence[Row], data: Data) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """List what ranks pairs without preferences: pairs, margins, and differences of tokens.
+class Baselines(NamedTuple):
+    """Held-out pairs of all folds, ranked without preferences."""
 
-    They are read from the rows of the method with the most folds.
-    """
+    pairs: np.ndarray  # numbers of the pairs, (n,)
+    differences: np.ndarray  # chosen minus rejected tokens, by the number of the pair
+    margins: dict[str, np.ndarray]  # by the name of the baseline, (n,)
+
+
+def make_baselines(rows: Sequence[Row], data: Data) -> Baselines:
+    """Make the baselines from the rows of the method with most folds."""
     last = [row for row in rows if row["share"] == 1.0]
     most = max(list_methods(rows), key=lambda method: sum(row["method"] == method for row in last))
     own = sorted((row for row in last if row["method"] == most), key=lambda row: row["fold"])
-    pairs = np.concatenate([row["pairs"] for row in own])
-    tokens, logps = (
-        np.stack([np.concatenate([row[key.format(role)] for row in own]) for role in ROLES], axis=-1)
-        for key in ("{}_tokens", "reference_{}")
-    )
-    differences = tokens[:, 0] - tokens[:, 1]
-    by_length = predict_by_length(tokens, data.folds[pairs])
+
+    def join(key: str) -> np.ndarray:
+        return np.concatenate([row[key] for row in own])
+
+    pairs = join("pairs")
+    tokens = np.stack([join(f"{role}_tokens") for role in ROLES], axis=-1)  # (n, 2)
+    logps = np.stack([join(f"reference_{role}") for role in ROLES], axis=-1)
     means = logps / tokens
-    return {
-        "length, logistic regression": (pairs, by_length, differences),
-        "log ref, sum": (pairs, logps[:, 0] - logps[:, 1], differences),
-        "log ref, mean over tokens": (pairs, means[:, 0] - means[:, 1], differences),
+    margins = {
+        "length, logistic regression": predict_by_length(tokens, data.folds[pairs]),
+        "log ref, sum": logps[:, 0] - logps[:, 1],
+        "log ref, mean over tokens": means[:, 0] - means[:, 1],
     }
-
-
-def find_differences(rows: Sequence[Row], data: Data) -> np.ndarray:
-    """Chosen minus rejected tokens, by the number of the pair."""
-    pairs, _, differences = next(iter(list_baselines(rows, data).values()))
-    by_number = np.zeros(len(data.folds), int)
-    by_number[pairs] = differences
-    return by_number
+    differences = np.zeros(len(data.folds), int)
+    differences[pairs] = tokens[:, 0] - tokens[:, 1]
+    return Baselines(pairs, differences, margins)
 
 
 def format_tables(rows: Sequence[Row], data: Data) -> str:
     """Make the tables of methods and of planned differences."""
-    kl, differences = choose_kl(rows), find_differences(rows, data)
-    header = ["", "KL", "balanced accuracy", f"at KL {kl:.2f}", "change of log pi, chosen / rejected", "pairs"]
-    lines, at_kl = [header], {}
-    for name, (pairs, margins, own) in list_baselines(rows, data).items():
-        accuracy = balance(judge(margins), pairs, own, data)
-        lines.append([name, "", f"{accuracy:.3f}", "", "", f"{len(pairs)}"])
+    kl = choose_kl(rows)
+    ranked, differences, baseline_margins = make_baselines(rows, data)
+    scores_at_kl: dict[str, dict[int, float]] = {}  # by method and number of the pair
+    lines = [["", "KL", "balanced accuracy", f"at KL {kl:.2f}", "change of log pi, chosen / rejected", "pairs"]]
+    for name, margins in baseline_margins.items():
+        accuracy = balance(judge(margins), ranked, differences[ranked], data)
+        lines.append([name, "", f"{accuracy:.3f}", "", "", f"{len(ranked)}"])
     for method in list_methods(rows):
         along = collect(rows, method)
-        end, is_right = along[1.0], interpolate([*along.values()], kl)
+        end = along[1.0]
         own = differences[end.pairs]
-        accuracy, cell = balance(end.is_right, end.pairs, own, data), "-"
-        if is_right is not None:
-            at_kl[method] = dict(zip(end.pairs.tolist(), is_right, strict=True))
-            cell = f"{balance(is_right, end.pairs, own, data):.3f}"
+        accuracy = balance(end.is_right, end.pairs, own, data)
+        scores = interpolate([*along.values()], kl)
+        if scores is None:
+            cell = "-"
+        else:
+            scores_at_kl[method] = dict(zip(end.pairs.tolist(), scores, strict=True))
+            cell = f"{balance(scores, end.pairs, own, data):.3f}"
         changes = f"{end.chosen.mean():.1f} / {end.rejected.mean():.1f}"
         lines.append([METHODS[method].label, f"{end.kl}", f"{accuracy:.3f}", cell, changes, f"{len(end.pairs)}"])
     planned = [["difference of balanced accuracies", f"KL {kl:.2f}", "pairs"]]
-    for method in at_kl:
-        if method != COMPARED and COMPARED in at_kl:
-            pairs = np.array(sorted(at_kl[method].keys() & at_kl[COMPARED].keys()))
-            change = np.array([at_kl[method][pair] - at_kl[COMPARED][pair] for pair in pairs])
+    compared = scores_at_kl.get(COMPARED, {})
+    for method, scores_of_pair in scores_at_kl.items():
+        pairs = np.array(sorted(scores_of_pair.keys() & compared.keys()))
+        if method != COMPARED and len(pairs):
+            change = np.array([scores_of_pair[pair] - compared[pair] for pair in pairs])
             difference = balance(change, pairs, differences[pairs], data)
             planned.append([f"{method} - {COMPARED}", f"{difference:+.3f}", f"{len(pairs)}"])
     return "\n\n".join(format_table(table) for table in (lines, planned) if len(table) > 1)
@@ -147,12 +155,13 @@ def format_tables(rows: Sequence[Row], data: Data) -> str:
 
 def draw(rows: Sequence[Row], data: Data, *, dark: bool) -> bytes:
     """Draw a PNG of balanced accuracy against KL along the runs."""
-    theme, differences = DARK if dark else LIGHT, find_differences(rows, data)
+    theme = DARK if dark else LIGHT
+    ranked, differences, baseline_margins = make_baselines(rows, data)
     with new_picture(WIDTH, HEIGHT, theme) as picture:
         axis: Any = picture.subplots()
         styles = ((0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
-        for line, (name, (pairs, margins, own)) in zip(styles, list_baselines(rows, data).items(), strict=True):
-            accuracy = balance(judge(margins), pairs, own, data)
+        for line, (name, margins) in zip(styles, baseline_margins.items(), strict=True):
+            accuracy = balance(judge(margins), ranked, differences[ranked], data)
             axis.axhline(accuracy.mean, color=theme.muted, linewidth=1.2, linestyle=line, label=name)
         for color, method in zip(theme.colors, METHODS, strict=False):
             if method in list_methods(rows):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpo.analysis.ledger_file import read_ledger
+from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.models.answers import Sampling
 from experiments import language
@@ -29,7 +30,7 @@ class Method(NamedTuple):
 
     label: str
     overrides: tuple[str, ...]
-    examples: int = 1  # of a pair
+    examples_per_pair: int = 1
 
 
 METHODS = {  # the most informative first
@@ -77,10 +78,8 @@ class Sweep:
         keep_settings(self.root, {**settings, "pairs": digests})
         import_all("experiments.language", "dpo.analysis.ledger_file")
         for fold in range(self.size.folds):
-            train, test = (
-                [pair.record for pair, own in zip(self.pairs, self.folds, strict=True) if (own == fold) == is_test]
-                for is_test in (False, True)
-            )
+            train = [self.pairs[i].record for i in np.flatnonzero(self.folds != fold).tolist()]
+            test = [self.pairs[i].record for i in np.flatnonzero(self.folds == fold).tolist()]
             write_records(self.root / "data" / str(fold), train=train, test=test)
 
     def list_course(self, fold: int) -> list[int]:
@@ -91,20 +90,17 @@ class Sweep:
         return [n_updates // COURSE * self.size.batch * part for part in range(1, COURSE + 1)]
 
     def make_job(self, method: str, fold: int) -> Job:
-        course, per_pair = self.list_course(fold), METHODS[method].examples
-        return Job(
-            self.root / "runs" / f"{method}-fold-{fold}",
-            (
-                *language.list_overrides(self.model, self.root),
-                *("datasets=[hh]", f"dataset_sources.hh={self.root / 'data' / str(fold)}"),
-                *(f"max_length={MAX_LENGTH}", f"max_prompt_length={MAX_PROMPT}", "lr=2e-4", "ledger=true"),
-                *(f"batch_size={self.size.batch * per_pair}", f"n_examples={course[-1] * per_pair}"),
-                *(f"eval_every={course[0] * per_pair}", "n_eval_examples=1000000", f"eval_batch_size={8 * per_pair}"),
-                *("cache_reference_logps=all", "gradient_accumulation_steps=2"),
-                *METHODS[method].overrides,
-                *self.overrides,
-            ),
-        )
+        course, per_pair = self.list_course(fold), METHODS[method].examples_per_pair
+        overrides = (
+            *language.list_overrides(self.model, self.root),
+            "datasets=[hh]", f"dataset_sources.hh={self.root / 'data' / str(fold)}",
+            f"max_length={MAX_LENGTH}", f"max_prompt_length={MAX_PROMPT}", "lr=2e-4", "ledger=true",
+            f"batch_size={self.size.batch * per_pair}", f"n_examples={course[-1] * per_pair}",
+            f"eval_every={course[0] * per_pair}", "n_eval_examples=1000000", f"eval_batch_size={8 * per_pair}",
+            "cache_reference_logps=all", "gradient_accumulation_steps=2",
+            *METHODS[method].overrides, *self.overrides,
+        )  # fmt: skip
+        return Job(self.root / "runs" / f"{method}-fold-{fold}", overrides)
 
     def train_all(self, methods: Sequence[str]) -> Iterator[list[Row]]:
         """Train methods on all folds; yield the rows of each run.
@@ -128,10 +124,10 @@ class Sweep:
     def make_rows(self, job: Job, method: str, fold: int) -> list[Row]:
         """Make a row for the policy after each part of the run.
 
-        The lists are over `pairs`, the numbers of the fold's pairs.
+        A row's `pairs` are the numbers of the fold's pairs; its lists by role have a value for each of them.
         """
         pairs, rows = np.flatnonzero(self.folds == fold).tolist(), []
-        per_pair = METHODS[method].examples
+        per_pair = METHODS[method].examples_per_pair
         for part, n_pairs in enumerate(self.list_course(fold), start=1):
             n_updates = n_pairs // self.size.batch
             values = read_evaluation(job.directory, n_updates, self.pairs)
@@ -139,7 +135,7 @@ class Sweep:
             row: Row = {"method": method, "fold": fold, "share": part / COURSE, "pairs": pairs}
             for role in ROLES:
                 found = [values[pair, role] for pair in pairs]
-                row[role] = [round(policy - reference, 4) for policy, reference, _ in found]
+                row[role] = [round(policy - reference, 4) for policy, reference, _ in found]  # log-ratios
                 if part == COURSE:
                     row[f"reference_{role}"] = [round(reference, 3) for _, reference, _ in found]
                     row[f"{role}_tokens"] = [tokens for *_, tokens in found]
@@ -162,8 +158,6 @@ class Sweep:
 
     @cached_property
     def tokenizer(self) -> Any:
-        from dpo.data.tokenizer import load_tokenizer
-
         return load_tokenizer(str(self.model))
 
 
@@ -175,7 +169,7 @@ def read_evaluation(
     Returns the policy's and the reference's log-probability and the number of tokens, by (pair, role). An example of
     the ledger is a pair, or under KTO a single response.
     """
-    numbers: dict[tuple[str, str], list[int]] = {}
+    numbers: dict[tuple[str, str], list[int]] = {}  # of the pairs, by the example's digest and role
     for number, pair in enumerate(pairs):
         for role, digests in pair.digests.items():
             for digest in digests:
@@ -189,5 +183,6 @@ def read_evaluation(
         for role in ROLES:
             if row[f"policy_{role}"] is not None:
                 found = row[f"policy_{role}"], row[f"reference_{role}"], row[f"{role}_tokens"]
-                values |= dict.fromkeys([(number, role) for number in numbers[row["example"], role]], found)
+                for number in numbers[row["example"], role]:
+                    values[number, role] = found
     return values

@@ -74,9 +74,12 @@ def write_scorer(root: Path, scale: Scale) -> str:
 
 
 def keep_prompt(tokens: Sequence[int], encode: Callable[[str], list[int]], decode: Callable[..., str]) -> str | None:
-    """Decode a prompt; None unless its text gives the same tokens."""
-    text = decode(tokens[:PROMPT_TOKENS])
-    return text if encode(text) == [*tokens[:PROMPT_TOKENS]] and len(tokens) >= PROMPT_TOKENS else None
+    """Decode a prompt; None if it is short or encoded otherwise."""
+    if len(tokens) < PROMPT_TOKENS:
+        return None
+    prompt = [*tokens[:PROMPT_TOKENS]]
+    text = decode(prompt)
+    return text if encode(text) == prompt else None
 
 
 def label_pairs(records: Sequence[dict[str, Any]], rewards: np.ndarray, seed: int) -> list[dict[str, str]]:
@@ -84,11 +87,12 @@ def label_pairs(records: Sequence[dict[str, Any]], rewards: np.ndarray, seed: in
 
     `rewards` are (prompts, 2). The first is chosen with probability sigmoid(the difference of the rewards).
     """
-    difference = rewards[:, 0] - rewards[:, 1]
-    first_wins = np.random.default_rng(seed).random(len(records)) < 1 / (1 + np.exp(-difference))
+    margins = rewards[:, 0] - rewards[:, 1]
+    first_wins = np.random.default_rng(seed).random(len(records)) < 1 / (1 + np.exp(-margins))
     pairs = []
     for record, wins in zip(records, first_wins, strict=True):
-        chosen, rejected = record["texts"][:: 1 if wins else -1]
+        first, second = record["texts"]
+        chosen, rejected = (first, second) if wins else (second, first)
         pairs.append({"prompt": record["prompt"], "chosen": chosen, "rejected": rejected})
     return pairs
 
@@ -100,7 +104,7 @@ def best_of(n: int, rewards: np.ndarray) -> np.ndarray:
     unbiased: the k-th smallest is the best in comb(k - 1, n - 1) subsets.
     """
     m = rewards.shape[1]
-    shares = np.array([comb(k, n - 1) / comb(m, n) for k in range(m)])
+    shares = np.array([comb(k - 1, n - 1) / comb(m, n) for k in range(1, m + 1)])  # (M,)
     return np.sort(rewards, axis=1) @ shares
 
 

@@ -57,9 +57,11 @@ def format_tables(rows: Sequence[Row]) -> str:
     for first, second in PLANNED:
         cells = []
         for kl in PLANNED_KLS:
-            ours, theirs = (at_kl(rows, method, kl) for method in (first, second))
-            is_there = ours is not None and theirs is not None
-            cells.append(f"{estimate_mean(ours - theirs, range(len(ours))):+.2f}" if is_there else "-")
+            ours, theirs = at_kl(rows, first, kl), at_kl(rows, second, kl)
+            if ours is None or theirs is None:
+                cells.append("-")
+            else:
+                cells.append(f"{estimate_mean(ours - theirs, range(len(ours))):+.2f}")
         planned.append([f"{first} - {second}", *cells])
     return "\n\n".join(format_table(table) for table in (lines, planned))
 
@@ -74,19 +76,20 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
         best = [row for row in list_policies(rows, BEST) if row["kl"] <= 1.5 * max(trained, default=np.inf)]
         line = [reference, *best]
         axis.plot(
-            *([row[key] for row in line] for key in ("kl", "reward")),
+            [row["kl"] for row in line],
+            [row["reward"] for row in line],
             **{"color": theme.muted, "linestyle": (0, (4, 2)), "marker": ".", "label": "best of N"},
         )
-        for color, (method, (label, *_)) in zip(theme.colors, METHODS.items(), strict=False):
-            own = list_policies(rows, method)
+        for color, name in zip(theme.colors, METHODS, strict=False):
+            own = list_policies(rows, name)
             if own:
-                columns = [[row[key] for row in own] for key in ("kl", "reward")]
-                errors = {
-                    f"{axis}err": [row[f"{key}_half_width"] for row in own]
-                    for axis, key in zip("xy", ("kl", "reward"), strict=True)
-                }
                 axis.errorbar(
-                    *columns, **errors, color=color, marker=MARKERS[method], markersize=5, elinewidth=1, label=label
+                    [row["kl"] for row in own],
+                    [row["reward"] for row in own],
+                    xerr=[row["kl_half_width"] for row in own],
+                    yerr=[row["reward_half_width"] for row in own],
+                    **{"color": color, "marker": MARKERS[name], "markersize": 5, "elinewidth": 1},
+                    label=METHODS[name].label,
                 )
         axis.plot(0, reference["reward"], "*", color=theme.ink, markersize=11, zorder=5, label="reference")
         style_axis(axis, theme)

@@ -6,6 +6,7 @@ A sweep can be killed at any time: what is complete in its directory is not made
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.models.answers import Answer, Sampling, Tokens
 from experiments import language
@@ -94,22 +96,25 @@ class Sweep:
         import_all("experiments.language")
         if not (self.root / "prompts.json").exists():
             write_whole(self.root / "prompts.json", json.dumps(self.draw_prompts(), indent=0))
-        size, n = self.size, len(self.prompts) - self.size.held_out
-        jobs = {
-            Job(self.root / "answers" / f"{name}-{first}"): (first, min(first + PROMPTS_OF_A_JOB, end), n_samples, seed)
-            for name, start, end, n_samples, seed in (
-                ("held_out", 0, size.held_out, size.reference_samples, HELD_OUT_SEED),
-                ("pairs", size.held_out, size.held_out + n, 2, PAIR_SEED),
-            )
-            for first in range(start, end, PROMPTS_OF_A_JOB)
-        }
+        jobs: dict[Job, tuple[int, int, int, int]] = {}  # first prompt, end, samples of a prompt, and seed of each
+        for name, start, end, n_samples, seed in (
+            ("held_out", 0, self.size.held_out, self.size.reference_samples, HELD_OUT_SEED),
+            ("pairs", self.size.held_out, len(self.prompts), 2, PAIR_SEED),
+        ):
+            for first in range(start, end, PROMPTS_OF_A_JOB):
+                job = Job(self.root / "answers" / f"{name}-{first}")
+                jobs[job] = first, min(first + PROMPTS_OF_A_JOB, end), n_samples, seed
 
         def draw(job: Job) -> None:
             first, end, n_samples, seed = jobs[job]
             answers = self.answer(self.reference, self.prompts[first:end], n_samples, seed=seed, first=first)
             rows = [
-                {"prompt": prompt, "texts": [a.text for a in own], "ended": [a.ended for a in own]}
-                | {"canonical": all(self.is_canonical(a) for a in own)}
+                {
+                    "prompt": prompt,
+                    "texts": [answer.text for answer in own],
+                    "ended": [answer.ended for answer in own],
+                    "canonical": all(map(self.is_canonical, own)),
+                }
                 for prompt, own in zip(self.prompts[first:end], answers, strict=True)
             ]
             write_rows(job.result, rows)
@@ -123,16 +128,12 @@ class Sweep:
     # --- prompts and pairs --------------------------------------------------------------------------------------------
 
     @cached_property
-    def _reference(self) -> tuple[Any, Any]:
-        return language.load_reference(self.model)
-
-    @property
     def tokenizer(self) -> Any:
-        return self._reference[0]
+        return load_tokenizer(str(self.model))
 
-    @property
+    @cached_property
     def reference(self) -> Any:
-        return self._reference[1]
+        return language.load_reference(self.model)
 
     @cached_property
     def sentiment(self) -> data.Reward:
@@ -154,15 +155,15 @@ class Sweep:
         n_wanted = self.size.held_out + int(OVERSAMPLED * (self.size.pairs + self.size.validation))
         openings = [tuple(self.encode(opening)) for opening in OPENINGS]
         sampling = Sampling(PROMPT_TOKENS - min(map(len, openings)), seed=PROMPT_SEED)
-        n_each = -(-int(OVERSAMPLED * n_wanted) // len(openings))
+        n_each = math.ceil(int(OVERSAMPLED * n_wanted) / len(openings))
         answers = language.sample(self.reference, self.tokenizer, openings, sampling, n_samples=n_each)
-        drawn = [(*opening, *a.tokens) for opening, own in zip(openings, answers, strict=True) for a in own]
-        found = [
-            data.keep_prompt(tokens, self.encode, self.decode)
-            for tokens in drawn
-            if self.tokenizer.eos_token_id not in tokens[:PROMPT_TOKENS]
-        ]
-        distinct = [*dict.fromkeys(text for text in found if text is not None)]
+        texts = []
+        for opening, own in zip(openings, answers, strict=True):
+            for answer in own:
+                tokens = (*opening, *answer.tokens)
+                if self.tokenizer.eos_token_id not in tokens[:PROMPT_TOKENS]:
+                    texts.append(data.keep_prompt(tokens, self.encode, self.decode))
+        distinct = [*dict.fromkeys(text for text in texts if text is not None)]
         if len(distinct) < n_wanted:
             raise InputError(f"{self.model} gave {len(distinct)} distinct prompts, and {n_wanted} are needed")
         order = np.random.default_rng(PROMPT_SEED).permutation(len(distinct))[:n_wanted]
@@ -211,31 +212,27 @@ class Sweep:
 
     def make_job(self, method: str, knob: float) -> Job:
         scorer = data.write_scorer(self.root, self.scale)
-        overrides = (text.format(knob=knob, scorer=scorer) for text in METHODS[method].overrides)
-        return Job(
-            self.root / "runs" / f"{method}-{knob:g}",
-            (
-                *language.list_overrides(self.model, self.root),
-                *("datasets=[sentiment]", f"dataset_sources.sentiment={self.root / 'data'}"),
-                *(f"max_length={PROMPT_TOKENS + RESPONSE_TOKENS}", f"max_prompt_length={PROMPT_TOKENS}"),
-                *(f"batch_size={BATCH}", f"n_eval_examples={self.size.validation}", "lr=5e-4"),
-                *("eval_every=1000000000", f"save_every={SAVE_EVERY}", "keep_checkpoints=2"),
-                *overrides,
-                *self.overrides,
-            ),
-        )
+        overrides = (
+            *language.list_overrides(self.model, self.root),
+            "datasets=[sentiment]", f"dataset_sources.sentiment={self.root / 'data'}",
+            f"max_length={PROMPT_TOKENS + RESPONSE_TOKENS}", f"max_prompt_length={PROMPT_TOKENS}",
+            f"batch_size={BATCH}", f"n_eval_examples={self.size.validation}", "lr=5e-4",
+            "eval_every=1000000000", f"save_every={SAVE_EVERY}", "keep_checkpoints=2",
+            *(text.format(knob=knob, scorer=scorer) for text in METHODS[method].overrides),
+            *self.overrides,
+        )  # fmt: skip
+        return Job(self.root / "runs" / f"{method}-{knob:g}", overrides)
 
     def train_all(self, methods: Sequence[str]) -> Iterator[list[Row]]:
         """Train and measure the policies of these methods; yield each one's rows.
 
         The rows of other methods' runs that were finished before are yielded too.
         """
-        runs = {
-            self.make_job(method, METHODS[method].knobs[i]): (method, METHODS[method].knobs[i])
-            for i in range(self.size.knobs)
-            for method in METHODS
-            if i < len(METHODS[method].knobs)
-        }
+        runs: dict[Job, tuple[str, float]] = {}
+        for i in range(self.size.knobs):  # the most informative value of every method first
+            for name, method in METHODS.items():
+                for knob in method.knobs[i : i + 1]:
+                    runs[self.make_job(name, knob)] = name, knob
 
         def finish(job: Job) -> None:
             method, knob = runs[job]
@@ -289,16 +286,20 @@ class Sweep:
         reward = estimate_mean(rewards, prompts)
         gain = estimate_mean(rewards - self.reference_rewards.mean(1), prompts)
         return {
-            **{"reward": reward.mean, "reward_half_width": reward.half_width},
-            **{"gain": gain.mean, "gain_half_width": gain.half_width, "rewards": [round(r, 3) for r in rewards]},
+            "reward": reward.mean,
+            "reward_half_width": reward.half_width,
+            "gain": gain.mean,
+            "gain_half_width": gain.half_width,
+            "rewards": [round(r, 3) for r in rewards],
         }
 
     def list_known(self) -> list[Row]:
         """List the rows that need no training: the reference and best-of-N."""
-        rewards, rows = self.reference_rewards, []
-        n_samples = rewards.shape[1]
-        for n in [2**k for k in range(n_samples.bit_length()) if 2**k <= n_samples]:
+        rewards, rows = self.reference_rewards, []  # (prompts, samples)
+        n = 1
+        while n <= rewards.shape[1]:
             method = "reference" if n == 1 else "best_of_n"
             kl = {"kl": data.bound_best_kl(n), "kl_half_width": 0.0}
             rows.append({"method": method, "knob": n, **self.make_row(data.best_of(n, rewards)), **kl})
+            n *= 2
         return rows

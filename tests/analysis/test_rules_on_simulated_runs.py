@@ -1,7 +1,7 @@
 """Rules of the report on simulated runs: how often each errs, and how often it sees what it is for.
 
 Every row of RATES simulates runs without the fault (the null) and runs with it (the alternative), at the sample sizes
-of the default settings. Rules that state a fact, which cannot err, are in FACTS. docs/metrics.md has the table, which
+of the default settings. Rules that state a fact, which cannot err, are in FACTS. docs/LOG.md has the table, which
 this command prints:
 
     python -m pytest -m slow -s tests/analysis/test_rules_on_simulated_runs.py
@@ -658,7 +658,7 @@ def test_a_rule_is_seldom_wrong_and_sees_what_it_is_for(rates):
 
 
 def test_the_docs_have_every_row():
-    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/LOG.md").read_text(encoding="utf-8")
     assert [rates.title for rates in RATES if f"| {rates.title} | {rates.level} | {rates.null} |" not in page] == []
 
 

@@ -21,7 +21,7 @@ SMALL = 2**12  # bytes of a block
 def small_blocks(monkeypatch):
     monkeypatch.setattr(checksums, "BLOCK", SMALL)
     monkeypatch.setattr(checksums, "SYNC_EVERY", 2 * SMALL)
-    monkeypatch.setattr(checksums, "IN_THREADS", 2**10)
+    monkeypatch.setattr(checksums, "LARGE_PIECE", 2**10)
 
 
 def write(path: Path, *pieces: bytes) -> tuple[dict, list[str]]:

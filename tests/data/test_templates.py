@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from support.formats import ASK, CALL, RESULT, SKY, TOOLS, assistant, user
+from support.formats import ASK, CALL, END, RESULT, SKY, TOOLS, TURN, WITH_TOOLS, assistant, user
 from support.runs import write_rows
 
 from dpo.data.asking import render
@@ -18,10 +18,13 @@ from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from preference_datasets import get_batch_iterator
 
-# like ChatML with tools, in fewer letters
-TURN = "<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}"
-END = "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-WITH_TOOLS = "{% for tool in tools or [] %}({{ tool.function.name }})\n{% endfor %}{% for m in messages %}" + TURN + END
+AS_JSON = WITH_TOOLS.replace(
+    "[{{ call.function.name }}]", "[{{ call.function.name }} {{ call.function.arguments | tojson }}]"
+)
+SHOUTED, OTHER_NUMBERS = (
+    AS_JSON.replace("tojson", "tojson | upper"),
+    AS_JSON.replace("tojson", "tojson | replace(31, 32)"),
+)
 WITHOUT_TOOLS = "{% for m in messages %}" + TURN + END
 # like Qwen3's: thinking stays only after the last question, and the last turn begins with it
 THINKING = (
@@ -30,7 +33,7 @@ THINKING = (
     "{% for m in messages %}<{{ m.role }}>"
     "{% if m.role == 'assistant' and loop.index0 < seen.question %}{{ m.content.split('</think>')[-1] }}"
     "{% elif m.role == 'assistant' and loop.last and '</think>' not in m.content %}<think></think>{{ m.content }}"
-    "{% else %}{{ m.content }}{% endif %}"
+    "{% else %}{{ m.reasoning_content }}{{ m.content }}{% endif %}"
     "{% for call in m.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}" + END
 )
 LOOKED_UP = {"prompt": ASK, "chosen": [CALL, RESULT, *SKY], "rejected": [assistant("Green.")], "tools": TOOLS}
@@ -74,6 +77,13 @@ def scored(example, tokenizer) -> list[str]:
             THINKING,
             None,
             f"Hm?{EOS}|<think></think>Blue.{EOS}",
+        ),
+        # nor do the turns before it have their thinking
+        (
+            [{**CALL, "reasoning_content": "So."}, RESULT, assistant("<think>a</think>Hm?"), user("The sky"), *SKY],
+            THINKING,
+            None,
+            f"[look]{EOS}|Hm?{EOS}|<think></think>Blue.{EOS}",
         ),
         # a response may begin with what is not scored
         ([RESULT, *SKY], WITH_TOOLS, None, f"|Blue.{EOS}"),
@@ -217,20 +227,30 @@ def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
         (
             LOOKED_UP,
             "{% for m in messages if m.role != 'tool' %}" + TURN + END,
-            "mine: the chat template leaves out or changes text of earlier turns in 1 of 2 conversations, such as "
-            "'A clear day'",
+            "mine: the chat template leaves out or changes text of turns that are not scored in 1 of 2 conversations, "
+            "such as 'A clear day'",
         ),
         (
             {"prompt": [user("Hi"), assistant("<think>So.</think>Hm?"), user("Sing")], "chosen": SKY, "rejected": SKY},
             THINKING,
-            "text of earlier turns in 2 of 2 conversations, such as '<think>So.</think",
+            "text of turns that are not scored in 2 of 2 conversations, such as '<think>So.</think>Hm?'",
+        ),
+        (
+            {"prompt": ASK, "chosen": [assistant("<think>So.</think>Hm?"), user("Sing"), *SKY], "rejected": SKY},
+            THINKING,
+            "warning: mine: the chat template leaves out or changes text of scored turns in 1 of 2 conversations, such "
+            "as '<think>So.</think>Hm?'",
         ),
         (
             {"prompt": ASK, "chosen": [assistant("<think>So.</think>Blue.")], "rejected": SKY},
             WITHOUT_TOOLS.replace("m.content", "m.content.split('</think>')[-1]"),
-            "warning: mine: the chat template leaves out or changes text of the last turn in 1 of 2 conversations, "
-            "such as '<think>So.</think",
+            "warning: mine: the chat template leaves out or changes text of scored turns in 1 of 2 conversations, such "
+            "as '<think>So.</think>Blue.'",
         ),
+        (LOOKED_UP, WITH_TOOLS, "of scored turns in 1 of 2 conversations, such as 'at'"),
+        ({"prompt": ASK, "chosen": [make_call({"at": 30})], "rejected": SKY}, SHOUTED, "such as 'at'"),
+        ({"prompt": ASK, "chosen": [make_call({"AT": ["sea", 31]})], "rejected": SKY}, SHOUTED, "such as 'sea'"),
+        ({"prompt": ASK, "chosen": [make_call({"at": ["sea", 31]})], "rejected": SKY}, OTHER_NUMBERS, "such as '31'"),
         (
             {"prompt": "Q", "chosen": " a", "rejected": " b", "tools": TOOLS},
             WITH_TOOLS,
@@ -243,12 +263,19 @@ def test_what_a_template_changes_is_said(row, template, note, chat):
     assert any(note in said for said in notes), notes
 
 
+def test_what_a_template_writes_as_json_is_not_changed(chat):
+    row = {"prompt": ASK, "chosen": [make_call({"at": 'a "skÿ"'}), {**RESULT, "content": '"A"\n'}, *SKY]}
+    template = AS_JSON.replace("{{ m.content }}", "{{ m.content | tojson }}")
+    [_, note] = get_custom([{**row, "rejected": SKY}], "mine", chat(template)).notes
+    assert "is a prefix" in note
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"tools": "[{"}, "record 1 of mine: tools must be a list of objects, the schemas of functions, or JSON of "),
-        ({"tools": ["look"]}, "such a list, and is ['look']: correct it, or remove it from the record"),
-        ({"tools": {"name": "look"}}, "and is {'name': 'look'}: correct it, or remove it from the record"),
+        ({"tools": ["look"]}, "such a list, and is ['look']: correct it, or leave the column out with "),
+        ({"tools": {"name": "look"}}, "'dataset_sources.mine.columns={tools: null}'"),
         ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [7]}, RESULT]}, "7 stands where an object with the fie"),
         ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "record 1 of mine: name is missing"),
         (
@@ -271,15 +298,26 @@ def test_bad_tools_and_calls_are_named(change, message, chat):
         get_custom([{**LOOKED_UP, **change}], "mine", chat(WITH_TOOLS))
 
 
+def test_a_column_may_be_left_out(chat):
+    row = {**LOOKED_UP, "tools": "hammer", "weight": "heavy", "system": "a b"}
+    nulls = dict.fromkeys(("tools", "weight", "margin", "system"))
+    data = get_custom([row], "mine", chat(WITH_TOOLS), nulls)
+    assert [*data] == [f"<user>Which colour?{EOS}\n<assistant>"]
+    assert (data.tools, data.weights) == ({}, {})
+
+
 def test_turns_that_change_once_others_follow_are_refused(chat):
     shouts_last = WITH_TOOLS.replace("<{{ m.role }}>", "<{{ m.role }}>{{ '!' if loop.last else '?' }}").replace(
         "{{ eos_token }}", "{{ '.' if loop.last else ',' }}"
     )
-    with pytest.raises(InputError, match="renders the prompt differently once a response follows it"):
+    with pytest.raises(InputError, match="renders the prompt differently once other turns follow, so it cannot be"):
         get_custom([LOOKED_UP], "mine", chat(shouts_last))
     end_changes = WITH_TOOLS.replace("{{ eos_token }}", "{{ '.' if loop.last and m.role == 'assistant' else ',' }}")
-    with pytest.raises(InputError, match="renders a turn of the assistant differently once others follow"):
-        get_custom([LOOKED_UP], "mine", chat(end_changes))
+    result_changes = WITH_TOOLS.replace("<{{ m.role }}>", "<{{ '!' if loop.last and m.role == 'tool' else m.role }}>")
+    for template in (end_changes, result_changes):
+        message = "renders a turn of the response differently once other turns follow, .* or give responses of one mes"
+        with pytest.raises(InputError, match=message):
+            get_custom([LOOKED_UP], "mine", chat(template))
 
 
 def test_the_history_of_an_instruction_comes_before_it(tokenizer):

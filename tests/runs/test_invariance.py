@@ -18,8 +18,17 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pytest
 from support.faults import kill_after_update, start_run
+from support.formats import WITH_TOOLS
 from support.models import save_reward_model
-from support.runs import assert_alike, read_metrics, train_here, write_lists, write_prompts, write_weighted
+from support.runs import (
+    assert_alike,
+    read_metrics,
+    train_here,
+    write_chats,
+    write_lists,
+    write_prompts,
+    write_weighted,
+)
 
 from benchmarks.soak import find_differences, read_log
 from dpo.analysis.ledger_file import PARQUET, read_ledger
@@ -61,6 +70,7 @@ ONLINE_BY_LOSS = {
     for name, loss in LOSSES.items()
     if loss.reference and loss.trains_on == "pairs"
 }
+CHATS = "datasets=CHATS model.tokenizer_name_or_path=CHAT_MODEL max_length=72 max_prompt_length=24"
 FEATURES = {
     **BY_LOSS,
     **BY_OPTION,
@@ -72,6 +82,8 @@ FEATURES = {
     "weights and margins": "datasets=WEIGHTED loss.offset_by_margin=true",
     "weights and labels": f"datasets=WEIGHTED {BY_LOSS['kto']}",
     "weights of a reward model": "datasets=WEIGHTED loss=bradley_terry loss.offset_by_margin=true",
+    "tools": CHATS,
+    "online tools": f"{ONLINE} {CHATS} online.scorer=reward_model online.reward_model=CHAT_MODEL",
     "lists for an adapter": f"{BY_LOSS['plackett_luce']} {LORA}",
     "lora": f"{LORA} lora.reference=base sample_during_eval=true",
     "lora from an adapter": f"{LORA} lora.reference=adapter model.archive=ADAPTER",
@@ -191,7 +203,7 @@ KINDS = (
 )
 OF_DATA = (
     "pairs of lists", "best and worst of lists", "lists for an adapter", "weights", "weights and margins",
-    "weights and labels", "weights of a reward model",
+    "weights and labels", "weights of a reward model", "tools", "online tools",
 )  # fmt: skip
 IN_FEW_WAYS = {*BY_LOSS, *BY_OPTION, *ONLINE_BY_LOSS, *OF_DATA} - {*KINDS}
 WITH_FROZEN_WEIGHTS = ("dpo", "aot", *(name for name in FEATURES if "lora" in name), "online a following reference")
@@ -275,12 +287,16 @@ def whole(finished) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def settings_of(whole, tokenizer, tmp_path_factory) -> Callable[[str], str]:
-    """A feature's settings, with paths for ADAPTER, REWARD_MODEL, PROMPTS, LISTS, WEIGHTED."""
+    """A feature's settings, with paths for the words in capitals."""
     makers = {
         "=ADAPTER": lambda: whole(f"{ROUNDED} {FEATURES['lora with sft']}"),
         "=PROMPTS": lambda: write_prompts(tmp_path_factory.mktemp("data") / "prompts"),
         "=LISTS": lambda: write_lists(tmp_path_factory.mktemp("data") / "lists"),
         "=WEIGHTED": lambda: write_weighted(tmp_path_factory.mktemp("data") / "weighted"),
+        "=CHATS": lambda: write_chats(tmp_path_factory.mktemp("data") / "chats"),
+        "=CHAT_MODEL": lambda: save_reward_model(
+            tmp_path_factory.mktemp("reward") / "model", "llama", tokenizer, template=WITH_TOOLS
+        ),
         "=REWARD_MODEL": lambda: save_reward_model(tmp_path_factory.mktemp("reward") / "model", "llama", tokenizer),
     }
 

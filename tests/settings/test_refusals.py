@@ -124,6 +124,7 @@ REFUSED = [
     ("dataset_sources.hh={path:a,split:b}", "dataset_sources.hh={'path': 'a', 'split': 'b'} must be a directory"),
     ("dataset_sources.a={columns:{chosen:b}}", "dataset_sources.a={'columns': {'chosen': 'b'}} must be a dir"),
     ("dataset_sources.a={path:a,columns:best}", "dataset_sources.a.columns=best must map"),
+    ("dataset_sources.a={path:a,columns:{chosen:null}}", "dataset_sources.a.columns={'chosen': None} must map"),
     ("dataset_sources.a={path:a,columns:{chosen:3}}", "dataset_sources.a.columns={'chosen': 3} must map"),
     (
         "dataset_sources.a={path:a,columns:{best:chosen}}",

@@ -136,6 +136,33 @@ def write_weighted(folder: Path) -> Path:
     return folder
 
 
+def write_chats(folder: Path) -> Path:
+    """Write 22 training pairs and 8 test pairs of chats with tools."""
+    for split, n in (("train", 22), ("test", 8)):
+        rows = []
+        for i in range(n):
+            tools = [{"type": "function", "function": {"name": name}} for name in ("look", "ask")[: 1 + i % 2]]
+            function = {"name": "look", "arguments": {"at": f"{split} {i}"}}
+            looked = [
+                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+                {"role": "tool", "content": f"{i} {'stars ' * (i % 3)}"},
+            ]
+            ask, good, bad = (
+                {"role": role, "content": text}
+                for role, text in (
+                    ("user", f"What is at {i}?"),
+                    ("assistant", f"{i} stars."),
+                    ("assistant", "Who knows?"),
+                )
+            )
+            asked = [{**bad, "content": "Where?"}, ask]
+            # one begins with a call, one with an answer, and of some pairs both have calls
+            chosen, rejected = [*looked, good], [*asked, *looked, bad] if i % 3 else [bad]
+            rows.append({"prompt": [ask], "chosen": chosen, "rejected": rejected, "tools": tools})
+        write_rows(folder / f"{split}.jsonl", rows)
+    return folder
+
+
 def compose(*overrides: str) -> DictConfig:
     """The config of `python train.py OVERRIDES`."""
     import hydra

@@ -129,7 +129,7 @@ def test_samples_before_the_first_update_can_be_asked_for_and_have_at_most_so_ma
 
 
 def test_a_long_evaluation_is_announced_with_its_time(run, monkeypatch, capfd):
-    monkeypatch.setattr("trainers.LONG_SECS", 0)
+    monkeypatch.setattr("trainers.LONG_EVALUATION_SECS", 0)
     run("with", "do_first_eval=true", "self_test=true")
     assert re.search(r"the evaluation takes about \d:\d\d, at the speed of the self-test", capfd.readouterr().out)
     run("without", "do_first_eval=false", "self_test=true")

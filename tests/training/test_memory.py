@@ -33,15 +33,15 @@ from dpo.settings.plan import resolve
 from dpo.training import memory
 from dpo.training.memory import (
     Communication,
-    LongestAnswers,
+    LongestBatches,
     count_communication,
     decide_communication,
     explain_out_of_memory,
     find_fewest_steps,
     notes_on_free_memory,
-    predict,
+    predict_peak,
     predict_phases,
-    suggest,
+    suggest_settings,
 )
 from dpo.training.memory_tracker import MemoryTracker
 from preference_datasets import load_data
@@ -284,7 +284,7 @@ def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
     config = compose(
         "batch_size=16", "n_examples=16", "eval_every=16", "model.name_or_path=" + str(GOLDEN / "tiny-llama")
     )
-    found = suggest(resolve(config), load_data(resolve(config), silent=True))
+    found = suggest_settings(resolve(config), load_data(resolve(config), silent=True))
 
     assert 1 <= len(found) <= 3
     sizes = [float(re.search(r"\(then ([\d.]+) GB per process\)", text)[1]) for text in found]
@@ -292,7 +292,7 @@ def test_the_settings_that_help_most_come_first_with_what_they_leave(compose):
     tried = compose("batch_size=16", "n_examples=16", "eval_every=16", "gradient_accumulation_steps=16")
     assert all(
         "gradient_accumulation_steps" not in text
-        for text in suggest(resolve(tried), load_data(resolve(tried), silent=True))
+        for text in suggest_settings(resolve(tried), load_data(resolve(tried), silent=True))
     )
 
 
@@ -313,7 +313,7 @@ def test_adapters_are_offered_where_they_help_as_the_command_line_takes_them(ove
     settings = [override.format(adapter=tmp_path) for override in overrides]
     config = compose("optimizer=AdamW", "max_length=16", "max_prompt_length=8", "batch_size=1", *settings)
     before = OmegaConf.to_container(config.lora)
-    found = suggest(resolve(config), load_data(resolve(config), silent=True))
+    found = suggest_settings(resolve(config), load_data(resolve(config), silent=True))
 
     assert offered in [text.split(" (")[0] for text in found]
     assert config.lora == before
@@ -400,13 +400,15 @@ def test_a_base_that_is_whole_takes_its_compute_dtype_and_leaves_adapters_to_gat
 
 def test_frozen_weights_are_whole_on_gpus_that_have_room_and_the_start_says_so(on_gpus):
     plan, data = on_gpus()
-    needs = {value: predict(plan.change("fsdp_frozen_weights", value), data).total() for value in ("whole", "sharded")}
-    assert needs["sharded"] < needs["whole"] == predict(plan, data).total()
+    needs = {
+        value: predict_peak(plan.change("fsdp_frozen_weights", value), data).total() for value in ("whole", "sharded")
+    }
+    assert needs["sharded"] < needs["whole"] == predict_peak(plan, data).total()
     chosen = {}
     for gpu in (10**12, needs["whole"] / 0.84, needs["whole"] / 0.86):
         plan, data = on_gpus(gpu=gpu)
         chosen[gpu] = decide_communication(plan, data)
-        assert predict(plan, data).total() == needs[chosen[gpu].frozen_weights]  # also where memory has run out
+        assert predict_peak(plan, data).total() == needs[chosen[gpu].frozen_weights]  # also where memory has run out
     assert [choice.frozen_weights for choice in chosen.values()] == ["whole", "whole", "sharded"]
     first, *_, last = (choice.notes[0] for choice in chosen.values())
     assert first.startswith("frozen weights are whole on every GPU: ")
@@ -420,7 +422,7 @@ def test_keys_that_save_communication_are_recommended_while_they_fit(on_gpus, mo
     monkeypatch.setattr(memory, "MIN_SAVED_BYTES", 1)
     both = "fsdp_reshard_after_forward=false .* fsdp_reduce_once=true"
     plan, data = on_gpus("fsdp_frozen_weights=whole")
-    need = predict(plan, data).total()
+    need = predict_peak(plan, data).total()
     for gpu, expected in (
         (10**12, both),
         ((need + 3 * PARAMETERS) / 0.85, r"with fsdp_reshard_after_forward=false \([^(]*\)$"),
@@ -443,7 +445,7 @@ def test_a_dry_run_prints_what_is_communicated(on_gpus, capsys):
 def test_keys_that_take_memory_are_offered_back_where_it_runs_out(on_gpus, monkeypatch):
     monkeypatch.setattr(memory, "SUGGESTIONS", [row for row in memory.SUGGESTIONS if row[0].startswith("fsdp")])
     monkeypatch.setattr(memory, "MIN_SAVED_SHARE", 0)  # of a tiny model little can be saved
-    offered = suggest(*on_gpus("fsdp_reshard_after_forward=false", "fsdp_reduce_once=true"))
+    offered = suggest_settings(*on_gpus("fsdp_reshard_after_forward=false", "fsdp_reduce_once=true"))
     assert {text.split(" (")[0] for text in offered} == {
         "fsdp_frozen_weights=sharded",
         "fsdp_reshard_after_forward=true",
@@ -472,7 +474,7 @@ def test_a_memory_that_cannot_be_predicted_is_said_and_stops_no_run(on_gpus, mon
 def test_a_prediction_leaves_random_numbers_alone(compose):
     plan = resolve(compose(*FSDP, "sample_during_eval=true"))
     data, before = load_data(plan, silent=True), torch.get_rng_state()
-    predict(plan, data)
+    predict_peak(plan, data)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -495,7 +497,7 @@ def test_products_in_bfloat16_are_offered_by_the_key_that_keeps_no_second_copy(s
     monkeypatch.setattr(memory, "SUGGESTIONS", rows)
     monkeypatch.setattr(memory, "MIN_SAVED_SHARE", -10)  # small as this model is, copies of weights outweigh the rest
     plan = resolve(compose(*settings), world_size=2 if settings else 1)
-    [suggestion] = suggest(plan, load_data(plan, silent=True))
+    [suggestion] = suggest_settings(plan, load_data(plan, silent=True))
     assert suggestion.startswith(f"{offered}=bfloat16 (then ")
 
 
@@ -568,7 +570,7 @@ def test_the_peak_of_scoring_is_that_of_real_tensors(family, positions, compose,
 def test_microbatches_are_of_prompts_with_the_longest_answers(compose):
     def first(*settings: str):
         plan = resolve(compose(*ONLINE, *settings))
-        return next(LongestAnswers(plan, load_data(plan, silent=True), Padded(), seed=0).train())
+        return next(LongestBatches(plan, load_data(plan, silent=True), Padded(), seed=0).train())
 
     [microbatch] = first("online.max_new_tokens=36", "max_prompt_length=12").microbatches  # longer ones are cut to that
     assert microbatch.n_tokens == 8 * (12 + 36)
@@ -584,7 +586,7 @@ def test_smaller_batches_and_shorter_answers_are_offered(compose, monkeypatch):
     ]
     monkeypatch.setattr(memory, "SUGGESTIONS", online)
     plan = resolve(compose(*ONLINE, "online.n_samples=64", "gradient_accumulation_steps=4"))
-    offered = [text.split(" (")[0] for text in suggest(plan, load_data(plan, silent=True))]
+    offered = [text.split(" (")[0] for text in suggest_settings(plan, load_data(plan, silent=True))]
     assert sorted(offered) == ["online.batch_size=2", "online.max_new_tokens=20"]
 
 
@@ -674,7 +676,7 @@ def test_memory_that_ran_out_is_named_even_if_the_prediction_fails(compose, monk
         raise NotImplementedError("no rule for\nfake tensors")
 
     plan = resolve(compose())
-    monkeypatch.setattr(memory, "predict", refuse)
+    monkeypatch.setattr(memory, "predict_peak", refuse)
     with (
         pytest.raises(RunError, match=r"out of memory: .*no rule for fake tensors.*\(40 bytes\)") as raised,
         explain_out_of_memory(plan, load_data(plan, silent=True)),
