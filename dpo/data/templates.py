@@ -24,8 +24,8 @@ from dpo.numbers import count
 N_CHECKED = 100  # first conversations whose tokens and tools are checked
 SHOWN = 60  # characters of a text that the template leaves out
 SCORED, NOT_SCORED = "scored turns", "turns that are not scored"
-END_OF_THINKING = "</think>"
-A_TURN = "a turn of the response"
+NOTHING = "nothing"
+MARK = "\ue000"  # a character for private use, which no text has
 OTHER = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
 
 
@@ -115,23 +115,32 @@ class ChatTemplate:
                 f"{count(counts['with tools'], 'prompt')} with tools the model does not see them"
             )
         if self._checked:
-            differing = [n for n in self._count_differing_tokens() if n]
+            left_out, joined = self._count_differing_tokens()
+            n_prefixes = len(self._checked) - len(left_out) - len(joined)
             notes.append(
                 f"{origin}: the prompt, as rendered for generation, is a prefix of prompt and response, in tokens, in "
-                f"{len(self._checked) - len(differing):,} of {count(len(self._checked), 'conversation')} checked"
+                f"{n_prefixes:,} of {count(len(self._checked), 'conversation')} checked"
             )
-            if differing:
-                notes[-1] += f"; up to {count(max(differing), 'token')} at its end differ, and are left out"
+            if left_out:
+                notes[-1] += f"; in {len(left_out):,}, up to {count(max(left_out), 'token')} at its end are left out"
+            if joined:
+                notes[-1] += f"; in {len(joined):,}, its end would be joined with the response, and is tokenized apart"
         return notes
 
-    def _count_differing_tokens(self) -> Iterator[int]:
-        """Count the last tokens of each prompt that its conversation lacks."""
+    def _count_differing_tokens(self) -> tuple[list[int], list[int]]:
+        """Count the tokens of prompts' ends that their conversations lack.
+
+        Returns the numbers, if any are lacking, where the text is lacking too, and where tokens alone are.
+        """
         texts = list(dict.fromkeys(text for texts in self._checked for text in texts))
         ids = dict(zip(texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
+        left_out, joined = [], []
         for prompt, dialogue in self._checked:
             pairs = enumerate(zip(ids[prompt], ids[dialogue], strict=False))
             n_shared = next((i for i, (a, b) in pairs if a != b), min(len(ids[prompt]), len(ids[dialogue])))
-            yield len(ids[prompt]) - n_shared
+            if n_differing := len(ids[prompt]) - n_shared:
+                (joined if dialogue.startswith(prompt) else left_out).append(n_differing)
+        return left_out, joined
 
 
 class _Conversation:
@@ -148,26 +157,33 @@ class _Conversation:
         except (jinja2.TemplateError, TypeError, ValueError) as error:  # raised by templates on unusual content
             raise InputError(f"{self.where}: the tokenizer's chat template rejects these messages: {error}") from error
 
-    def find_start(self, before: Messages, dialogues: Sequence[str], what: str = "the prompt") -> tuple[str, str]:
-        """Find where the assistant's turn after some messages starts.
+    def find_start(self, prompt: Messages, dialogues: Sequence[str]) -> tuple[str, str]:
+        """Find where the responses to a prompt start.
 
-        Returns the text of the messages with the generation prompt, and what it has in common with the dialogues.
-        Raises InputError, which says `what` is changed, if the dialogues do not begin with the messages.
+        Returns the text of the prompt with the generation prompt, and what it has in common with the dialogues. Raises
+        InputError if the dialogues do not begin with the prompt.
         """
-        open_text = self.render(before, is_open=True)
+        open_text = self.render(prompt, is_open=True)
         shared = common_start(open_text, *dialogues)
         if shared == open_text:
             return open_text, open_text
-        closed_text = self.render(before)
+        closed_text = self.render(prompt)
         if not shared.startswith(closed_text):
-            raise self._rewrites(what)
-        # it may end in the middle of a token, such as <think> where <tool_call> follows
+            lost = next((lost for text in dialogues if (lost := _find_dropped(prompt, text))), "")
+            raise InputError(
+                f"{self.where}: the chat template renders the prompt differently once a response follows"
+                f"{f', without {lost[:SHOWN]!r}' if lost else ''}, so it cannot be told where the response starts: "
+                f"{OTHER}, or use text instead"
+            )
         return open_text, shared[: max(len(closed_text), self._find_token_end(open_text, dialogues))]
 
     def _find_token_end(self, text: str, others: Sequence[str]) -> int:
-        """Find where the tokens end that all texts begin with."""
+        """Find where the tokens end that all texts begin with.
+
+        What they have in common may end in the middle of a token, such as <think> where <tool_call> follows.
+        """
         if not self.tokenizer.is_fast:  # others do not tell where their tokens are
-            return len(text)
+            return len(common_start(text, *others))
         encoded = self.tokenizer([text, *others], add_special_tokens=False, return_offsets_mapping=True)
         in_order = zip(*encoded["input_ids"], strict=False)
         n_shared = next((i for i, ids in enumerate(in_order) if len({*ids}) > 1), min(map(len, encoded["input_ids"])))
@@ -178,52 +194,83 @@ class _Conversation:
 
         Positions are those in the response, which begins at `start` of the dialogue.
         """
-        end = start
-        if len(answer) > 1:
-            answer = self._drop_thinking(prompt, answer, dialogue)
-        for i, message in enumerate(answer):
-            if message["role"] != "assistant":
+        messages, end = prompt + answer, start
+        for i in range(len(prompt), len(messages)):
+            if messages[i]["role"] != "assistant":
                 continue
-            before = prompt + answer[:i]
-            begin = len(self.find_start(before, [dialogue], A_TURN)[1]) if i else start
+            begin = start if i == len(prompt) else self._find_boundary(messages, i, dialogue, is_open=True)
+            if begin < end:
+                raise self._cannot_tell(messages[i])
             if begin > end:
                 yield from (end - start, begin - start)
-            if i < len(answer) - 1:
-                end = begin + len(self._find_turn([*before, message], dialogue, begin))
+            if i < len(messages) - 1:
+                end = self._find_boundary(messages, i + 1, dialogue)
+                # a turn ends with EOS, as the last one does, and not with the space that the template puts after it
+                turn = dialogue[begin:end].rstrip()
+                end = begin + len(turn) if turn.endswith(self.tokenizer.eos_token) else end
 
-    def _find_turn(self, messages: Messages, dialogue: str, begin: int) -> str:
-        """Find the text of the last of some messages in a dialogue.
+    def _find_boundary(self, messages: Messages, n_before: int, dialogue: str, *, is_open: bool = False) -> int:
+        """Find where the first messages of a dialogue end.
 
-        There it may lack the beginning that it has as the last turn, such as thinking.
+        `is_open` includes the generation prompt, as far as the dialogue has it. The template may render these messages
+        differently once others follow, such as without thinking. Then the end of the last one's content is found in
+        both texts, and what follows it is compared. Raises InputError if the template leaves out or moves the last one.
         """
-        turn = self.render(messages)[begin:]
-        found = next((turn[i:] for i in range(len(turn)) if dialogue.startswith(turn[i:], begin)), "")
-        if not found.strip():
-            raise self._rewrites(A_TURN)
-        # a turn ends with EOS, as the last one does, and not with the space that the template puts after it
-        return found.rstrip() if found.rstrip().endswith(self.tokenizer.eos_token) else found
+        text = self.render(messages[:n_before], is_open=is_open)
+        if dialogue.startswith(text):
+            return len(text)
+        last = messages[n_before - 1]
+        text_ends = self._find_ends(messages[:n_before], n_before - 1, text, is_open=is_open)
+        dialogue_ends = self._find_ends(messages, n_before - 1, dialogue)
+        parts = text_ends.keys() & dialogue_ends.keys()
+        end, dialogue_end = (max((ends[part] for part in parts), default=0) for ends in (text_ends, dialogue_ends))
+        # further apart than in a turn of their own: something else is between them
+        if not parts or any(dialogue_end - dialogue_ends[part] > end - text_ends[part] for part in parts):
+            raise self._cannot_tell(last)
+        n_shared = self._find_token_end(text[end:], [dialogue[dialogue_end:]])
+        if is_open:  # the dialogue may lack some of the generation prompt, but nothing of what is before it
+            closed_text = self.render(messages[:n_before])
+            if n_shared < self._find_token_end(text[end:], [closed_text[end:]]):
+                raise self._cannot_tell(last)
+        return dialogue_end + n_shared
 
-    def _drop_thinking(self, prompt: Messages, answer: Messages, dialogue: str) -> Messages:
-        """Remove the thinking that the template removes from an answer's turns.
+    def _find_ends(self, messages: Messages, index: int, text: str, *, is_open: bool = False) -> dict[str, int]:
+        """Find where the parts of a message end in the text of all.
 
-        Without it, the beginning of the answer is rendered as in the dialogue, although fewer turns follow.
+        It is where the text changes when something is appended to a part. A part that is not there has no end.
         """
-        kept = [
-            {key: value for key, value in message.items() if key != "reasoning_content"}
-            | {"content": message["content"].rpartition(END_OF_THINKING)[2].lstrip()}
-            if _find_dropped([message], dialogue)
-            else message
-            for message in answer
-        ]
-        return kept if kept != answer and self.render(prompt + kept) == dialogue else answer
+        ends = {}
+        for part, longer in _iterate_longer(messages[index]):
+            if part == NOTHING and ends:
+                break
+            changed = self.render([*messages[:index], longer, *messages[index + 1 :]], is_open=is_open)
+            if changed != text:
+                ends[part] = len(text) - len(common_start(text[::-1], changed[::-1]))
+        return ends
 
-    def _rewrites(self, what: str) -> InputError:
-        """The error that the template changes an earlier turn."""
-        fix = "give responses of one message" if what == A_TURN else "use text instead"
+    def _cannot_tell(self, message: dict[str, Any]) -> InputError:
+        """The error that a turn is not where it was expected."""
         return InputError(
-            f"{self.where}: the chat template renders {what} differently once other turns follow, so it cannot be told "
-            f"which text is scored: {OTHER}, or {fix}"
+            f"{self.where}: the chat template leaves out or moves a turn of the response, so it cannot be told which "
+            f"text is scored: {OTHER}, give responses of one message, or remove {message!r:.100}"
         )
+
+
+def _iterate_longer(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the parts of a message, each with a copy that has more.
+
+    Content that is empty is NOTHING, and comes last.
+    """
+    for part in ("content", "reasoning_content"):
+        if message.get(part):
+            yield part, {**message, part: message[part] + MARK}
+    calls = message.get("tool_calls", [])
+    for i, call in enumerate(calls):
+        arguments = {**call["function"]["arguments"], MARK: 0}
+        longer = {**call, "function": {**call["function"], "arguments": arguments}}
+        yield f"call {i}", {**message, "tool_calls": [*calls[:i], longer, *calls[i + 1 :]]}
+    if not message["content"]:
+        yield NOTHING, {**message, "content": MARK}
 
 
 def _iterate_texts(value: Any) -> Iterator[str]:

@@ -222,7 +222,12 @@ def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
         (
             LOOKED_UP,
             WITH_TOOLS.replace("<assistant>{% endif %}", "<assistant>hm;{% endif %}"),
-            "in 0 of 2 conversations checked; up to 3 tokens at its end differ, and are left out",
+            "in 0 of 2 conversations checked; in 2, up to 3 tokens at its end are left out",
+        ),
+        (
+            {**LOOKED_UP, "chosen": [assistant("lem")]},
+            WITH_TOOLS.replace("<assistant>", "<assistant> prob").replace("<{{ m.role }}>", "<{{ m.role }}> prob"),
+            "in 1 of 2 conversations checked; in 1, its end would be joined with the response, and is tokenized apart",
         ),
         (
             LOOKED_UP,
@@ -306,18 +311,64 @@ def test_a_column_may_be_left_out(chat):
     assert (data.tools, data.weights) == ({}, {})
 
 
-def test_turns_that_change_once_others_follow_are_refused(chat):
-    shouts_last = WITH_TOOLS.replace("<{{ m.role }}>", "<{{ m.role }}>{{ '!' if loop.last else '?' }}").replace(
-        "{{ eos_token }}", "{{ '.' if loop.last else ',' }}"
-    )
-    with pytest.raises(InputError, match="renders the prompt differently once other turns follow, so it cannot be"):
-        get_custom([LOOKED_UP], "mine", chat(shouts_last))
-    end_changes = WITH_TOOLS.replace("{{ eos_token }}", "{{ '.' if loop.last and m.role == 'assistant' else ',' }}")
-    result_changes = WITH_TOOLS.replace("<{{ m.role }}>", "<{{ '!' if loop.last and m.role == 'tool' else m.role }}>")
-    for template in (end_changes, result_changes):
-        message = "renders a turn of the response differently once other turns follow, .* or give responses of one mes"
-        with pytest.raises(InputError, match=message):
-            get_custom([LOOKED_UP], "mine", chat(template))
+END_OF_LAST = "{{ '!' if loop.last and m.role == 'assistant' else ';' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "seen"),
+    [
+        # the end of a turn, the header of a result, and its text are others once turns follow
+        (WITH_TOOLS.replace("{{ eos_token }}", END_OF_LAST), "[look]|Blue.!\n"),
+        (AS_JSON.replace("{{ eos_token }}", END_OF_LAST), '[look {"at": "sky"}]|Blue.!\n'),
+        (
+            WITH_TOOLS.replace("<{{ m.role }}>", "<{{ '!' if loop.last and m.role == 'tool' else m.role }}>"),
+            f"[look]{EOS}|Blue.",
+        ),
+        (
+            WITH_TOOLS.replace("m.content }}", "m.content | upper if m.role == 'tool' and loop.last else m.content }}"),
+            f"[look]{EOS}|Blue.",
+        ),
+    ],
+)
+def test_turns_that_change_once_others_follow_are_found(template, seen, chat):
+    tokenizer = chat(template)
+    row = {**LOOKED_UP, "rejected": [CALL, RESULT, assistant("Green.")]}
+    [example] = encode(get_custom([row], "mine", tokenizer), tokenizer)
+    assert scored(example, tokenizer)[0] == seen + EOS
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            WITH_TOOLS.replace("<{{ m.role }}>", "<{{ m.role }}>{{ '!' if loop.last else '?' }}"),
+            "renders the prompt differently once a response follows, so it cannot be told where the response starts: n",
+        ),
+        # as Mistral's, which puts a system turn into a last question alone
+        (
+            WITH_TOOLS.replace("for m in messages", "for m in messages if m.role != 'system' or messages | length < 3"),
+            "renders the prompt differently once a response follows, without 'Be kind.', so it cannot be told where",
+        ),
+        (
+            WITH_TOOLS.replace("for m in messages", "for m in messages if m.role != 'assistant' or m == messages[-1]"),
+            "leaves out or moves a turn of the response, .*, or remove {'role': 'assistant', 'content': 'So.', 'tool_c",
+        ),
+        # as Gemma 4's, which writes words beside a call below its result
+        (
+            AS_JSON.replace("{{ m.content }}", "{{ m.content if not m.tool_calls else '' }}").replace(
+                "{{ eos_token }}",
+                "{% if loop.previtem and loop.previtem.tool_calls %}{{ loop.previtem.content }}{% endif %}"
+                "{% if loop.last and m.tool_calls %}{{ m.content }}{% endif %}{{ eos_token }}",
+            ),
+            "leaves out or moves a turn of the response",
+        ),
+    ],
+)
+def test_turns_that_cannot_be_found_are_refused(template, message, chat):
+    row = {**LOOKED_UP, "prompt": [{"role": "system", "content": "Be kind."}, *ASK]}
+    row["chosen"] = [{**CALL, "content": "So."}, RESULT, *SKY]
+    with pytest.raises(InputError, match=message):
+        get_custom([row], "mine", chat(template))
 
 
 def test_the_history_of_an_instruction_comes_before_it(tokenizer):
