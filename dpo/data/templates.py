@@ -235,7 +235,7 @@ class _Conversation:
         return dialogue_end + n_shared
 
     def _find_ends(self, messages: Messages, index: int, text: str, *, is_open: bool = False) -> dict[str, int]:
-        """Find where the parts of a message end in the text of all.
+        """Find where a message's parts end in the text of all.
 
         It is where the text changes when something is appended to a part. A part that is not there has no end.
         """
@@ -257,7 +257,7 @@ class _Conversation:
 
 
 def _iterate_longer(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the parts of a message, each with a copy that has more.
+    """Yield a message's parts, each with a copy that has more.
 
     Content that is empty is NOTHING, and comes last.
     """
