@@ -342,7 +342,8 @@ def worker_main(
         config.world_size = world_size
         if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
             raise InputError(
-                "fsdp_port is null: set it to the same free port in all processes, such as utils.get_open_port()"
+                "fsdp_port is null, but all processes must have the same: set config.fsdp_port to "
+                "utils.get_open_port() before they are started"
             )
     problems = find_config_problems(config, plan)
     if problems:

@@ -76,8 +76,9 @@ SETTINGS = {
 
 
 def write_pairs(folder: Path) -> None:
-    """Write pairs of PROMPT and RESPONSE tokens as own data."""
+    """Write a custom dataset of pairs with PROMPT and RESPONSE tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama")
+    # a word that is one token, also when it is repeated
     word = next(w for w in ("the", "walk", "green", "a") if len(tokenizer(f" {w}" * 9).input_ids) == 9)
     row = {"prompt": f" {word}" * PROMPT, "chosen": f" {word}" * RESPONSE, "rejected": f" {word}" * (RESPONSE - 1)}
     for split in ("train", "test"):

@@ -146,7 +146,7 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
         try:
             written, changes = convert_row(row, used, record, FORMATS[to])
         except CannotHoldError as error:
-            changes = [f"{error} are left out"]
+            changes = [f"records are left out because of {error}"]
         else:
             converted.append((where, written))
         for change in changes:

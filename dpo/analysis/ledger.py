@@ -464,9 +464,9 @@ def _is_tie(table: pa.Table) -> np.ndarray:
 
 
 def _periods(table: pa.Table) -> np.ndarray:
-    """Number of the period of each row, (rows,), from 1.
+    """The period of each row, (rows,), from 1 to PERIODS.
 
-    An evaluation belongs to the updates before it, so one before the first update is in period 0.
+    An evaluation belongs to the updates before it, so one before the first update has period 0.
     """
     updates = _numbers(table, "update")
     last_update = int(updates.max(initial=1))

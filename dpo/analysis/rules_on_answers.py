@@ -255,14 +255,15 @@ def ties(run: Run) -> Iterator[Finding]:
             "online.ties=keep trains on ties, with either answer as the chosen one: on average that pulls the "
             "log-ratios of the two together, and teaches nothing about better answers."
         )
-    # with labels drawn at random, DPO's optimum needs two answers to a prompt (docs/online.md): do not advise more
-    samples = "" if run.setting("online.labels") == "bradley_terry" else "online.n_samples or "
+    keys_to_raise = "online.temperature"
+    if run.setting("online.labels") != "bradley_terry":  # with it DPO's optimum needs two answers to a prompt, not more
+        keys_to_raise = f"online.n_samples or {keys_to_raise}"
     yield Finding(
         WARNING if skips else NOTE,
         "Most prompts give a tie",
         f"online/ties {figure(share)}; online.n_samples {run.setting('online.n_samples')}",
         f"The best and the worst answer to a prompt had the same score, or were the same text. {effect} To get fewer "
-        f"ties, raise {samples}online.temperature, or use a scorer with finer scores. Late in a run, ties may mean "
+        f"ties, raise {keys_to_raise}, or use a scorer with finer scores. Late in a run, ties may mean "
         "that all answers have the highest score, or that the policy always gives the same one.",
     )
 

@@ -346,7 +346,7 @@ def evaluation_turns(run: Run) -> Iterator[Finding]:
 
 
 class Turn(NamedTuple):
-    """The best evaluation, from which on evaluations got worse but training better."""
+    """The best evaluation, after which evaluations got worse and training better."""
 
     examples: float
     train_at_last: float  # training metric at the last evaluation
@@ -354,7 +354,7 @@ class Turn(NamedTuple):
 
 
 def _find_turn(run: Run, kind: str, eval_name: str, train_name: str) -> Turn | None:
-    """Find the turn of a metric; its kind is loss or accuracy."""
+    """Find the turn, if any, of the loss or accuracy."""
     examples, values = run.eval.points(eval_name)
     updates = run.eval.updates[np.isfinite(run.eval[eval_name])]
     if len(values) < 2:
@@ -364,15 +364,18 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str) -> Turn | N
     best, last = float(values[best_index]), float(values[-1])
     train_at_best = mean_near(run, train_name, examples[best_index])
     train_at_last = mean_near(run, train_name, examples[-1])
-    by_pair = compare_evaluations(run, "loss" if kind == "loss" else "right", updates[best_index], updates[-1])
-    if by_pair is not None:
-        _, error = by_pair
+    # the standard error of the change from best to last: of the pairs' own changes, if the ledger has both evaluations
+    ledger_column = "loss" if kind == "loss" else "right"
+    mean_and_error = compare_evaluations(run, ledger_column, updates[best_index], updates[-1])
+    if mean_and_error is not None:
+        _, change_error = mean_and_error
     elif kind == "loss":
-        error = math.sqrt(2) * evaluation_loss_error(run)
+        change_error = math.sqrt(2) * evaluation_loss_error(run)
     else:
-        error = math.sqrt(2) * accuracy_error(best, n_effective(run))
+        change_error = math.sqrt(2) * accuracy_error(best, n_effective(run))
     negligible = max(0.05 * abs(best), 0.005) if kind == "loss" else 0.02
-    tolerated = max(negligible, best_of_many_quantile(len(values) - 1) * error)
+    # the best of many evaluations is partly luck
+    tolerated = max(negligible, best_of_many_quantile(len(values) - 1) * change_error)
     got_worse = sign * (best - last) > tolerated
     training_got_better = sign * (train_at_last - train_at_best) > 0
     if not (got_worse and training_got_better):
@@ -465,7 +468,7 @@ def epoch_step(run: Run) -> Iterator[Finding]:
 
 
 def warmup(run: Run) -> Iterator[Finding]:
-    """A warmup that did not end."""
+    """Warn if the warmup did not end."""
     peak_lr, largest_lr = number(run.setting("lr")), float(run.train.points("lr")[1].max())
     is_scaled = run.setting("lr_scaling", "none") != "none"  # by a factor that is not recorded
     if run.state.word != "complete" or is_scaled or not largest_lr < 0.999 * peak_lr:

@@ -269,9 +269,9 @@ class SplitCounter:
         start = text.index(eos)
         around = text[max(0, start - SHOWN_AROUND) : start + len(eos) + SHOWN_AROUND]
         raise InputError(
-            f"{count(len(self._texts_with_eos), 'text contains', 'texts contain')} the EOS token {eos!r}, where the "
-            f"model would take the text to end: remove it from the data. The first text has it in {around!r}; "
-            f"its prompt ends in {prompt[-SHOWN_AROUND:]!r}"
+            f"{count(len(self._texts_with_eos), 'text contains', 'texts contain')} the EOS token {eos!r}, which "
+            f"the model would take for the end of the text: remove it from the data. The first text has it in "
+            f"{around!r}; its prompt ends in {prompt[-SHOWN_AROUND:]!r}"
         )
 
     def _count_texts(self, prompt: Prompt, texts: Mapping[str, str]) -> None:

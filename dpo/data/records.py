@@ -468,7 +468,7 @@ def _shape_response(prompt: Any, response: Any, target: Format) -> Any:
     if target.responses == MESSAGE:
         return response[0]
     if response[0].get("tool_calls"):
-        raise CannotHoldError("calls of tools")
+        raise CannotHoldError("tool calls")
     return response[0]["content"]
 
 
@@ -494,7 +494,7 @@ def _as_sharegpt(value: Any) -> Any:
     other = {key: item for key, item in value.items() if key not in ("role", "content", "tool_calls")}
     if value.get("tool_calls"):
         if value.get("content"):
-            raise CannotHoldError("words beside calls of tools")
+            raise CannotHoldError("text beside tool calls")
         functions = [call.get("function", call) for call in value["tool_calls"]]
         functions = [{**function, "arguments": read_arguments(function, "")} for function in functions]
         calls = functions[0] if len(functions) == 1 else functions
@@ -523,7 +523,7 @@ def _change_values(record: Record, target: Format) -> tuple[Record, list[str]]:
     if values in (TURNS, DIALOGUES) and any(
         message.get("tool_calls") or message["role"] == "tool" for message in chain(record.prompt, *record.responses)
     ):
-        raise CannotHoldError("calls of tools")
+        raise CannotHoldError("tool calls")
     if values == TURNS:
         return _as_turns(record, target), ["chat messages are now text"]
     if values == DIALOGUES:

@@ -205,10 +205,11 @@ def find_or_build(
 ) -> tuple[Path, bool]:
     """Find the table named `key` in `folder`, or build it.
 
-    Returns the table's directory, and whether it was built now. A new table is built in `scratch` if given, else in
-    `folder`. `build` writes both splits into a directory; it returns the facts, and whether `key` still identifies the
-    data that it read. If `key` is None or no longer does, the table is named after its content. Raises RunError if the
-    table cannot be written.
+    A new table is put into `scratch` if that is given, and into `folder` otherwise. `build` writes both splits into a
+    directory. It returns the table's facts, as `read_facts` reads them, and whether `key` still names the data that it
+    read, which may have changed meanwhile. A table without a valid key is named after its content.
+
+    Returns the table's directory, and whether it was built now. Raises RunError if the table cannot be written.
     """
     if key is not None and is_whole(folder / key):
         return folder / key, False

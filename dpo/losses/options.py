@@ -33,18 +33,21 @@ def weigh_tails(scores: Scores, alpha: float) -> Scores:
 def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     """Compute f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1).
 
-    A constant is added so that it is 0 where pi = ref, as the reverse KL's log-ratio is.
+    A constant is added so that it is 0 where pi = ref, as the reverse KL's log-ratio is. The alpha divergence has
+    (1 - (pi / ref)^-alpha) / alpha, and forward KL is its case alpha = 1.
     """
     import torch
     from torch.nn.functional import logsigmoid
 
     if divergence == "js":
         return math.log(2) + logsigmoid(log_ratio)
-    alpha = 1 if divergence == "forward_kl" else alpha
-    # exp overflows float32 at 88 nats. Rejected responses fall as far in ordinary runs, and an infinite margin has NaN
-    # gradients. The factor 0.9 leaves room for the division by alpha
+    if divergence == "forward_kl":
+        alpha = 1
+    # exp overflows float32 at 88. Log-ratios of rejected responses reach -88 in ordinary runs, and an infinite margin
+    # has NaN gradients. The factor 0.9 leaves room for the division by alpha
     largest_exponent = 0.9 * math.log(torch.finfo(log_ratio.dtype).max)
-    return -(-alpha * log_ratio).clamp(max=largest_exponent).expm1() / alpha
+    exponent = (-alpha * log_ratio).clamp(max=largest_exponent)
+    return -exponent.expm1() / alpha
 
 
 def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:

@@ -96,16 +96,20 @@ class AdapterDropout:
 
     @contextmanager
     def on(self, inputs: PaddedRows | Packed, *, update: int | None) -> Iterator[None]:
-        """Turn on the dropout of `update`, unless None, for these inputs."""
+        """Drop features of these inputs, by the pattern of `update`.
+
+        There is no dropout if `update` is None.
+        """
         if update is None or not self.modules:
             yield
             return
         n_layers, n_features = len(self.modules), max(module.n_features for module in self.modules)
         text_hashes = hash_paths(inputs)
-        salt = _mix(_mix(text_hashes.new_full((1,), self.seed)) + update)
-        salts = _mix(salt + torch.arange(n_layers + n_features, device=text_hashes.device))  # for layers, then features
-        token_hashes = _make_odd(_mix(text_hashes + salts[:n_layers, None, None]))  # (layers, R, L)
-        feature_hashes = _make_odd(salts[n_layers:])
+        update_hash = _mix(_mix(text_hashes.new_full((1,), self.seed)) + update)
+        # one hash for each layer, then one for each feature
+        hashes = _mix(update_hash + torch.arange(n_layers + n_features, device=text_hashes.device))
+        token_hashes = _make_odd(_mix(text_hashes + hashes[:n_layers, None, None]))  # (layers, R, L)
+        feature_hashes = _make_odd(hashes[n_layers:])
         try:
             for module, layer_hashes in zip(self.modules, token_hashes, strict=True):
                 module.token_hashes, module.feature_hashes = layer_hashes, feature_hashes

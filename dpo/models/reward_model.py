@@ -164,8 +164,8 @@ def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
     if plan.online.reward_format is None and reward_model.form not in ("chat", "policy"):
         others = [form for form in FORMATS if form not in ("chat", reward_model.form)]
         notes.append(
-            f"the reward model gets prompt and answer {FORMATS[reward_model.form]}: if it was trained otherwise, give "
-            f"online.reward_format={' or '.join(others)}"
+            f"online.reward_format is null, so the reward model gets prompt and answer {FORMATS[reward_model.form]}: "
+            f"if it was trained otherwise, give online.reward_format={' or '.join(others)}"
         )
     if reward_model.limit is not None and reward_model.limit < plan.data.max_length:
         notes.append(

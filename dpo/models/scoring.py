@@ -130,7 +130,7 @@ def raising_exit() -> Iterator[None]:
 
 
 def _describe_error(error: BaseException, file: Path | None) -> str:
-    """An error's class, message, and last line in `file`."""
+    """An error's class, its message, and the last line in `file`."""
     try:
         message = one_sentence(error)
     except Exception:  # raised by the `__str__` of a user's own class of errors

@@ -126,7 +126,10 @@ class SplitModel(torch.nn.Module):
         return saved | {"state": joined, "param_groups": groups}
 
     def _slice_optimizer_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-        """The state dict of the slices, for that of the `whole` model."""
+        """Cut the whole model's state dict into that of the slices.
+
+        This reverses `_join_optimizer_state`.
+        """
         states = {name: whole["state"].get(i, {}) for i, name in enumerate(self.parameter_names)}
         sliced: dict[torch.Tensor, dict[str, Any]] = {}
         for name, state in states.items():

@@ -70,7 +70,8 @@ class Appender(Callback):
                 path.write_bytes(damaged_file.read(end))
             self.context.log(
                 f"warning: {path} is damaged after {end:,} of the {size:,} bytes that were logged before the "
-                f"checkpoint: it keeps only these {end:,} bytes, and the damaged file is renamed to {aside.name}"
+                f"checkpoint: the damaged file is renamed to {aside.name}, and a new {path.name} has its first {end:,} "
+                f"bytes"
             )
         elif end < size:
             self.context.log(

@@ -61,7 +61,8 @@ def redact(value: Any) -> Any:
     values of environment variables named like a secret. A reference (`${oc.env:NAME}`) is not a secret.
     """
     if isinstance(value, dict):
-        return {k: "REDACTED" if is_secret(k) and v else redact(v) for k, v in value.items()}
+        hidden = {k for k, v in value.items() if is_secret(k) and v and not REFERENCE.fullmatch(str(v))}
+        return {k: "REDACTED" if k in hidden else redact(v) for k, v in value.items()}
     if isinstance(value, list):
         return [redact(v) for v in value]
     if not isinstance(value, str):

@@ -105,13 +105,18 @@ def meet_rank_0(place: str) -> None:
 
 
 def after_rank_0(place: str, act: Callable[[], T]) -> T:
-    """Return `act()`, called on rank 0 before the other ranks."""
-    if not is_shared() or dist.get_rank() != 0:
+    """Call `act()` on rank 0, then on the other ranks.
+
+    Each rank gets the result of its own call.
+    """
+    if not is_shared():
+        return act()
+    if dist.get_rank() != 0:
         meet_rank_0(place)
         return act()
     with sending_heartbeats():
         result = act()
-    meet_rank_0(place)
+    meet_rank_0(place)  # the others go on
     return result
 
 

@@ -156,7 +156,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 def _make_planned_table(rows: Sequence[Row]) -> str:
     """Tabulate the planned differences of which both methods were run."""
-    lines = [["difference of rewards", "length", *(f"KL {kl:g}" for kl in PLANNED_KLS), "of two betas"]]
+    lines = [["difference of rewards", "length", *(f"KL {kl:g}" for kl in PLANNED_KLS), "each beta at its KL"]]
     for first, second, fixed_length in PLANNED:
         own_rows = select(rows, fixed_length=fixed_length)
         if {first, second} <= {*list_methods(own_rows)}:

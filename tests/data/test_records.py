@@ -109,7 +109,7 @@ def test_a_record_that_a_format_holds_as_it_is_comes_back_from_it(target):
         "several turns before the response",
         "turns of others than user and assistant",
         "prompts that are not the common beginning",
-        "calls of tools",
+        "tool calls",
         "responses of several messages",
     }
 
@@ -171,9 +171,9 @@ def test_texts_and_messages_become_each_other(record, target, written):
         (Record(ASK, [[*SKY, user("Why?"), assistant("So.")]] * 2), "ms_swift", "responses of several messages"),
         (Record(ASK, [[*SKY, user("Why?"), assistant("So.")]]), "sharegpt", "responses of several messages"),
         (Record([*TURNS[:3], {"role": "critic", "content": "3"}], [SKY]), "sharegpt", "messages of critic"),
-        (Record([*ASK, CALL, RESULT], [SKY]), "alpaca", "calls of tools"),
-        (Record(ASK, [SKY, [CALL]]), "ms_swift", "calls of tools"),
-        (Record(ASK, [[{**CALL, "content": "I look."}]]), "sharegpt", "words beside calls of tools"),
+        (Record([*ASK, CALL, RESULT], [SKY]), "alpaca", "tool calls"),
+        (Record(ASK, [SKY, [CALL]]), "ms_swift", "tool calls"),
+        (Record(ASK, [[{**CALL, "content": "I look."}]]), "sharegpt", "text beside tool calls"),
         (Record([system("Be kind.")], [SKY, SKY]), "ultrafeedback", "prompts without a user"),
     ],
 )

@@ -73,10 +73,10 @@ def test_what_cannot_be_held_is_named_in_one_warning(convert, tmp_path):
     assert status == 0
     assert said.startswith("2 records of ")
     assert warned == (
-        f"warning: {tmp_path}/out.csv does not hold all of {source}: several turns before the response are left out "
-        f"(1 record, first record 1 of {source} (line 1)); chat messages are now text (2 records, first record 2 of "
-        f"{source} (line 2)); the column instruction is left out (1 record, first record 2 of {source} (line 2)); the "
-        f"key name of messages is left out (1 record, first record 2 of {source} (line 2))\n"
+        f"warning: {tmp_path}/out.csv does not hold all of {source}: records are left out because of several turns "
+        f"before the response (1 record, first record 1 of {source} (line 1)); chat messages are now text (2 records, "
+        f"first record 2 of {source} (line 2)); the column instruction is left out (1 record, first record 2 of "
+        f"{source} (line 2)); the key name of messages is left out (1 record, first record 2 of {source} (line 2))\n"
     )
     answers = {"chosen_response": "Blue.", "rejected_response": "Blue."}
     assert read(tmp_path / "out.csv") == [{"instruction": "Which colour?", **answers}] * 2
@@ -195,7 +195,7 @@ def test_a_lone_carriage_return_is_read_back_from_a_table(suffix, convert, tmp_p
         ([{"a": 1}], "out.jsonl", (), "name them with '--columns={{messages: COLUMN}}', or add them"),
         ([{"prompt": "a", **PAIR, "chosen": 3}], "out.jsonl", (), "(line 1): chosen must be text or a list of "),
         ([{"prompt": [{"role": "bot", "content": "3"}], "chosen": SKY, "rejected": SKY}], "out.jsonl", (),
-         "sharegpt holds no record of {dir}/rows.jsonl: messages of bot are left out (1 record, first record 1 of "),
+         "sharegpt holds no record of {dir}/rows.jsonl: records are left out because of messages of bot (1 record, "),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_and_nothing_is_written(rows, out, options, message, convert, tmp_path):
