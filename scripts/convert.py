@@ -16,7 +16,7 @@ import gzip
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,16 @@ from dpo.data.records import (
     CannotHoldError,
     Format,
     Record,
+    is_system_unused,
     read_record,
     recognize_format,
     write_record,
 )
-from dpo.data.schema import SURROGATE, drop_nulls, is_sharegpt
+from dpo.data.schema import SURROGATE, drop_nulls
 from dpo.data.sources import has_phantom_nulls, iterate_places, load_rows
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.settings.choices import DATA_FORMATS, NUMBER_FIELDS, TOOLS
+from dpo.settings.choices import DATA_FORMATS, NUMBER_FIELDS, SYSTEM, TOOLS
 from dpo.settings.places import SUFFIXES, Source, find_suffix
 from dpo.system.plain_files import replacing
 
@@ -170,11 +171,14 @@ def convert_row(
     taken = {*target.columns.values(), *(field for field in NUMBER_FIELDS if field in used)}
     others = {column: value for column, value in row.items() if column not in used.values()}
     # UltraFeedback's messages repeat chosen
-    lost = [column for column, value in others.items() if column in taken and value and value not in held.values()]
+    lost = [
+        column
+        for column, value in others.items()
+        if column in taken and value not in (None, "", [], {}) and value not in held.values()
+    ]
+    if is_system_unused(row, used, record):
+        lost.append(used[SYSTEM])
     changes += [f"the column {column} is left out" for column in lost]
-    keys = _find_other_keys(value for field, value in held.items() if field != TOOLS)
-    keys -= _find_other_keys(written.values()) | {"tool_calls"}  # which a format holds in its own way
-    changes += [f"the key {key} of messages is left out" for key in sorted(keys)]
     return written | {column: value for column, value in others.items() if column not in taken}, changes
 
 
@@ -194,24 +198,6 @@ def find_used_columns(rows: Sequence[Any], source: Source) -> dict[str, str]:
     return recognize_columns(present, source.columns, trains_on=last_kind, **options).used
 
 
-def _find_other_keys(values: Iterable[Any]) -> set[str]:
-    """Find the keys of messages beside those for speaker and text."""
-    return {
-        key
-        for message in _iterate_messages(values)
-        for key in drop_nulls(message).keys() - ({"from", "value"} if is_sharegpt(message) else {"role", "content"})
-    }
-
-
-def _iterate_messages(values: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages in values, in lists, and in lists of lists."""
-    for value in values:
-        if isinstance(value, dict):
-            yield value
-        elif isinstance(value, list):
-            yield from _iterate_messages(value)
-
-
 def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collection[str], report: Report) -> None:
     """Change the values that a kind of file cannot hold.
 
@@ -223,6 +209,9 @@ def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collec
     for where, row in rows:
         for key, value in list(row.items()):
             if is_table and isinstance(value, (list, dict)):
+                if key == TOOLS:
+                    row[key] = json.dumps(value, ensure_ascii=False)
+                    continue
                 if key in needed:
                     raise InputError(
                         f"a {suffix} file cannot hold chat messages or turns ({where}): write .jsonl or .parquet"

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dpo.data.columns import find_columns, recognize_columns
-from dpo.data.records import FORMATS, name_kind, read_record, recognize_format
+from dpo.data.records import FORMATS, is_system_unused, name_kind, read_record, recognize_format
 from dpo.data.schema import ASSISTANT, PreferenceData, get_field
 from dpo.data.sources import iterate_places
 from dpo.data.templates import ChatTemplate
@@ -78,6 +78,7 @@ def get_custom(
                 data.tools[prompt] = chat.tools
             if cuts := {text: ends for text, ends in zip(responses, chat.cuts, strict=True) if ends}:
                 data.cuts[prompt] = data.cuts.get(prompt, {}) | cuts
+        tally["unused system turns"] += is_system_unused(row, used, record)
         tally["texts with tools"] += bool(record.tools) and not record.is_chat
         if not (record.prompt or record.input):
             raise InputError(
@@ -123,6 +124,8 @@ def _describe_tally(tally: Mapping[str, int], origin: str) -> Iterator[str]:
     """Describe what is unusual in so many records of `origin`."""
     if n := tally["diverging dialogues"]:
         yield f"{origin}: in {count(n, 'record')} the dialogues diverge before the last answer; the prompt ends there"
+    if n := tally["unused system turns"]:
+        yield f"{origin}: the system turn of {count(n, 'record')} is not used, as the chat has one of its own"
     if n := tally["texts with tools"]:
         yield (
             f"warning: {origin}: {count(n, 'text has', 'texts have')} tools, which only a chat template shows to the "

@@ -8,9 +8,10 @@ recognized by writing the first record: it is the first format in which that giv
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from dpo.data.asking import HH, find_format, render_dialogue, split_turns
@@ -42,12 +43,14 @@ SHAREGPT_ROLES = {
 SHAREGPT_SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system", "tool": "observation"}
 # messages whose content is JSON of a call, or of a list of calls, in LLaMA-Factory's and ms-swift's data
 CALLERS = ("function_call", "tool_call")
+RESULTS = ("tool_response", "function")  # roles of results in ms-swift's and OpenAI's earlier data
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
 # labels in lower case, as text
 DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs up", "thumbs_up", "👍")
 UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
 
 
-RESPONSES = ("messages", "chosen", "rejected", "completion")  # fields of one response; messages have the prompt too
+RESPONSE_FIELDS = ("messages", "chosen", "rejected", "completion")  # of one response; messages have the prompt too
 NUMBERS = ("scores", *NUMBER_FIELDS)  # fields that are no texts, which `get_custom` reads
 
 
@@ -88,12 +91,14 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
     if "responses" in used:
         values = _read_list(row, used["responses"], where)
     else:
-        values = {used[field]: _read_value(row, used[field], where) for field in RESPONSES if field in used}
+        values = {used[field]: _read_value(row, used[field], where) for field in RESPONSE_FIELDS if field in used}
     system, below = (_read_optional(row, used, field, where) for field in (SYSTEM, "input"))
     if below:
         get_field(row, used["prompt"], where)  # an input goes with a text
     history = _read_history(row, used["history"], where) if "history" in used else ()
-    chat = prompt if "prompt" in used else values.get(used.get("messages", ""))
+    chat = prompt
+    if "prompt" not in used and "messages" in used:
+        chat = values[used["messages"]]
     answers = {column: value for column, value in values.items() if value is not chat}
     if isinstance(chat, list) and all(isinstance(answer, str) for answer in answers.values()):
         values |= {column: [{"role": "assistant", "content": answer}] for column, answer in answers.items()}
@@ -121,11 +126,16 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
                 f"prompt: give a column with the prompt, as 'dataset_sources.{name}.columns={{prompt: COLUMN}}'"
             )
     label = _read_label(row, used["label"], where, name) if "label" in used else None
-    tools = row.get(used.get(TOOLS, "")) or None
+    tools = (row.get(used[TOOLS]) if TOOLS in used else None) or None
     if tools and is_chat:  # no template renders texts, nor their tools
         fix = f"leave the column out with 'dataset_sources.{name}.columns={{tools: null}}'"
         tools = tools if read_tools(row, used[TOOLS], where, fix) else None
     return Record(prompt, responses, system, below, label, "responses" in used, history, tools)
+
+
+def is_system_unused(row: Mapping[str, Any], used: Mapping[str, str], record: Record) -> bool:
+    """Return whether a chat has its own system turn beside the column."""
+    return record.is_chat and SYSTEM in used and bool(row.get(used[SYSTEM])) and not record.system
 
 
 def name_kind(is_chat: bool) -> str:
@@ -139,6 +149,10 @@ def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | list[A
     """
     value = get_field(row, column, where, (str, list, dict))
     if isinstance(value, str):
+        if MESSAGES_AS_TEXT.match(value):
+            raise InputError(
+                f"{where}: {column} is a text that holds chat messages: write a list of them, to .jsonl or .parquet"
+            )
         return value
     given = value if isinstance(value, list) else [value]
     rename = _rename_sharegpt if any(map(is_sharegpt, given)) else _rename_role
@@ -174,8 +188,8 @@ def _rename_sharegpt(message: Any, where: str) -> dict[str, Any]:
 
 
 def _rename_role(message: Any, where: str) -> dict[str, Any]:
-    """Return a message with our role for ms-swift's."""
-    is_result = get_field(message, "role", where) == "tool_response"
+    """Return a message with our role for a result."""
+    is_result = get_field(message, "role", where) in RESULTS
     return {**message, "role": "tool"} if is_result else message
 
 
@@ -411,6 +425,7 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
     Returns the row, and what changed. Raises CannotHoldError.
     """
     columns = target.columns
+    lost_keys = _find_lost_keys(record, target)
     record, changes = _change_values(record, target)
     separate = {field: getattr(record, field) for field in (SYSTEM, *PROMPT_PARTS) if field in columns}
     rest = record._replace(**dict.fromkeys(separate, ""))
@@ -455,7 +470,17 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
         calls = [call for message in chain(prompt, *responses) for call in message.get("tool_calls") or ()]
         lost = dict.fromkeys(key for call in calls if "function" in call for key in call.keys() - {"type", "function"})
         changes += [f"the {key} of calls is left out" for key in sorted(lost)]
-    return row, changes
+    return row, changes + [f"the key {key} of messages is left out" for key in sorted(lost_keys)]
+
+
+def _find_lost_keys(record: Record, target: Format) -> set[str]:
+    """Find the keys of messages that a format writes as texts."""
+    as_texts: list[Any] = []
+    if record.is_chat and target.values in (TURNS, DIALOGUES):
+        as_texts = [*record.prompt, *chain(*record.responses)]
+    elif record.is_chat and target.responses == CONTENT:
+        as_texts = [*chain(*record.responses[1:])]
+    return {key for message in as_texts for key in drop_nulls(message)} - {"role", "content", "tool_calls"}
 
 
 def _shape_response(prompt: Any, response: Any, target: Format) -> Any:
@@ -488,6 +513,9 @@ def _find_question(prompt: Messages) -> str:
 
 def _as_sharegpt(value: Any) -> Any:
     if isinstance(value, list):
+        for before, message in pairwise(value):
+            if before["role"] == "assistant" and message.get("tool_calls"):  # they would be read as one turn
+                raise CannotHoldError("tool calls after another turn of the assistant")
         return [_as_sharegpt(message) for message in value]
     if not isinstance(value, dict):
         return value

@@ -15,6 +15,7 @@ from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thinking, of which templates read one
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON may have and UTF-8 has not
 MISSING = object()
 Messages = list[dict[str, Any]]  # of a chat, with role and content
@@ -192,6 +193,11 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     """
     get_field(message, "role", where)
     given = drop_nulls(message)
+    for key in THOUGHTS:
+        if key in given:
+            get_field(given, key, where)
+    if "function_call" in given:  # OpenAI's earlier form of one call
+        given["tool_calls"] = [{"function": given.pop("function_call")}]
     if given.get("tool_calls") == []:
         del given["tool_calls"]
     if "tool_calls" not in given:
@@ -235,7 +241,8 @@ def read_tools(
 ) -> list[dict[str, Any]]:
     """Read the tools of a chat, which rows may lack.
 
-    They are a list of objects, or JSON of one. `fix` is what a user may do with another value.
+    They are a list of schemas, or JSON of one. Schemas of functions alone, as LLaMA-Factory's, become tools. `fix` is
+    what a user may do with another value.
     """
     value = row.get(column)
     tools = drop_nulls(value)
@@ -248,7 +255,9 @@ def read_tools(
             f"{where}: {column} must be a list of objects, the schemas of functions, or JSON of such a list, and is "
             f"{value!r:.80}: correct it, or {fix}"
         )
-    return tools
+    return [
+        {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
+    ]
 
 
 def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[type, ...] = str) -> Any:

@@ -17,13 +17,14 @@ import jinja2
 
 from dpo.data.asking import apply_template
 from dpo.data.records import common_start
-from dpo.data.schema import Messages, read_message, read_tools
+from dpo.data.schema import THOUGHTS, Messages, get_field, read_message, read_tools
 from dpo.errors import InputError
 from dpo.numbers import count
 
 N_CHECKED = 100  # first conversations whose tokens and tools are checked
 SHOWN = 60  # characters of a text that the template leaves out
 SCORED, NOT_SCORED = "scored turns", "turns that are not scored"
+MARGIN = 64  # characters after a text that may be part of its last token
 NOTHING = "nothing"
 MARK = "\ue000"  # a character for private use, which no text has
 OTHER = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
@@ -58,8 +59,10 @@ class ChatTemplate:
         prompt = [read_message(message, where) for message in prompt]
         answers = [[read_message(message, where) for message in response] for response in responses]
         for message in (*prompt, *(message for answer in answers for message in answer)):
-            if eos and any(eos in text for text in _iterate_texts(message)):
-                raise InputError(f"{where}: a message contains the EOS token {eos!r}: remove it from {message!r}")
+            for text in _iterate_texts(message):
+                if eos and eos in text:
+                    raise InputError(f"{where}: a message contains the EOS token {eos!r}: remove it from {message!r}")
+                get_field({"a message": text}, "a message", where)  # Unicode alone
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
                 f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
@@ -154,8 +157,9 @@ class _Conversation:
         options: dict[str, Any] = {"tools": self.tools} if self.tools else {}
         try:
             return apply_template(self.tokenizer, messages, add_generation_prompt=is_open, **options)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:  # raised by templates on unusual content
-            raise InputError(f"{self.where}: the tokenizer's chat template rejects these messages: {error}") from error
+        except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:  # of templates
+            what = "messages or tools" if self.tools else "messages"
+            raise InputError(f"{self.where}: the tokenizer's chat template rejects these {what}: {error}") from error
 
     def find_start(self, prompt: Messages, dialogues: Sequence[str]) -> tuple[str, str]:
         """Find where the responses to a prompt start.
@@ -223,14 +227,17 @@ class _Conversation:
         text_ends = self._find_ends(messages[:n_before], n_before - 1, text, is_open=is_open)
         dialogue_ends = self._find_ends(messages, n_before - 1, dialogue)
         parts = text_ends.keys() & dialogue_ends.keys()
-        end, dialogue_end = (max((ends[part] for part in parts), default=0) for ends in (text_ends, dialogue_ends))
+        end = max((text_ends[part] for part in parts), default=0)
+        dialogue_end = max((dialogue_ends[part] for part in parts), default=0)
         # further apart than in a turn of their own: something else is between them
         if not parts or any(dialogue_end - dialogue_ends[part] > end - text_ends[part] for part in parts):
             raise self._cannot_tell(last)
-        n_shared = self._find_token_end(text[end:], [dialogue[dialogue_end:]])
+        tail = text[end:]
+        # of the dialogue a bit more than the tail, as tokenizing the rest for every turn takes long
+        n_shared = self._find_token_end(tail, [dialogue[dialogue_end : dialogue_end + len(tail) + MARGIN]])
         if is_open:  # the dialogue may lack some of the generation prompt, but nothing of what is before it
             closed_text = self.render(messages[:n_before])
-            if n_shared < self._find_token_end(text[end:], [closed_text[end:]]):
+            if n_shared < self._find_token_end(tail, [closed_text[end:]]):
                 raise self._cannot_tell(last)
         return dialogue_end + n_shared
 
@@ -261,7 +268,7 @@ def _iterate_longer(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, An
 
     Content that is empty is NOTHING, and comes last.
     """
-    for part in ("content", "reasoning_content"):
+    for part in ("content", *THOUGHTS):
         if message.get(part):
             yield part, {**message, part: message[part] + MARK}
     calls = message.get("tool_calls", [])
@@ -287,7 +294,7 @@ def _iterate_texts(value: Any) -> Iterator[str]:
 def _list_parts(messages: Messages) -> Iterator[str]:
     """Yield the texts of messages that the model should see."""
     for message in messages:
-        yield from (message[key] for key in ("content", "reasoning_content") if message.get(key))
+        yield from (message[key] for key in ("content", *THOUGHTS) if message.get(key))
         for call in message.get("tool_calls", ()):
             yield call["function"]["name"]
             yield from _iterate_texts(call["function"]["arguments"])

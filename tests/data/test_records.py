@@ -225,6 +225,8 @@ def test_keys_of_calls_that_sharegpt_has_no_place_for_are_named():
     call = {**CALL["tool_calls"][0], "id": "1", "index": 0}
     _, changes = write_record(Record(ASK, [[{**CALL, "tool_calls": [call]}], SKY]), FORMATS["sharegpt"])
     assert changes == ["the id of calls is left out", "the index of calls is left out"]
+    with pytest.raises(CannotHoldError, match="tool calls after another turn of the assistant"):
+        write_record(Record([*ASK, assistant("Hm."), CALL, RESULT], [SKY, SKY]), FORMATS["sharegpt"])
 
 
 @pytest.mark.parametrize("last", [[{**SKY[0], "reasoning_content": "hm"}], [CALL, RESULT, *SKY]])
@@ -244,6 +246,20 @@ def test_the_shared_prompt_does_not_depend_on_nulls_or_on_how_arguments_are_writ
             [read_message(message, "") for message in part] for part in (record.prompt, *record.responses)
         ]
         assert (read_prompt, answers) == ([*ASK, CALL, RESULT], [last, [assistant("Green.")]])
+
+
+def test_a_call_and_its_result_may_be_in_the_form_that_openai_had_before():
+    function = CALL["tool_calls"][0]["function"]
+    answers = {"chosen": [{"role": "assistant", "content": None, "function_call": function}], "rejected": SKY}
+    record, _ = read({"prompt": [*ASK, CALL, {**RESULT, "role": "function"}], **answers})
+    assert record.prompt[-1] == RESULT
+    assert read_message(record.responses[0][0], "") == CALL
+
+
+@pytest.mark.parametrize("text", ['[{"role": "user", "content": "Hi"}]', "[{'from': 'human', 'value': 'Hi'}]\n"])
+def test_messages_in_a_text_are_refused(text):
+    with pytest.raises(InputError, match="record 1 of rows: prompt is a text that holds chat messages: write a list"):
+        read({"prompt": text, **PAIR})
 
 
 def test_a_content_of_text_parts_is_their_text_and_other_parts_are_refused():

@@ -168,6 +168,9 @@ def test_tools_reach_the_template_and_make_another_prompt(chat):
     assert [*data] == [f"(look)\n{question}", f"(hear)\n{question}", question]
     assert [*data.tools.values()] == [TOOLS, others]
     assert not any("ignores" in note for note in data.notes)
+    # LLaMA-Factory's are functions alone
+    functions = json.dumps([tool["function"] for tool in TOOLS])
+    assert [*get_custom([{**LOOKED_UP, "tools": functions}], "mine", chat(WITH_TOOLS)).tools.values()] == [TOOLS]
     # calls as OpenAI writes them, and as Parquet files hold messages
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
     calls = [{"role": "assistant", "content": None, "tool_calls": [call]}, {**RESULT, "tool_calls": None}, *SKY]
@@ -247,6 +250,16 @@ def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
             "as '<think>So.</think>Hm?'",
         ),
         (
+            {"prompt": ASK, "chosen": [{**SKY[0], "thinking": "So."}], "rejected": SKY},
+            THINKING,
+            "text of scored turns in 1 of 2 conversations, such as 'So.'",
+        ),
+        (
+            {"prompt": [{"role": "system", "content": "Sing."}, *ASK], "chosen": SKY, "rejected": SKY, "system": "A b"},
+            WITH_TOOLS,
+            "mine: the system turn of 1 record is not used, as the chat has one of its own",
+        ),
+        (
             {"prompt": ASK, "chosen": [assistant("<think>So.</think>Blue.")], "rejected": SKY},
             WITHOUT_TOOLS.replace("m.content", "m.content.split('</think>')[-1]"),
             "warning: mine: the chat template leaves out or changes text of scored turns in 1 of 2 conversations, such "
@@ -289,6 +302,8 @@ def test_what_a_template_writes_as_json_is_not_changed(chat):
         ),
         ({"chosen": [{**CALL, "content": None, "tool_calls": []}]}, "record 1 of mine: content is null: give it"),
         ({"chosen": [make_call({"at": [EOS]})]}, f"record 1 of mine: a message contains the EOS token '{EOS}'"),
+        ({"chosen": [{**SKY[0], "reasoning": ["hm"]}]}, "record 1 of mine: reasoning must be text, and is ['hm']: co"),
+        ({"chosen": [make_call({"at": "\ud83d"})]}, "record 1 of mine: field 'a message' has an unpaired UTF-16 surr"),
         ({"chosen": [{**SKY[0], "reasoning_content": EOS}]}, "record 1 of mine: a message contains the EOS token"),
         ({"chosen": [CALL, RESULT]}, "record 1 of mine: the last message is from tool, and must be from assistant: r"),
         ({"prompt": [*ASK, {"from": "function_call", "value": "look"}]}, "record 1 of mine: from is missing"),

@@ -75,8 +75,8 @@ def test_what_cannot_be_held_is_named_in_one_warning(convert, tmp_path):
     assert warned == (
         f"warning: {tmp_path}/out.csv does not hold all of {source}: records are left out because of several turns "
         f"before the response (1 record, first record 1 of {source} (line 1)); chat messages are now text (2 records, "
-        f"first record 2 of {source} (line 2)); the column instruction is left out (1 record, first record 2 of "
-        f"{source} (line 2)); the key name of messages is left out (1 record, first record 2 of {source} (line 2))\n"
+        f"first record 2 of {source} (line 2)); the key name of messages is left out (1 record, first record 2 of "
+        f"{source} (line 2)); the column instruction is left out (1 record, first record 2 of {source} (line 2))\n"
     )
     answers = {"chosen_response": "Blue.", "rejected_response": "Blue."}
     assert read(tmp_path / "out.csv") == [{"instruction": "Which colour?", **answers}] * 2
@@ -100,6 +100,7 @@ def test_values_that_a_file_cannot_hold_are_named(convert, tmp_path):
 
 RANKED = {"prompt": "Q one:", "responses": [" a", " b"]}
 PAIRED = {"prompt": "Q one:", "chosen": " b", "rejected": " a"}
+ALPACA = {"instruction": "Q one:", "rejected": " a"}
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,23 @@ PAIRED = {"prompt": "Q one:", "chosen": " b", "rejected": " a"}
             {"question": "Which colour?", "chosen": "Blue.", "rejected": "Blue."},
             "the key name of messages is left out",
         ),
+        (
+            {"messages": [*ASK, *SKY], "rejected_messages": [*ASK, {**SKY[0], "reasoning_content": "hm"}]},
+            "ms_swift",
+            None,
+            {"messages": [*ASK, *SKY], "rejected_response": "Blue."},
+            "the key reasoning_content of messages is left out",
+        ),
+        (
+            {"prompt": TURNS, "chosen": SKY, "rejected": SKY, "system": "Be short."},
+            "trl_conversational",
+            None,
+            {"prompt": TURNS, "chosen": SKY, "rejected": SKY},
+            "the column system is left out",
+        ),
+        ({**PAIRED, "kto_tag": False}, "alpaca", None, {**ALPACA, "chosen": " b"}, "the column kto_tag is left out"),
+        # pandas writes such a column for its index
+        ({**PAIRED, "": "0"}, "trl_standard", None, {**PAIRED, "": "0"}, ""),
         (
             ROWS["ultrafeedback"][0],  # its messages repeat chosen
             "ultrafeedback",
