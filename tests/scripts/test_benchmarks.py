@@ -54,7 +54,11 @@ def slow(*values: object):
         slow("compare", (*TINY, "--updates=1", "--only=padded;ours", "batch_size=4"), "losses of the counted updates"),
         slow("communication", (), "| `lora=lora fsdp_frozen_weights=whole` | "),
         slow("compare", (*TINY, "--updates=1", "--table=processes", "batch_size=4"), "TensorParallelTrainer"),
-        slow("compare", (*TINY, "--updates=1", "--table=adapters", "batch_size=4"), "lora.reference=adapter"),
+        slow(
+            "compare",
+            (*TINY, "--updates=1", "--table=adapters", "--only=lora=none;lora.reference=adapter", "batch_size=4"),
+            "lora.reference=adapter",
+        ),
         slow("growth", (*LLAMA, "--updates=1", "--only=pairs per prompt"), "of padded"),
         slow("startup", ("--answers", "--repeats=1"), "refused config"),
         slow("startup", (*LLAMA, "--pairs=200", "batch_size=4"), "200 pairs, second run:"),
