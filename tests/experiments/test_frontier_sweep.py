@@ -294,5 +294,9 @@ def test_quick_on_one_process_and_two(tmp_path):
         rows = json.loads((tmp_path / name / "frontier.json").read_text())
         assert_is_a_frontier(rows)
         assert {row["method"] for row in rows} >= {name for name, method in METHODS.items() if method.core}
-        found.append([(row["reward"], row["kl"]) for row in rows])
-    assert np.array(found[1]) == pytest.approx(np.array(found[0]), abs=1e-4)
+        found.append(rows)
+    for one, two in zip(*found, strict=True):
+        # by rounding another answer may be drawn, or be the best
+        is_discrete = one["method"] == "online_dpo" or one["method"].startswith("best_by_")
+        tolerance = 0.2 if is_discrete else 1e-4
+        assert (two["reward"], two["kl"]) == pytest.approx((one["reward"], one["kl"]), abs=tolerance)
