@@ -170,7 +170,7 @@ def convert_row(
     held = {field: row[column] for field, column in used.items() if column in row}
     taken = {*target.columns.values(), *(field for field in NUMBER_FIELDS if field in used)}
     others = {column: value for column, value in row.items() if column not in used.values()}
-    # UltraFeedback's messages repeat chosen
+    # a value that another column repeats is not lost, such as UltraFeedback's messages, which repeat chosen
     lost = [
         column
         for column, value in others.items()

@@ -175,9 +175,9 @@ def prepare_data(
 ) -> tuple[Path, dict[str, Any]]:
     """Find or build the table; return its directory and facts.
 
-    The table is in `folder/examples`, but a new one is put into `scratch` if that is given. Prints the
-    loaders' notes unless `silent`. Raises InputError for data that is unusable or too small; the batch size that the
-    message suggests is a multiple of `batch_parts`.
+    The table is in `folder/examples`, but a new one is put into `scratch` if that is given. Prints the loaders' notes
+    unless `silent`. Raises InputError for data that is unusable or too small; the batch size that the message suggests
+    is a multiple of `batch_parts`.
     """
 
     def find_key() -> str | None:

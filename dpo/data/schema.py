@@ -281,9 +281,15 @@ def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[
         raise InputError(
             f"{where}: {key} must be {TYPE_NAMES[types]}, and is {value!r:.80}: correct it, or remove the record"
         )
-    if isinstance(value, str) and SURROGATE.search(value):
-        raise InputError(
-            f"{where}: field {key!r} has an unpaired UTF-16 surrogate (invalid text): {value[:80]!r}: replace it, or "
-            f"remove the record"
-        )
+    if isinstance(value, str):
+        check_unicode(value, f"field {key!r}", where)
     return value
+
+
+def check_unicode(text: str, what: str, where: str) -> None:
+    """Raise InputError, which says `what` it is, unless UTF-8 has the text."""
+    if SURROGATE.search(text):
+        raise InputError(
+            f"{where}: {what} has an unpaired UTF-16 surrogate (invalid text): {text[:80]!r}: replace it, or remove "
+            f"the record"
+        )

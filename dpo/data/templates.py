@@ -10,14 +10,14 @@ import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 import jinja2
 
 from dpo.data.asking import apply_template
 from dpo.data.records import common_start
-from dpo.data.schema import THOUGHTS, Messages, get_field, read_message, read_tools
+from dpo.data.schema import THOUGHTS, Messages, check_unicode, read_message, read_tools
 from dpo.errors import InputError
 from dpo.numbers import count
 
@@ -58,17 +58,19 @@ class ChatTemplate:
         eos = self.tokenizer.eos_token
         prompt = [read_message(message, where) for message in prompt]
         answers = [[read_message(message, where) for message in response] for response in responses]
-        for message in (*prompt, *(message for answer in answers for message in answer)):
-            for text in _iterate_texts(message):
+        given_tools = read_tools({"tools": tools}, "tools", where)
+        messages = [*prompt, *chain(*answers)]
+        for what, value in (*(("a message", message) for message in messages), ("a tool", given_tools)):
+            for text in _iterate_texts(value):
                 if eos and eos in text:
-                    raise InputError(f"{where}: a message contains the EOS token {eos!r}: remove it from {message!r}")
-                get_field({"a message": text}, "a message", where)  # Unicode alone
+                    raise InputError(f"{where}: {what} contains the EOS token {eos!r}: remove it from {value!r}")
+                check_unicode(text, what, where)
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
                 f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
                 f"model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
             )
-        conversation = _Conversation(self.tokenizer, read_tools({"tools": tools}, "tools", where), where)
+        conversation = _Conversation(self.tokenizer, given_tools, where)
         dialogues = [conversation.render(prompt + answer) for answer in answers]
         # the generation prompt may have what a finished turn lacks, such as a thinking tag: keep what all begin with
         open_prompt, prompt_text = conversation.find_start(prompt, dialogues)

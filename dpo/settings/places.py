@@ -74,7 +74,7 @@ class Source:
 
     @property
     def reading(self) -> Mapping[str, str | None]:
-        """How records are read: format or columns, as a JSON value."""
+        """Format or columns by which records are read, as JSON."""
         return {"format": self.format} if self.format else dict(self.columns)
 
     @property
