@@ -16,7 +16,7 @@ import gzip
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from dpo.data.records import (
     write_record,
 )
 from dpo.data.schema import SURROGATE, drop_nulls
-from dpo.data.sources import has_phantom_nulls, iterate_places, load_rows
+from dpo.data.sources import iterate_places, iterate_rows, load_rows
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.choices import DATA_FORMATS, NUMBER_FIELDS, SYSTEM, TOOLS
@@ -131,12 +131,8 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
     """
     rows = load_rows(source, split)
     used = find_used_columns(rows, source)  # columns of IN by field
-    drops_nulls = has_phantom_nulls(rows)
     converted, data_format = [], source.format
-    for given, where in zip(rows, iterate_places(rows, source.path), strict=True):
-        row = dict(given)
-        if drops_nulls:
-            row |= {column: drop_nulls(row[column]) for column in used.values() if column in row}
+    for row, where in zip(iterate_rows(rows, used.values()), iterate_places(rows, source.path), strict=True):
         record = read_record(row, used, where, name=NAME)
         data_format = data_format or recognize_format(row, used, record) or "columns of its own"
         scores = read_scores(row, used, len(record.responses), where) if record.is_list else []
@@ -156,7 +152,7 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
 
 
 def convert_row(
-    row: dict[str, Any], used: dict[str, str], record: Record, target: Format
+    row: Mapping[str, Any], used: Mapping[str, str], record: Record, target: Format
 ) -> tuple[dict[str, Any], list[str]]:
     """Convert a row that was read as `record`, and say what changed.
 
@@ -228,13 +224,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
     kind = suffix.removesuffix(".gz")
     names = list(dict.fromkeys(key for row in rows for key in row))
     if kind == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
-            pyarrow.parquet.write_table(table, path)
-        except (pyarrow.ArrowException, OverflowError) as error:
-            raise InputError(f"a Parquet file cannot hold these columns ({error}): write .jsonl") from error
+        _write_parquet([{name: row.get(name) for name in names} for row in rows], path)
         return
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(path, "wt", encoding="utf-8", newline="") as file:
@@ -247,6 +237,35 @@ def write_rows(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
             file.writelines(f"{_encode(row)}\n" for row in rows)
         else:
             file.write("[\n" + ",\n".join(map(_encode, rows)) + "\n]\n")
+
+
+def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows that have the same columns to a Parquet file.
+
+    There all objects of a column have the same fields. If that would change tools or arguments of calls, as their
+    nulls, types or order of keys, they become JSON.
+    """
+    import pyarrow.parquet
+
+    as_json = [_write_objects(row) for row in rows]
+    with suppress(pyarrow.ArrowException, OverflowError):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        read_back = (_write_objects(drop_nulls(row)) for row in pyarrow.parquet.read_table(path).to_pylist())
+        if all(drop_nulls(row) == read for row, read in zip(as_json, read_back, strict=True)):
+            return
+    try:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(as_json), path)
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise InputError(f"a Parquet file cannot hold these columns ({error}): write .jsonl") from error
+
+
+def _write_objects(value: Any, key: str = "") -> Any:
+    """Write tools and arguments, however deep, as JSON."""
+    if key in (TOOLS, "arguments") and isinstance(value, (list, dict)):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return [_write_objects(item) for item in value]
+    return {key: _write_objects(item, key) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _encode(row: dict[str, Any]) -> str:

@@ -225,7 +225,9 @@ def cut_tokens(
         return ()
     cuts = []
     for texts, response in zip(pieces, responses, strict=True):
-        ends = accumulate(len(ids[text]) for text in texts[:-1])
+        ends = [*accumulate(len(ids[text]) for text in texts[:-1])]
+        if len(ends) % 2:  # the last piece is not scored, nor is EOS
+            ends.append(len(response))
         cuts.append(tuple(min(end, len(response)) for end in ends))
         if count_cut(cuts[-1]) == len(response):  # `SplitCounter` has refused it before, if the data was counted
             raise InputError(

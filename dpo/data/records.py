@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 from dpo.data.asking import HH, find_format, render_dialogue, split_turns
@@ -21,6 +21,7 @@ from dpo.data.schema import (
     Messages,
     drop_nulls,
     get_field,
+    is_message,
     is_sharegpt,
     read_arguments,
     read_message,
@@ -40,7 +41,13 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "system": "system",
 }
-SHAREGPT_SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system", "tool": "observation"}
+SHAREGPT_SPEAKERS = {
+    "user": "human",
+    "assistant": "gpt",
+    "function_call": "function_call",
+    "tool": "observation",
+    "system": "system",
+}
 # messages whose content is JSON of a call, or of a list of calls, in LLaMA-Factory's and ms-swift's data
 CALLERS = ("function_call", "tool_call")
 RESULTS = ("tool_response", "function")  # roles of results in ms-swift's and OpenAI's earlier data
@@ -337,6 +344,7 @@ DIALOGUES = "texts of Human and Assistant, as in HH's data"
 TURNS = "a text for each turn of a chat: a system turn, a question, an answer"
 MESSAGES = "chat messages {role, content}"
 SHAREGPT = "chat messages {from, value}"
+SWIFT = "chat messages {role, content}, of which those of tool_call are JSON of a call"
 # responses of a format
 ALONE = "a text or a list of messages"
 MESSAGE = "one message"
@@ -372,7 +380,7 @@ ALPACA = {
 }
 CONVERSATIONS = {"prompt": "conversations", **PAIR, **CHAT, "messages": "conversations", "label": "kto_tag"}
 ARGILLA = {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response", **SINGLE}
-SWIFT = {**SYSTEM_TURN, **CHAT, "label": "label"}
+SWIFT_CHAT = {**SYSTEM_TURN, **CHAT, "label": "label"}
 FORMATS = {  # in the order of choices.DATA_FORMATS
     "hh": Format(PAIR, DIALOGUES, WHOLE),
     "trl_standard": Format(TRL, TEXTS),
@@ -387,8 +395,8 @@ FORMATS = {  # in the order of choices.DATA_FORMATS
     "axolotl_intel": Format({**SYSTEM_TURN, "prompt": "question", **PAIR, **SINGLE}, TURNS),
     "axolotl_argilla": Format({**SYSTEM_TURN, **ARGILLA}, TURNS),
     "axolotl_icr": Format({**SYSTEM_TURN, "prompt": "input", **PAIR}, TURNS),
-    "ms_swift": Format({**SWIFT, "rejected": "rejected_response"}, MESSAGES, CONTENT),
-    "ms_swift_messages": Format({**SWIFT, "rejected": "rejected_messages"}, MESSAGES, WHOLE),
+    "ms_swift": Format({**SWIFT_CHAT, "rejected": "rejected_response"}, SWIFT, CONTENT),
+    "ms_swift_messages": Format({**SWIFT_CHAT, "rejected": "rejected_messages"}, SWIFT, WHOLE),
     "ranked": Format({"prompt": "prompt", "responses": "responses", "scores": "scores", TOOLS: "tools"}, ANY),
 }
 
@@ -407,16 +415,40 @@ def recognize_format(row: Mapping[str, Any], used: Mapping[str, str], record: Re
     columns = {field: column for field, column in used.items() if field not in NUMBERS}
     written_anew = ("label", TOOLS)
     shown = {column: row[column] for field, column in columns.items() if field not in written_anew and row.get(column)}
-    shown = drop_nulls(shown)
+    # with calls in messages of their own, whose role says so
+    has_calls_apart = any(message.get("role") in CALLERS for value in shown.values() for message in _as_messages(value))
     for name, candidate in FORMATS.items():
-        if columns.items() <= candidate.columns.items():
+        if columns.items() <= candidate.columns.items() and not (has_calls_apart and candidate.values != SWIFT):
             try:
                 written, _ = write_record(record, candidate)
             except CannotHoldError:
                 continue
-            if all(drop_nulls(written.get(column)) == value for column, value in shown.items()):
+            if all(_is_same(value, written.get(column), record) for column, value in shown.items()):
                 return name
     return None
+
+
+def _is_same(given: Any, written: Any, record: Record) -> bool:
+    """Return whether two values of a column are read alike."""
+    if record.is_chat and written == record.responses:  # a ranked list
+        texts = ([{"role": "assistant", "content": item}] if isinstance(item, str) else item for item in given)
+        return all(_normalize(item) == _normalize(response) for item, response in zip(texts, written, strict=True))
+    return _normalize(given) == _normalize(written)
+
+
+def _normalize(value: Any) -> Any:
+    """Return messages as they are read, and other values as they are."""
+    messages = _as_messages(value)
+    if not messages:
+        return value
+    read = [read_message(message, "") for message in _read_value({"": messages}, "", "")]
+    return any(map(is_sharegpt, messages)), read
+
+
+def _as_messages(value: Any) -> list[Any]:
+    """Return a value's messages; none if it is something else."""
+    messages = value if isinstance(value, list) else [value]
+    return messages if all(map(is_message, messages)) else []
 
 
 def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[str]]:
@@ -442,7 +474,7 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
     if not record.is_chat:
         changes += [f"the {field} is now in the prompt" for field in (SYSTEM, *PROMPT_PARTS) if getattr(rest, field)]
     if record.tools and TOOLS in columns:
-        is_json = isinstance(record.tools, str) or target.values not in (SHAREGPT, TURNS)  # LLaMA-Factory takes JSON
+        is_json = isinstance(record.tools, str) or target.values not in (SHAREGPT, TURNS, SWIFT)  # these have JSON
         row[columns[TOOLS]] = record.tools if is_json else json.dumps(record.tools, ensure_ascii=False)
     elif record.tools:
         changes.append("the tools are left out")
@@ -465,8 +497,8 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
         raise CannotHoldError("single responses")
     if record.label is not None:
         row[columns["label"]] = record.label
-    if target.values == SHAREGPT:
-        row = {column: _as_sharegpt(value) for column, value in row.items()}
+    if target.values in (SHAREGPT, SWIFT):
+        row = {column: _write_messages(value, target.values) for column, value in row.items()}
         calls = [call for message in chain(prompt, *responses) for call in message.get("tool_calls") or ()]
         lost = dict.fromkeys(key for call in calls if "function" in call for key in call.keys() - {"type", "function"})
         changes += [f"the {key} of calls is left out" for key in sorted(lost)]
@@ -511,25 +543,44 @@ def _find_question(prompt: Messages) -> str:
     return questions[-1]
 
 
-def _as_sharegpt(value: Any) -> Any:
-    if isinstance(value, list):
-        for before, message in pairwise(value):
-            if before["role"] == "assistant" and message.get("tool_calls"):  # they would be read as one turn
-                raise CannotHoldError("tool calls after another turn of the assistant")
-        return [_as_sharegpt(message) for message in value]
-    if not isinstance(value, dict):
+def _write_messages(value: Any, values: str) -> Any:
+    """Write messages as LLaMA-Factory's or ms-swift's.
+
+    There a call is a message of its own. Raises CannotHoldError.
+    """
+    if isinstance(value, dict):
+        [message] = _write_messages([value], values)
+        return message
+    if not isinstance(value, list):
         return value
-    other = {key: item for key, item in value.items() if key not in ("role", "content", "tool_calls")}
-    if value.get("tool_calls"):
-        if value.get("content"):
-            raise CannotHoldError("text beside tool calls")
-        functions = [call.get("function", call) for call in value["tool_calls"]]
-        functions = [{**function, "arguments": read_arguments(function, "")} for function in functions]
-        calls = functions[0] if len(functions) == 1 else functions
-        return {"from": "function_call", "value": json.dumps(calls, ensure_ascii=False), **other}
-    if value["role"] not in SHAREGPT_SPEAKERS:
-        raise CannotHoldError(f"messages of {value['role']}")
-    return {"from": SHAREGPT_SPEAKERS[value["role"]], "value": value["content"], **other}
+    written: list[dict[str, Any]] = []
+    for message, before in zip(value, [{}, *value], strict=False):
+        if not message.get("tool_calls"):
+            is_result = values == SWIFT and message["role"] == "tool"
+            written.append({**message, "role": "tool_response"} if is_result else message)
+            continue
+        if before.get("role") == "assistant":
+            raise CannotHoldError("tool calls after another turn of the assistant")  # they would be read as one turn
+        others = {key: item for key, item in message.items() if key not in ("role", "content", "tool_calls")}
+        functions = [call.get("function", call) for call in message["tool_calls"]]
+        calls: list[Any] = [{**function, "arguments": read_arguments(function, "")} for function in functions]
+        text = [{"role": "assistant", "content": message["content"]}] if message.get("content") else []
+        if values == SHAREGPT:
+            if text:
+                raise CannotHoldError("text beside tool calls")
+            calls = [calls] if len(calls) > 1 else calls  # all are one message
+        role = "tool_call" if values == SWIFT else "function_call"
+        first, *rest = [*text, *({"role": role, "content": json.dumps(call, ensure_ascii=False)} for call in calls)]
+        written += [{**first, **others}, *rest]
+    return [_as_sharegpt(message) for message in written] if values == SHAREGPT else written
+
+
+def _as_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
+    role = message["role"]
+    others = {key: item for key, item in message.items() if key not in ("role", "content", "tool_calls")}
+    if role not in SHAREGPT_SPEAKERS:
+        raise CannotHoldError(f"messages of {role}")
+    return {"from": SHAREGPT_SPEAKERS[role], "value": message["content"], **others}
 
 
 def _change_values(record: Record, target: Format) -> tuple[Record, list[str]]:
@@ -538,7 +589,7 @@ def _change_values(record: Record, target: Format) -> tuple[Record, list[str]]:
     Returns the record, and what changed. Raises CannotHoldError.
     """
     values = target.values
-    if values in (MESSAGES, SHAREGPT) and not record.is_chat:
+    if values in (MESSAGES, SHAREGPT, SWIFT) and not record.is_chat:
         return _as_chat(record), ["text is now chat messages"]
     if not record.is_chat:
         if values == DIALOGUES and (record.system or not _is_dialogue(record)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import dataclasses
 import gzip
 import itertools
 import json
@@ -19,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from dpo.data.schema import is_message
+from dpo.data.schema import drop_nulls, is_message
 from dpo.errors import InputError
 from dpo.settings.choices import NUMBER_FIELDS, TOOLS
 from dpo.settings.places import METADATA, SAVED, SUFFIXES, Source, find_suffix, seen_from
@@ -35,6 +36,7 @@ SPLIT_NAMES = {  # names that a split may have; the first one present is used
     "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
 }
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # begins the message of `datasets` if no split has that name
+ROWS_PER_BATCH = 1000  # of a saved dataset: so many are in memory twice
 LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
@@ -52,14 +54,16 @@ class FileRows(list[Mapping[str, Any]]):
                 yield _name_place(file, number, line)
 
 
-def has_phantom_nulls(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether objects may have null fields only because others have them.
+def iterate_rows(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield records, without the nulls that Arrow adds to `columns`.
 
     Arrow, of Parquet files, saved datasets and the Hub, gives each object of a column the fields of all others.
     """
-    return not isinstance(rows, FileRows) or any(
+    is_arrow = not isinstance(rows, FileRows) or any(
         file.is_dir() or find_suffix(file.name) == ".parquet" for file, _ in rows.files
     )
+    for row in rows:
+        yield {**row, **{column: drop_nulls(row[column]) for column in columns if column in row}} if is_arrow else row
 
 
 def iterate_places(rows: Sequence[Mapping[str, Any]], origin: str) -> Iterator[str]:
@@ -203,7 +207,10 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
     if file.is_dir():
         import datasets
 
-        yield from zip(itertools.repeat(0), datasets.load_from_disk(file).with_format(None), strict=False)
+        dataset = datasets.load_from_disk(file)
+        features = datasets.Features(_keep_encoded(dict(dataset.features)))
+        for table in dataset.with_format("arrow").iter(ROWS_PER_BATCH):
+            yield from ((0, features.decode_example(row)) for row in table.to_pylist())
         return
     check_readable(file)
     suffix = find_suffix(file.name)
@@ -220,6 +227,20 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
     # utf-8-sig skips a byte order mark; newline="" keeps the newlines in a table's fields as they are
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
         yield from PARSERS[suffix.removesuffix(".gz")](lines, file)
+
+
+def _keep_encoded(feature: Any) -> Any:
+    """Return a feature of `datasets` that leaves images, audio and video encoded.
+
+    Nothing here reads them, and decoding them needs packages that may be absent.
+    """
+    import datasets
+
+    if isinstance(feature, dict):
+        return {name: _keep_encoded(part) for name, part in feature.items()}
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return dataclasses.replace(feature, feature=_keep_encoded(feature.feature))
+    return dataclasses.replace(feature, decode=False) if hasattr(feature, "decode") else feature
 
 
 def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, Any]]:
@@ -339,15 +360,24 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequenc
     import datasets
 
     *first_names, last_name = SPLIT_NAMES.get(split, (split,))
-    load: Any = partial(datasets.load_dataset, source.path, cache_dir=cache_dir, revision=source.revision or None)
+
+    def load(split: str) -> Any:
+        rows: Any = datasets.load_dataset(
+            source.path, split=split, cache_dir=cache_dir, revision=source.revision or None
+        )
+        for column, feature in rows.features.items():
+            if (encoded := _keep_encoded(feature)) != feature:
+                rows = rows.cast_column(column, encoded)
+        return rows
+
     try:
         for name in first_names:
             try:
-                return load(split=name)
+                return load(name)
             except ValueError as error:
                 if not UNKNOWN_SPLIT.match(str(error)):
                     raise
-        return load(split=last_name)
+        return load(last_name)
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise InputError(

@@ -80,6 +80,9 @@ class ChatTemplate:
             for answer, dialogue in zip(answers, dialogues, strict=True)
         ]
         texts = [_remove_final_eos(dialogue[len(prompt_text) :], eos) for dialogue in dialogues]
+        for answer, dialogue, text, own_cuts in zip(answers, dialogues, texts, cuts, strict=True):
+            if conversation.ends_as_call(prompt + answer, dialogue):  # EOS, which follows, is not part of it
+                own_cuts.append(len(text))
         return Chat(prompt_text, texts, cuts, prompt, conversation.tools)
 
     def _check(
@@ -214,6 +217,20 @@ class _Conversation:
                 # a turn ends with EOS, as the last one does, and not with the space that the template puts after it
                 turn = dialogue[begin:end].rstrip()
                 end = begin + len(turn) if turn.endswith(self.tokenizer.eos_token) else end
+
+    def ends_as_call(self, messages: Messages, dialogue: str) -> bool:
+        """Return whether a dialogue ends with a token that ends calls.
+
+        In templates such as gpt-oss's it stands in place of EOS.
+        """
+        if not messages[-1].get("tool_calls"):
+            return False
+        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        last = max((token for token in special if dialogue.rstrip().endswith(token)), key=len, default="")
+        if last in ("", self.tokenizer.eos_token):
+            return False
+        answer = self.render([*messages[:-1], {"role": "assistant", "content": "."}])
+        return not answer.rstrip().endswith(last)
 
     def _find_boundary(self, messages: Messages, n_before: int, dialogue: str, *, is_open: bool = False) -> int:
         """Find where the first messages of a dialogue end.

@@ -77,7 +77,8 @@ def truncate(
 def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
     """Split a response into pieces, scored and not scored in turn.
 
-    The first is scored, and empty if a response begins with what is not. Pieces are tokenized one by one, as prompt
+    The first is scored, and empty if a response begins with what is not. The last is not scored, nor is EOS, if the
+    number of cuts is odd. Pieces are tokenized one by one, as prompt
     and response are: so no token is partly scored, and a response whose tokens are all scored is one piece.
     """
     return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from support.formats import ASK, CALL, LOOK, PAIR, RESULT, ROWS, SKY, TURNS, assistant, gpt, human, system, user
+from support.formats import ASK, CALL, LOOK, PAIR, RESULT, ROWS, SKY, TOOLS, TURNS, assistant, gpt, human, system, user
 
 from dpo.data.columns import ColumnsError, find_columns, recognize_columns
 from dpo.data.custom import get_custom
@@ -13,6 +14,7 @@ from dpo.data.records import (
     FORMATS,
     MESSAGES,
     SHAREGPT,
+    SWIFT,
     CannotHoldError,
     Record,
     read_record,
@@ -94,7 +96,7 @@ def test_a_record_that_a_format_holds_as_it_is_comes_back_from_it(target):
         if "the tools are left out" not in changes:
             assert read_tools({"": again.tools}, "", "") == read_tools({"": record.tools}, "", "")
         assert write_record(again, FORMATS[target]) == (written, []), (name, target)
-        is_chat = FORMATS[target].values in (MESSAGES, SHAREGPT)
+        is_chat = FORMATS[target].values in (MESSAGES, SHAREGPT, SWIFT)
         assert ("text is now chat messages" in changes) == (is_chat and not record.is_chat)
         if name == target:
             assert not changes
@@ -306,6 +308,42 @@ def test_calls_are_written_and_recognized_whatever_their_arguments():
     }
     record, recognized = read(row)
     assert (read_message(record.responses[0][0], ""), recognized) == (CALL, "trl_conversational")
+
+
+CALLS = [{"name": "look", "arguments": {"at": text}} for text in ("sky", "s\u00e9a")]
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        # JSON of calls without spaces, or with other escapes than ours
+        ({"conversations": [human("Q"), {"from": "function_call", "value": text}], "kto_tag": True}, "sharegpt")
+        for text in (json.dumps(CALLS[0], separators=(",", ":")), json.dumps(CALLS[1]), json.dumps(CALLS))
+    ]
+    + [
+        ({"conversations": [human("Q")], "chosen": [gpt("A")], "rejected": [gpt("B")]}, "sharegpt"),
+        ({"prompt": ASK, "responses": ["A", "B", "C"]}, "ranked"),
+        ({"prompt": ASK, "responses": [SKY, [assistant("B")], [assistant("C")]]}, "ranked"),
+        ({"messages": [*ASK, CALL, RESULT, *SKY], "rejected_response": "B"}, "ms_swift"),
+        ({"messages": [*ASK, {"role": "tool_call", "content": LOOK}], "label": True}, "ms_swift"),
+        ({"conversations": [*ASK, *SKY], "kto_tag": True}, None),
+        ({"conversations": [human("Q"), gpt("A")], "label": True}, None),
+    ],
+)
+def test_a_format_is_recognized_however_its_messages_are_written(row, name):
+    assert read(row)[1] == name
+
+
+def test_calls_and_results_of_ms_swift_are_messages_of_their_own():
+    two = {**CALL, "content": "I look.", "reasoning": "So.", "tool_calls": CALL["tool_calls"] * 2}
+    record = Record([*ASK, two, RESULT], [SKY, [assistant("Green.")]], tools=TOOLS)
+    written, changes = write_record(record, FORMATS["ms_swift"])
+    call = {"role": "tool_call", "content": LOOK}
+    turns = [{**assistant("I look."), "reasoning": "So."}, call, call, {**RESULT, "role": "tool_response"}]
+    expected = {"messages": [*ASK, *turns, *SKY], "rejected_response": "Green.", "tools": json.dumps(TOOLS)}
+    assert (written, changes) == (expected, [])
+    again, name = read(written)
+    assert (again.prompt, again.responses, name) == (record.prompt, record.responses, "ms_swift")
 
 
 def test_a_given_format_decides_which_columns_are_read(tokenizer):

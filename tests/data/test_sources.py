@@ -9,6 +9,7 @@ import json
 import os
 
 import datasets
+import pyarrow as pa
 import pytest
 from support.runs import write_rows
 
@@ -49,6 +50,19 @@ def test_a_directory_holds_one_file_per_split_in_any_format(tmp_path, suffix):
     assert list(load_rows(Source(str(tmp_path)), "train")) == ROWS
     assert list(load_rows(Source(str(tmp_path)), "test")) == ROWS[:1]
     assert list(load_rows(Source(str(tmp_path / f"train{suffix}")), "test")) == ROWS  # one file is both splits
+
+
+def test_images_and_audio_of_a_saved_dataset_are_not_decoded(tmp_path):
+    media = {"bytes": b"neither an image nor audio", "path": None}
+    row = {**ROWS[0], "audio": media, "images": [media], "deep": {"of": [media]}}
+    audio, images = datasets.Audio(), datasets.List(datasets.Image())
+    texts = dict.fromkeys(ROWS[0], datasets.Value("string"))
+    features = datasets.Features({**texts, "audio": audio, "images": images, "deep": {"of": images}})
+    table = pa.Table.from_pylist([row], schema=features.arrow_schema)
+    datasets.Dataset(table, info=datasets.DatasetInfo(features=features)).save_to_disk(tmp_path / "train")
+    before = sorted(tmp_path.rglob("*"))
+    assert list(load_rows(Source(str(tmp_path)), "train")) == [row]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_saved_dataset_dict_has_its_splits(tmp_path):

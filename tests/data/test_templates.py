@@ -102,6 +102,20 @@ def test_the_turns_of_the_assistant_are_scored_and_results_and_headers_are_not(c
     assert example.n_scored[0] == sum(label != -100 for label in make_labels(*example.cut_responses[0]))
 
 
+@pytest.mark.parametrize(("end", "eos"), [("<|call|>", "|"), (";", EOS), ("\n", EOS), (EOS, EOS)])
+def test_eos_after_a_call_is_not_scored_if_another_token_ends_calls(end, eos, chat):
+    """As gpt-oss's <|call|>."""
+    tokenizer = chat(
+        "{% for m in messages %}" + TURN + "{{ " + repr(end) + " if m.tool_calls else ';' }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer.add_tokens(["<|call|>", ";"], special_tokens=True)
+    [example] = encode(get_custom([{**LOOKED_UP, "chosen": [CALL]}], "mine", tokenizer), tokenizer)
+    kept = "" if end == EOS else f"{end}\n"
+    assert scored(example, tokenizer) == [f"[look]{kept}{eos}", f"Green.;\n{EOS}"]
+    assert example.responses[0][-1] == tokenizer.eos_token_id
+
+
 def test_a_response_of_one_turn_has_no_cuts(chat):
     data = get_custom([{**LOOKED_UP, "chosen": SKY}], "mine", chat(WITH_TOOLS))
     [example] = encode(data, chat(WITH_TOOLS))

@@ -190,6 +190,31 @@ def test_nulls_that_parquet_adds_are_dropped(convert, tmp_path):
     assert read(tmp_path / "back.jsonl") == rows
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        [{"at": None, "n": 1}, {"at": "sky"}],
+        [{}, {}],  # Arrow has no objects without fields in a file
+        [{"n": 1}, {"n": 1.5}],
+        [{"n": 1}, {"n": "one"}],
+        [{"a": 1, "b": 2}, {"b": 2, "a": 1}],
+    ],
+)
+def test_parquet_keeps_tools_and_arguments(values, convert, tmp_path):
+    def make_row(value):
+        calls = [{"type": "function", "function": {"name": "look", "arguments": value}}]
+        tools = [{"type": "function", "function": {"name": "look", "parameters": value}}]
+        return {"prompt": ASK, "chosen": [{**CALL, "tool_calls": calls}], "rejected": SKY, "tools": tools}
+
+    source = write_rows(tmp_path / "rows.jsonl", map(make_row, values))
+    assert convert(source, "there.parquet", "trl_conversational")[::2] == (0, "")
+    assert convert(tmp_path / "there.parquet", "back.jsonl", "trl_conversational")[::2] == (0, "")
+    for value, row in zip(values, read(tmp_path / "back.jsonl"), strict=True):
+        [tool] = json.loads(row["tools"])
+        function = row["chosen"][0]["tool_calls"][0]["function"]
+        assert [json.dumps(tool["function"]["parameters"]), function["arguments"]] == [json.dumps(value)] * 2
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 def test_a_lone_carriage_return_is_read_back_from_a_table(suffix, convert, tmp_path):
     row = {"prompt": "Q\rone:", "chosen": " a\r", "rejected": " b\r\nc"}

@@ -107,7 +107,16 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "ms_swift": [
         {"messages": [*TURNS, assistant("A.")], "rejected_response": "B."},
         {"messages": [*ASK, *SKY], "label": True},
-        {"messages": [*ASK, CALL, RESULT, *SKY], "rejected_response": "B.", "tools": json.dumps(TOOLS)},
+        {
+            "messages": [
+                *ASK,
+                {"role": "tool_call", "content": LOOK},
+                {"role": "tool_response", "content": "A clear day"},
+                *SKY,
+            ],
+            "rejected_response": "B.",
+            "tools": json.dumps(TOOLS),
+        },
     ],
     "ranked": [
         {"prompt": "Who is right?", "responses": [" A.", " B.", " C."], "scores": [3, 1, 2]},
