@@ -73,11 +73,7 @@ def get_custom(
         if record.is_chat:
             chat = template.render(prompt, responses, record.tools, where)
             prompt, responses = chat.prompt, chat.responses
-            data.messages[prompt] = chat.messages
-            if chat.tools:
-                data.tools[prompt] = chat.tools
-            if cuts := {text: ends for text, ends in zip(responses, chat.cuts, strict=True) if ends}:
-                data.cuts[prompt] = data.cuts.get(prompt, {}) | cuts
+            data.add_chat(chat)
         tally["unused system turns"] += is_system_unused(row, used, record)
         tally["texts with tools"] += bool(record.tools) and not record.is_chat
         if not (record.prompt or record.input):
@@ -89,22 +85,14 @@ def get_custom(
             data.weights.setdefault(prompt, []).append(_read_number(row, used["weight"], where, above_zero=True))
         if "margin" in used:
             data.margins.setdefault(prompt, []).append(_read_number(row, used["margin"], where))
-        if record.is_list:
-            scores = read_scores(row, used, len(responses), where)
+        scores = read_scores(row, used, len(responses), where) if record.is_list else None
+        if scores is not None:
             if trains_on == "lists":
                 _check_list(scores, used, where)
             tally["lists with ties"] += len(set(scores)) < len(scores)
             tally["lists without pairs"] += len(set(scores)) == 1
-            data.add_list(prompt, responses, scores)
-        elif record.label is not None:
-            data.add_labelled(prompt, *responses, is_desirable=record.label)
-        elif len(responses) == 2:
-            tally["diverging dialogues"] += data_format == "hh" and any(ASSISTANT in response for response in responses)
-            data.add_pair(prompt, *responses)
-        elif responses:
-            data.add_target(prompt, *responses)
-        else:
-            data.add_prompt(prompt)
+        tally["diverging dialogues"] += data_format == "hh" and any(ASSISTANT in response for response in responses)
+        data.add_record(prompt, responses, label=record.label, scores=scores)
     data = data if data is not None else PreferenceData(truncation_mode="keep_start")
     note = recognized.describe(columns)
     if data_format:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations, product
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from dpo.data.tokenization import TruncationMode
 from dpo.errors import InputError
@@ -30,6 +30,16 @@ TYPE_NAMES: dict[Any, str] = {
     (int, float): "a number",
     LABEL_TYPES: "true or false",
 }
+
+
+class Chat(NamedTuple):
+    """A prompt and its responses as texts, and the prompt's messages."""
+
+    prompt: str
+    responses: list[str]
+    cuts: list[list[int]]  # of each response: see `split_at_cuts`
+    messages: Messages
+    tools: list[dict[str, Any]]
 
 
 class Entry(TypedDict):
@@ -67,6 +77,14 @@ class PreferenceData(dict[str, Entry]):
         """Return a prompt's data, which is empty for a new prompt."""
         return self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
 
+    def add_chat(self, chat: Chat) -> None:
+        """Add what a chat has beside texts."""
+        self.messages[chat.prompt] = chat.messages
+        if chat.tools:
+            self.tools[chat.prompt] = chat.tools
+        if cuts := {text: ends for text, ends in zip(chat.responses, chat.cuts, strict=True) if ends}:
+            self.cuts[chat.prompt] = self.cuts.get(chat.prompt, {}) | cuts
+
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
         """Add a pair of responses.
 
@@ -101,6 +119,21 @@ class PreferenceData(dict[str, Entry]):
         ranked = list(tiers.values())
         entry.setdefault("lists", []).append(ranked)
         entry["sft_target"] = entry["responses"][ranked[0][0]]
+
+    def add_record(
+        self, prompt: str, responses: Sequence[str], *, label: bool | None, scores: Sequence[float] | None
+    ) -> None:
+        """Add the responses of a record, of whatever kind."""
+        if scores is not None:
+            self.add_list(prompt, responses, scores)
+        elif label is not None:
+            self.add_labelled(prompt, *responses, is_desirable=label)
+        elif len(responses) == 2:
+            self.add_pair(prompt, *responses)
+        elif responses:
+            self.add_target(prompt, *responses)
+        else:
+            self.add_prompt(prompt)
 
     def take(
         self, trains_on: str, *, list_pairs: str = "all"

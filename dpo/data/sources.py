@@ -248,9 +248,11 @@ def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, A
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line)
-        except ValueError as error:
-            raise InputError(f"line {number} of {file} is not JSON: {error}") from error
+            yield number, json.loads(line.rstrip())  # errors at its end are in its last column
+        except json.JSONDecodeError as error:
+            raise InputError(f"line {number} of {file} is not JSON: {error.msg} at column {error.colno}") from error
+        except ValueError as error:  # a number of too many digits
+            raise InputError(f"line {number} of {file} cannot be read: {error}") from error
 
 
 def _parse_json(lines: TextIO, file: Path) -> Iterator[tuple[int, Any]]:

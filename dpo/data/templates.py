@@ -11,13 +11,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 
 from dpo.data.asking import apply_template
 from dpo.data.records import common_start
-from dpo.data.schema import THOUGHTS, Messages, check_unicode, read_message, read_tools
+from dpo.data.schema import THOUGHTS, Chat, Messages, check_unicode, read_message, read_tools
 from dpo.errors import InputError
 from dpo.numbers import count
 
@@ -28,16 +28,6 @@ MARGIN = 64  # characters after a text that may be part of its last token
 NOTHING = "nothing"
 MARK = "\ue000"  # a character for private use, which no text has
 OTHER = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
-
-
-class Chat(NamedTuple):
-    """A prompt and its responses as texts, and the prompt's messages."""
-
-    prompt: str
-    responses: list[str]
-    cuts: list[list[int]]  # of each response: see `split_at_cuts`
-    messages: Messages
-    tools: list[dict[str, Any]]
 
 
 class ChatTemplate:
