@@ -23,6 +23,7 @@ PLANNED = (  # the first method's reward less the second's at equal KL, planned 
 )
 MARKERS = {"dpo": "o", "online_dpo": "s", "ipo": "^", "sft_chosen": "P"}
 WIDTH, HEIGHT = 6.4, 5.2  # inches
+KL_TICKS = (0, 0.25, 1, 2, 4, 6, 8, 12, 16, 24, 32)  # those beyond the last policy are not drawn
 
 
 def list_policies(rows: Sequence[Row], method: str) -> list[Row]:
@@ -66,8 +67,16 @@ def format_tables(rows: Sequence[Row]) -> str:
     return "\n\n".join(format_table(table) for table in (lines, planned))
 
 
+def _signed_root(values: Any) -> Any:
+    return np.sign(values) * np.sqrt(np.abs(values))
+
+
+def _signed_square(values: Any) -> Any:
+    return np.sign(values) * np.square(values)
+
+
 def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
-    """Draw a PNG of reward against KL, with 95 % intervals."""
+    """Draw a PNG of reward against KL, on a square-root scale, with 95 % intervals."""
     theme = DARK if dark else LIGHT
     with new_picture(WIDTH, HEIGHT, theme) as picture:
         axis: Any = picture.subplots()
@@ -93,6 +102,10 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
                 )
         axis.plot(0, reference["reward"], "*", color=theme.ink, markersize=11, zorder=5, label="reference")
         style_axis(axis, theme)
+        last = axis.get_xlim()[1]
+        axis.set_xscale("function", functions=(_signed_root, _signed_square))  # most policies have a small KL
+        axis.set_xlim(-0.02, last)
+        axis.set_xticks([tick for tick in KL_TICKS if tick < last], [f"{tick:g}" for tick in KL_TICKS if tick < last])
         axis.set_title(
             "true reward, in standard deviations of the reference's", loc="left", fontsize=10, color=theme.ink
         )

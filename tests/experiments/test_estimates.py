@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import build
+from support.runs import ROOT
 
 from benchmarks.preference_scores import divergence
 from dpo.errors import InputError
@@ -137,6 +138,12 @@ def test_labels_follow_bradley_and_terry():
         pairs = data.label_pairs(records, np.tile([difference, 0.0], (4000, 1)), seed=0)
         assert np.mean([pair["chosen"] == "better" for pair in pairs]) == pytest.approx(share, abs=0.03)
         assert all({pair["chosen"], pair["rejected"]} == {"better", "worse"} for pair in pairs)
+
+
+def test_the_tables_of_the_document_are_those_of_its_rows():
+    rows = json.loads((ROOT / "docs" / "sentiment.json").read_text())
+    text = (ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8")
+    assert [table for table in reading.format_tables(rows).split("\n\n") if table not in text] == []
 
 
 def test_the_true_reward_is_the_standardized_sentiment(monkeypatch):
