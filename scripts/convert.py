@@ -35,7 +35,7 @@ from dpo.data.records import (
     recognize_format,
     write_record,
 )
-from dpo.data.schema import SURROGATE, drop_nulls
+from dpo.data.schema import SURROGATE, check_unicode, drop_nulls
 from dpo.data.sources import iterate_places, iterate_rows, load_rows
 from dpo.errors import InputError
 from dpo.numbers import count
@@ -197,8 +197,12 @@ def find_used_columns(rows: Sequence[Any], source: Source) -> dict[str, str]:
 def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collection[str], report: Report) -> None:
     """Change the values that a kind of file cannot hold.
 
-    Raises InputError if they are of `needed` columns.
+    Raises InputError if they are of `needed` columns, or no Unicode where only JSON can hold that.
     """
+    if "json" not in suffix:
+        for where, row in rows:
+            for key, value in row.items():
+                check_unicode(json.dumps(value, ensure_ascii=False, default=str), f"field {key!r}", where)
     if suffix == ".parquet":
         return
     is_table = suffix.removesuffix(".gz") in SEPARATORS

@@ -321,8 +321,9 @@ def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[
 
 def check_unicode(text: str, what: str, where: str) -> None:
     """Raise InputError, which says `what` it is, unless UTF-8 has the text."""
-    if SURROGATE.search(text):
+    if found := SURROGATE.search(text):
+        context = text[max(0, found.start() - 40) : found.end() + 40]
         raise InputError(
-            f"{where}: {what} has an unpaired UTF-16 surrogate (invalid text): {text[:80]!r}: replace it, or remove "
-            f"the record"
+            f"{where}: {what} has an unpaired UTF-16 surrogate (invalid text): {context!r}: replace it, or remove the "
+            f"record"
         )

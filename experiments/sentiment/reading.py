@@ -76,7 +76,10 @@ def _signed_square(values: Any) -> Any:
 
 
 def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
-    """Draw a PNG of reward against KL, on a square-root scale, with 95 % intervals."""
+    """Draw a PNG of reward against KL, on a square-root scale.
+
+    Bars are 95 % intervals.
+    """
     theme = DARK if dark else LIGHT
     with new_picture(WIDTH, HEIGHT, theme) as picture:
         axis: Any = picture.subplots()

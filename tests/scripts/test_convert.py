@@ -234,6 +234,8 @@ def test_a_lone_carriage_return_is_read_back_from_a_table(suffix, convert, tmp_p
         (ROWS["hh"], "out.jsonl", ("--split=test",), "{dir}/rows.jsonl has no splits, so --split=test cannot be taken"),
         ([{**RANKED, "scores": [1]}], "out.jsonl", (), "must have a finite number for each of the 2 in responses"),
         ([{**PAIRED, "id": 2**70}], "out.parquet", (), "a Parquet file cannot hold these columns ("),
+        ([{**PAIRED, "id": "\ud83d"}], "out.csv", (), "field 'id' has an unpaired UTF-16 surrogate"),
+        ([{**PAIRED, "id": [["\ud83d"]]}], "out.parquet", (), "field 'id' has an unpaired UTF-16 surrogate"),
         ([PAIRED], "out.jsonl", ("--format=alpaca",), "prompt, chosen, rejected, which lack what converting needs: "),
         ([{"a": 1}], "out.jsonl", (), "name them with '--columns={{messages: COLUMN}}', or add them"),
         ([{"prompt": "a", **PAIR, "chosen": 3}], "out.jsonl", (), "(line 1): chosen must be text or a list of "),
