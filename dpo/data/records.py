@@ -113,7 +113,8 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
     is_chat = any(isinstance(value, list) for value in (prompt, *responses))
     if is_chat and any(isinstance(response, str) for response in responses):
         columns = [used["responses"]] * len(values) if "responses" in used else [*values]
-        shown = [(used["prompt"], prompt)] * ("prompt" in used) + list(zip(columns, responses, strict=True))
+        shown = [(used["prompt"], prompt)] if "prompt" in used else []
+        shown += zip(columns, responses, strict=True)
         kinds = dict.fromkeys(f"{column} holds {name_kind(isinstance(value, list))}" for column, value in shown)
         raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
     if is_chat:

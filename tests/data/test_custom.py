@@ -619,6 +619,11 @@ COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
             "prompt holds chat messages, chosen holds chat messages, rejected holds text; they must all be text or all "
             "be chat messages",
         ),
+        (
+            [{"chosen": "Hi", "rejected": HELLO["rejected"]}],
+            ENDS_TURNS_WITH_EOS,
+            "record 1 of mine: chosen holds text, rejected holds chat messages; they must all be text",
+        ),
         ([{**HELLO, "chosen": []}], ENDS_TURNS_WITH_EOS, "need at least one message each"),
         ([{**HELLO, "chosen": [{"role": "assistant"}]}], ENDS_TURNS_WITH_EOS, "content is missing, and must be text"),
         ([{**HELLO, "chosen": ["Hello"]}], ENDS_TURNS_WITH_EOS, "'Hello' stands where an object with the field 'role'"),
