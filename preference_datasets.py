@@ -104,8 +104,8 @@ def get_hh(
         data.add_pair(prompt, chosen[len(prompt) :], rejected[len(prompt) :])
     if n_diverged:
         data.notes.append(
-            f"HH {split}: in {n_diverged} rows the rejected dialogue does not begin with the prompt of the chosen one; "
-            f"its first len(prompt) characters are removed all the same, as in the reference"
+            f"HH {split}: in {n_diverged} rows the rejected dialogue does not begin with the chosen dialogue's prompt; "
+            f"as in the reference, it loses its first len(prompt) characters all the same"
         )
     return data
 
@@ -127,7 +127,7 @@ def get_shp(
         score_a, score_b = (get_field(row, f"score_{side}", where, (int, float)) for side in "AB")
         label = get_field(row, "labels", where, int)
         if not (score_a and score_b):
-            raise InputError(f"{where}: score_A={score_a} and score_B={score_b} must not be 0, to have a ratio")
+            raise InputError(f"{where}: neither score_A={score_a} nor score_B={score_b} may be 0: their ratio counts")
         if max(score_a / score_b, score_b / score_a) < 2:
             continue
         data.add_pair(prompt, *responses, better=0 if label == 1 else 1)  # label 1 means that A is preferred
@@ -158,7 +158,7 @@ def _strip_in_processes(rows: datasets.Dataset, where: str) -> datasets.Dataset:
     workers = min(len(os.sched_getaffinity(0)), len(rows) // ROWS_PER_WORKER)
     if workers < 2:
         return rows.map(_strip_row, fn_kwargs={"where": where})
-    import multiprocess  # with which `datasets` starts its workers
+    import multiprocess  # `datasets` starts its workers with it
 
     # forkserver: the workers must not inherit this process's GPU, threads or lock on its run directory
     previous_method = multiprocess.get_start_method(allow_none=True)
@@ -175,7 +175,7 @@ def get_se(
 ) -> PreferenceData:
     """Load Stack Exchange: every pair of a question's answers.
 
-    Of two answers with the same score the later one is preferred. The source has one split, `train`, which is shuffled
+    If two answers have the same score, the later one is preferred. The source has one split, `train`, which is shuffled
     with seed 42; the first 1 % is our test split. If a question is repeated, its last row counts.
     """
     rows = load_rows(source, "train", cache_dir)
@@ -222,11 +222,11 @@ def get_dataset(
 
     Responses are a list of str, pairs are (better, worse) as indices into that list, and the SFT target is a str.
 
-    `dataset_sources[name]` says where a dataset is; only built-in datasets need none. For custom data, `tokenizer`
-    renders chat messages, `trains_on` says what kind of examples its columns must provide, and `with_margins` whether a
-    column `margin` is read. A source without splits, such as one file, is split by prompt: a tenth, at least one,
-    drawn with seed 42, is the test split. Raises InputError for an unknown name, a missing split, a row without a
-    field, and empty data.
+    `dataset_sources[name]` says where a dataset is; built-in datasets need no such entry. For custom data, `tokenizer`
+    renders chat messages, `trains_on` says what kind of examples the columns must provide, and `with_margins` whether a
+    column `margin` is read. If a source, such as one file, has no splits, a tenth of the prompts, at least one, drawn
+    with seed 42, is the test split. Raises InputError for an unknown name, a missing split, a row without a field, and
+    empty data.
     """
     configured_source = (dataset_sources or {}).get(name)
     if name == "demo" and configured_source is not None:
@@ -274,12 +274,12 @@ def _load_custom(
     except ColumnsError as error:
         if split == "train" or source.has_no_splits:
             raise
-        # the train split was loaded before, so its columns are known to be right: if the test split's differ, say so
+        # the train split, loaded first, has the right columns: if the test split has others, say so
         columns, train_columns = find_columns(rows), find_columns(load_rows(source, "train", cache_dir))
         if columns.keys() == train_columns.keys():
             raise
         raise InputError(
-            f"{origin} has the columns {', '.join(columns)}, and its train split has {', '.join(train_columns)}: name "
+            f"{origin} has the columns {', '.join(columns)}, and the train split has {', '.join(train_columns)}: name "
             f"the columns of both splits alike"
         ) from error
 
@@ -303,7 +303,7 @@ def _hold_out(data: PreferenceData, name: str, split: str, source: Source) -> Pr
 def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:
     """Make a JSON value that changes whenever a dataset's content changes.
 
-    None if that is not known, as for a loader that the user has put into LOADERS.
+    None if there is no such value, as for a loader that the user has put into LOADERS.
     """
     loader = LOADERS.get(name, get_custom)
     if loader.__module__ not in (__name__, get_custom.__module__):

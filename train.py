@@ -139,7 +139,7 @@ def dry_run(plan: Plan) -> None:
     resume_point = look_at_run(plan)
     check_parts(plan)
     scorer_notes = list(check_scorer(plan)) if plan.online else []
-    set_up_torch(plan)  # the memory that attention needs depends on its kernel
+    set_up_torch(plan)  # attention's kernel depends on these settings, and its memory on the kernel
     data = read_data(plan)
     check_inputs(resume_point, data, find_model_config(plan))
     if resume_point is None:  # a resumed run keeps its first learning rate, and its first update is done
@@ -164,10 +164,10 @@ def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any]
     with ending_on_stop_signals(config.local_run_dir), explaining_full_disk(config.local_run_dir):
         plan = resolve(config, world_size=world_size)
         with without_collecting_garbage():
-            import trainers  # noqa: F401  (for `train`: it takes seconds)
+            import trainers  # noqa: F401  (`train` uses it; imported here, as that takes seconds)
             from dpo.checkpoint.resume import open_run
             from dpo.reporting.table import LOGS
-        if models is None:  # the caller's models must stay collectable, as reference cycles may hold them
+        if models is None:  # otherwise it would exempt the caller's models too, which may be in reference cycles
             never_collect_imports()
         run = open_run(plan, LOGS) if rank == 0 else None
         with run.lock if run else nullcontext():  # released at the end: a caller of worker_main may start another run
@@ -179,7 +179,7 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
 
     `run` is None on all ranks but 0, which has locked the directory.
     """
-    silence_bitsandbytes()  # `transformers.set_seed` imports PEFT
+    silence_bitsandbytes()  # before `transformers.set_seed`, which imports PEFT
     import transformers
 
     from dpo.checkpoint.resume import check_inputs
@@ -249,7 +249,7 @@ def train(
             policy, reference = models
             if resume_from is not None and plan.lora is None:  # the trainer itself loads an adapter
                 load_archive(policy, str(resume_from))
-            saved_reference = find_following(plan, resume_from)  # of a reference that follows the policy
+            saved_reference = find_following(plan, resume_from)  # weights of a reference that follows the policy
             if reference is not None and saved_reference:
                 load_archive(reference, saved_reference)
         trainer = find_trainer(plan)(
@@ -342,7 +342,7 @@ def worker_main(
         config.world_size = world_size
         if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
             raise InputError(
-                "fsdp_port is null, but all processes must have the same: set config.fsdp_port to "
+                "fsdp_port is null, but all processes need the same port: set config.fsdp_port to "
                 "utils.get_open_port() before they are started"
             )
     problems = find_config_problems(config, plan)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-# unused here, but in the reference code's trainers.py: concatenated_inputs, _get_batch_logps and preference_loss
+# concatenated_inputs, _get_batch_logps and preference_loss are unused, but the reference code's trainers.py has them
 from dpo.checkpoint.parts import ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
@@ -132,7 +132,7 @@ class Trainer:
     def _load_policy(self, policy: Any, resume_from: Path | None) -> tuple[Any, str | None]:
         """Load, check and distribute the policy.
 
-        Returns it, and the digest of the frozen base under an adapter: rank 0 has it, None elsewhere or without one.
+        Returns it and, as `load_policy` does, the digest of its frozen weights.
         """
         plan = self.plan
         load = partial(load_policy, policy, plan, rank=self.rank, resume_from=resume_from)
@@ -148,8 +148,8 @@ class Trainer:
         plan = self.plan
         n_rows, identity = self.data.n_examples, (self.data.identity, plan.data.max_length, plan.data.max_prompt_length)
         if self.loss.mismatched:
-            n_rows *= 2  # each example has a mismatched one
-            identity = (*identity, self.seed)  # it depends on the seed
+            n_rows *= 2  # a mismatched example for each example
+            identity = (*identity, self.seed)  # mismatched examples depend on the seed
         logps = ReferenceLogps(n_rows, len(self.loss.reference_columns), repr(identity))
         if plan.reference in ("base", "adapter"):
             adapter = adapters.REFERENCE if plan.reference == "adapter" else None
@@ -170,7 +170,7 @@ class Trainer:
     def reference_model(self) -> torch.nn.Module | None:
         """The separate reference model, if it is loaded.
 
-        None if the reference is the policy itself, without its adapter or with another, and once a separate model was
+        None if the reference is the policy itself (without its adapter, or with another), or if the separate model was
         freed because all examples are cached.
         """
         if self.reference is None or self.reference.model is self.policy:
@@ -256,7 +256,7 @@ class Trainer:
         update = Update(
             state.batch_counter, state.example_counter, batch.examples, reduced.examples, means, batch.drawn
         )
-        has_loss = any(batch.weights)  # false if all pairs are ties: a step would move the weights by momentum alone
+        has_loss = any(batch.weights)  # false if all pairs are ties: a step would still move the policy, by momentum
         if self.callbacks.allow(update) and has_loss:
             step_optimizer(self.optimizer)
             self.scheduler.step()
@@ -277,7 +277,7 @@ class Trainer:
     ) -> Reduced:
         """Reduce an update's metrics and gradient norm; agree on stopping.
 
-        The only time in an update that the host waits for the device.
+        Only here, and for a batch statistic, does the host wait for the device in an update.
         """
         has_signal = bool(self.stop.signals)
         scalars = {  # summed over the ranks
@@ -299,7 +299,7 @@ class Trainer:
             losses, metrics = self.objective.losses(microbatch, context, split="train")  # (B,) each
             weights = context.weights[microbatch.indices]  # (B,)
             weighted_sum = (losses.where(weights > 0, 0) * weights).sum()  # the loss of a tie may be infinite
-            # data_size cancels FSDP's mean over processes: the gradient is that of the global batch's weighted mean
+            # data_size undoes FSDP's averaging over processes, as the loss is a weighted mean over the global batch
             (weighted_sum * self.mesh.data_size / context.total_weight).backward()
         return microbatch.indices, metrics
 
@@ -351,7 +351,7 @@ class Trainer:
 
     @contextmanager
     def _finishing(self) -> Iterator[None]:
-        """Handle stop signals inside, and finish checkpoints and callbacks after it.
+        """Handle stop signals inside; on leaving, finish checkpoints and callbacks.
 
         - After success, all processes complete the last checkpoint, then "end" is emitted.
         - After a stop signal or a scorer's failure, an unsaved state is saved, and "end" is emitted.
@@ -368,7 +368,7 @@ class Trainer:
                     self.callbacks.emit("abort", str(error))
                 elif self._is_unsaved():
                     self.save()
-                # before `finish`, which lets the other processes wait while rank 0 uploads to W&B
+                # before `finish`, in which the other processes wait for rank 0, which may upload to W&B
                 self.callbacks.emit("end")
                 self.checkpoints.finish()
                 raise
@@ -434,16 +434,16 @@ class Trainer:
     def save(self, output_dir: str | Path | None = None, metrics: dict[str, float] | None = None) -> None:
         """Save to `output_dir`, or to the run's `step-N`.
 
-        The links LATEST, and BEST if `metrics` are the best yet, then name `step-N`; they never name `output_dir`.
+        A new `step-N` gets the link LATEST, and BEST if `metrics` are the best yet; `output_dir` gets no link.
         """
-        state, (metric, sign) = self.state, self.plan.best
+        state, (ranking_metric, sign) = self.state, self.plan.best
         if output_dir is None:
             state.saved_at = state.example_counter
         self.checkpoints.save(
             self._list_parts(),
             step_idx=state.example_counter,
             metrics=metrics,
-            quality=None if metrics is None else sign * metrics.get(metric, math.nan),
+            quality=None if metrics is None else sign * metrics.get(ranking_metric, math.nan),
             facts=lambda: {
                 "updates": state.batch_counter,
                 "evaluated": state.evaluated_at == state.example_counter,
@@ -522,7 +522,7 @@ class BasicTrainer(Trainer):
     def get_batch_samples(self, batch: PaddedBatch) -> tuple[list[str], list[str]]:
         """Continuations of the batch's prompts by policy and reference.
 
-        Those by the reference are an empty list without a reference.
+        Without a reference the second list is empty.
         """
         texts: list[list[str]] = []  # by model
         for model in self.evaluator.sampled_models():

@@ -96,7 +96,7 @@ def slice_and_move_batch_for_device(batch: Mapping, rank: int, world_size: int, 
     n_rows = len(next(iter(batch.values())))
     if n_rows % world_size:
         raise ValueError(
-            f"{n_rows} rows cannot be cut into {world_size} equal parts: give a batch whose rows world_size divides"
+            f"{n_rows} rows cannot be cut into {world_size} equal parts: give a multiple of {world_size} rows"
         )
     part = slice(rank * n_rows // world_size, (rank + 1) * n_rows // world_size)
     return {k: v[part].to(device) if isinstance(v, torch.Tensor) else v[part] for k, v in batch.items()}
@@ -110,7 +110,7 @@ def formatted_dict(d: Mapping[str, Any]) -> dict[str, Any]:
 def print_gpu_memory(rank: int | None = None, message: str = "") -> None:
     """Print this process's allocated and peak memory on each visible GPU.
 
-    If `rank` is given, on GPU `rank` alone.
+    If `rank` is given, only GPU `rank` is shown.
     """
     for device in range(torch.cuda.device_count()):
         if rank is not None and device != rank:

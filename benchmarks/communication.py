@@ -2,8 +2,8 @@
 
     python -m benchmarks.communication
 
-The first number is what `dry_run` predicts for a GPU, the second what FSDP sends from it in an update, the third the
-share of an update that this takes if nothing of it overlaps with compute. **The share is arithmetic, not measured**: an
+Each cell has the memory that `dry_run` predicts for a GPU, the bytes that FSDP sends from a GPU in an update, and the
+share of an update that sending takes if none of it overlaps with compute. **The share is arithmetic, not measured**: an
 update of 64 pairs of 250 tokens, 8 pairs per GPU and microbatch; 340 GB/s between GPUs; a pair's compute as in MODELS.
 """
 
@@ -34,9 +34,9 @@ GPUS = (2, 8)
 class Model(NamedTuple):
     """A model's shape, and seconds of compute per pair.
 
-    These are, on an H100 in bfloat16: matrix products at 550 and 600 TFLOP/s, attention over whole rows of 800 tokens
-    at 100, and elementwise passes at 2.5 TB/s. An adapter saves a quarter of the products, the gradients of the
-    weights.
+    The seconds are for an H100 in bfloat16: matrix products at 550 and 600 TFLOP/s, attention over whole rows of 800
+    tokens at 100 TFLOP/s, and elementwise passes at 2.5 TB/s. With an adapter a quarter of the products, for gradients
+    of the weights, is not needed.
     """
 
     config: transformers.PretrainedConfig
@@ -78,7 +78,7 @@ SETTINGS = {
 def write_pairs(folder: Path) -> None:
     """Write a custom dataset of pairs with PROMPT and RESPONSE tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama")
-    # a word that is one token, also when it is repeated
+    # a word that is one token, even in a row of repetitions
     word = next(w for w in ("the", "walk", "green", "a") if len(tokenizer(f" {w}" * 9).input_ids) == 9)
     row = {"prompt": f" {word}" * PROMPT, "chosen": f" {word}" * RESPONSE, "rejected": f" {word}" * (RESPONSE - 1)}
     for split in ("train", "test"):
@@ -99,7 +99,7 @@ def make_plan(folder: Path, name: str, settings: str, gpus: int) -> Plan:
 
 
 def list_numbers(plan: Plan, model: Model, passes: Passes) -> str:
-    """Memory, bytes sent and their share of an update, as text."""
+    """Format memory, bytes sent, and the share of time for sending."""
     memory = max(need.total() for need in sum_phases(plan, passes).values())
     sent = count_communication(plan).total()
     seconds = PAIRS / plan.gpus * (model.per_pair_lora if plan.lora else model.per_pair)
@@ -125,8 +125,8 @@ def main() -> None:
             model.config.save_pretrained(folder / name)
             for file in GOLDEN.glob("tiny-llama/*token*"):
                 shutil.copy(file, folder / name)
-        passes = {}  # by model, with an adapter and without; on any number of GPUs they are as large
-        for what, settings in SETTINGS.items():
+        passes = {}  # by model, with an adapter and without; they do not depend on the number of GPUs
+        for label, settings in SETTINGS.items():
             cells = []
             for (name, model), gpus in itertools.product(MODELS.items(), GPUS):
                 plan = make_plan(folder, name, settings, gpus)
@@ -134,7 +134,7 @@ def main() -> None:
                 if key not in passes:
                     passes[key] = run_passes(plan, load_data(plan, silent=True))
                 cells.append(list_numbers(plan, model, passes[key]))
-            print_line(what, *cells)
+            print_line(label, *cells)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time and memory of an update in variants, on the same pairs.
+"""Time and memory of updates in several variants, on the same pairs.
 
     python -m benchmarks.compare model.name_or_path=DIR datasets=[hh] dataset_sources.hh=DIR \\
         loss=dpo loss.beta=0.1 batch_size=16 gradient_accumulation_steps=4
@@ -120,10 +120,10 @@ def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
     """
     rows, length = inputs.input_ids.shape
     n_scored = len(inputs.scored) if isinstance(inputs, Packed) else rows * length
-    n_pairs = rows * length * length  # of a token and a column, masked ones too
+    n_attended = rows * length * length  # pairs of a token and a column, also if masked
     if isinstance(inputs, Packed) and inputs.segments is not None:
-        n_pairs = int((inputs.segments.queries.diff().long() * inputs.segments.keys.diff()).sum())
-    body = rows * length * 2 * shape.matrices + 4 * n_pairs * shape.attention
+        n_attended = int((inputs.segments.queries.diff().long() * inputs.segments.keys.diff()).sum())
+    body = rows * length * 2 * shape.matrices + 4 * n_attended * shape.attention
     head = n_scored * 2 * shape.head
     return (body + head) * (4 if with_reference else 3)  # a backward pass costs two forward passes
 
@@ -131,8 +131,8 @@ def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
 def count_useful_flops(shape: Shape, examples: Sequence[Example], *, with_reference: bool) -> float:
     """Count the FLOPs that a global batch needs: the numerator of MFU.
 
-    Each prompt counts once for its responses, and a query attends only to its own prompt and response up to itself:
-    neither padding nor masked squares are work.
+    A prompt counts once for all its responses, a token attends only to its own text up to itself, and padding does not
+    count.
     """
     flops = 0
     for example in examples:
@@ -147,7 +147,7 @@ def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, 
     """Train in this process, and measure each update but the first."""
     torch.backends.cuda.matmul.allow_tf32 = True  # as train.work does
     memory_before = 0 if torch.cuda.is_available() else resident_memory() / 1e9
-    config.n_examples = (updates + 2) * config.batch_size  # one warms up, in the last one collectives are counted
+    config.n_examples = (updates + 2) * config.batch_size  # the first warms up; the last is for `count_collectives`
     trainer = make_trainer(config, rank, world_size)
     shape = read_shape(trainer.policy)
     trainer.check_and_score_reference()
@@ -167,7 +167,7 @@ def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, 
 
 def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
     with_reference = trainer.reference_model is not None
-    # packed without padding; positions of padding are in no tree
+    # the pairs with shared prefixes; positions of padding are in no tree
     packed = SharedPrefix({}, max_length=trainer.config.max_length).split(batch.examples, 1)
     start, cpu = time.perf_counter(), time.process_time()
     metrics = trainer.train_step(batch).metrics
@@ -209,7 +209,7 @@ def measure_row(overrides: Sequence[str], updates: int) -> dict[str, Any]:
     def watch(pid: int) -> None:
         host_memory.append(measure_tree_memory(pid))
 
-    # every 0.2 s and not more often, as the kernel stops a process while it counts its pages
+    # only every 0.2 s, as the kernel stops a process while counting its pages
     ranks = measure_afresh("compare:measure", [*COMMON, *overrides], updates, watch=watch, every=0.2)
     return {
         **ranks[0],
@@ -256,7 +256,7 @@ def write_pairs(overrides: Sequence[str], updates: int, folder: Path) -> dict[st
 
 
 def train_adapter(overrides: Sequence[str], folder: Path) -> Path:
-    """Train an SFT adapter for one update, from which `lora.reference=adapter` starts."""
+    """Train an adapter by an update of SFT, for `lora.reference=adapter`."""
     kept = [override for override in overrides if not override.startswith(("loss", "trainer", "world_size", "lora"))]
     fixed = ("exp_name=sft", "wandb.enabled=false", "do_first_eval=false", "export=false", "loss=sft", "lora=lora")
     one_update = ("n_examples=2", "batch_size=2", "gradient_accumulation_steps=1")
@@ -302,7 +302,7 @@ def measure_peak(dtype: torch.dtype) -> float:
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-# format and value of each column; "%" stands for the value relative to the first row's
+# format and value of each column; "%" is the ratio to the first row's value
 COLUMNS: dict[str, tuple[str, Callable[[dict], float]]] = {
     "s/update": (".2f", lambda row: row["seconds"]),
     "s/pair": (".3f", lambda row: row["seconds"] / row["pairs"]),
@@ -342,6 +342,18 @@ def summarize(name: str, result: dict, peaks: dict[str, float]) -> dict[str, flo
     return summary
 
 
+def format_cell(column: str, row: dict[str, float], first_row: dict[str, float]) -> str:
+    """Format a cell; empty if the row has no such value.
+
+    TRL's rows lack several values, and rows of one process have no collectives.
+    """
+    form, get_value = COLUMNS[column]
+    try:
+        return f"{get_value(row) / get_value(first_row):.0%}" if form == "%" else format(get_value(row), form)
+    except KeyError:
+        return ""
+
+
 def print_table(results: dict[str, dict], columns: Sequence[str], peaks: dict[str, float]) -> None:
     """Print the summaries of all rows, and the losses of their updates."""
     print()
@@ -353,15 +365,7 @@ def print_table(results: dict[str, dict], columns: Sequence[str], peaks: dict[st
             continue
         row = summarize(name, result, peaks)
         first_row = first_row or row
-        cells = []
-        for column in columns:
-            form, get_value = COLUMNS[column]
-            try:
-                value = get_value(row)
-                cells.append(f"{value / get_value(first_row):.0%}" if form == "%" else format(value, form))
-            except KeyError:  # not measured in TRL; or collectives, on one process
-                cells.append("")
-        print_row(name, cells, first=38, width=10)
+        print_row(name, [format_cell(column, row, first_row) for column in columns], first=38, width=10)
     print("\nlosses of the counted updates, which should agree within a dtype:")
     for name, result in results.items():
         print_row(name, [f"{row['loss']:.6f}" for row in result.get("rows", ())], first=38)

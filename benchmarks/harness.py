@@ -32,7 +32,7 @@ from preference_datasets import load_data
 
 ROOT = CONFIG_DIR.parent
 GOLDEN = ROOT / "tests" / "golden"
-# updates and little else; benchmarks override the number of examples
+# runs that make updates and do little else; benchmarks override the number of examples
 COMMON = ("model.reference_dtype=float32", "eval_batch_size=4", "n_eval_examples=4", "sample_during_eval=false",
           "warmup_steps=0", "n_epochs=null", "n_examples=1000000")  # fmt: skip
 Name = TypeVar("Name")
@@ -152,7 +152,7 @@ def measure_in_turns(measures: Mapping[Name, Callable[[int], Result]], rounds: i
     results: dict[Name, list[Result]] = {name: [] for name in measures}
     names = list(measures)
     for round_number in range(rounds + 1):
-        # by the alternating order, a machine that becomes slower or faster does so for all alike
+        # the order alternates, so that a machine that becomes slower or faster affects all measures alike
         for name in names if round_number % 2 == 1 else reversed(names):
             result = measures[name](round_number)
             if round_number > 0:

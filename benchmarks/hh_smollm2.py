@@ -66,7 +66,7 @@ TRL = {
     **{f"TRL dpo {beta}": {"loss_type": ["sigmoid"], "beta": beta} for beta in (0.1, 0.05, 0.5)},
     "TRL ipo 0.1 per token": {"loss_type": ["ipo"], "beta": 0.1},
 }
-# key of a result: key of a sample, whose mean over prompts it is
+# a result's key: the key of the samples' values that it averages over prompts
 SAMPLE_MEANS = {"kl": "kl", "kl_by_log_ratio": "log_ratio", "length": "tokens", "ended": "ended", "empty": "empty"}
 Result = dict[str, Any]  # the numbers of a policy (docs/metrics.md); None where a number does not apply
 
@@ -174,9 +174,9 @@ def log_ratios(out: Path, name: str) -> np.ndarray:
 def online_pairs(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Read gaps and length differences of the training pairs, (n,) each.
 
-    A gap is the log-ratio of chosen minus that of rejected, a length difference the tokens of chosen minus those of
-    rejected. They are read from a run's ledger or TRL's logs, so each pair is measured before the update that trains on
-    it. TRL's margins are beta times the gaps under every loss, also under its per-token IPO.
+    A gap is the log-ratio of chosen minus the log-ratio of rejected; a length difference is the tokens of chosen minus
+    the tokens of rejected. They are read from a run's ledger or TRL's logs, so each pair is measured before the update
+    that trains on it. TRL's margins are beta times the gaps under every loss, also under its per-token IPO.
     """
     if name in TRL:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
@@ -185,7 +185,7 @@ def online_pairs(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
         margins = np.array(json.loads((folder / "trl.json").read_text())["margins"])
         return margins / TRL[name]["beta"], np.subtract(*lengths)
     ledger = pq.read_table(folder / "ledger.parquet", filters=[("split", "=", "train")])
-    columns = {name: np.asarray(ledger[name]) for name in ledger.column_names}
+    columns = {column: np.asarray(ledger[column]) for column in ledger.column_names}
     chosen, rejected = (columns[f"policy_{side}"] - columns[f"reference_{side}"] for side in ("chosen", "rejected"))
     lengths = (columns[f"{side}_tokens"].astype(int) for side in ("chosen", "rejected"))
     return chosen - rejected, np.subtract(*lengths)
@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.trl and any(name in TRL and not find_policy(out, name).exists() for name in names):
         sys.exit("rows of TRL need --trl PYTHON")
     train_ours(out, SFT, options.model, overrides)
-    # for the rows, their order and the settings that all runs share
+    # `config` has the rows, their order and the settings that all runs share
     paths = (f"model.name_or_path={find_policy(out, SFT)}", f"local_run_dir={out / 'cache'}")
     config = compose([*COMMON, *OURS["dpo 0.1"], *paths, *overrides])
     for name in names[1:]:

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=2000)
     options = parser.parse_args()
     n, append_secs = options.batch_size, []
-    train = SimpleNamespace(largest_weight=None, largest_margin=None)
+    train = SimpleNamespace(largest_weight=None, largest_margin=None)  # stands for the counts of a run's data
     data: Any = SimpleNamespace(report=SimpleNamespace(train=train, test=train, examples_per_epoch=n * options.updates))
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(RunContext(make_plan({"batch_size": n}), Path(folder), 0, data, print))
@@ -65,7 +65,7 @@ def main() -> None:
     for _ in range(n_digests):
         text_digest("x" * 800, {"chosen": "y" * 400, "rejected": "z" * 350})
     digest_secs = (time.process_time() - start) / n_digests
-    percentile_95 = sorted(append_secs)[-len(append_secs) // 20]
+    percentile_95 = sorted(append_secs)[len(append_secs) * 95 // 100]
     print(f"appending {n} pairs: {1e3 * median(append_secs):.3f} ms (95th percentile: {1e3 * percentile_95:.3f})")
     secs_per_row = write_secs / n_rows
     print(f"writing {n_rows:,} rows: {write_secs:.3f} s, {1e6 * secs_per_row:.2f} us per row, {grown_mib:.0f} MiB")

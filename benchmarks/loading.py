@@ -48,8 +48,8 @@ def anonymous_memory() -> int:
 def measure(rank: int, world_size: int, config: Any, marker: str) -> dict[str, int]:
     """Load models as a run does, and measure the memory that stays.
 
-    Returns bytes: `loaded` of anonymous memory, and `larger` of the larger model's weights. While models load, the file
-    `marker` holds the process id of rank 0, so that `measure_case` can watch its memory.
+    Returns the bytes of anonymous memory (`loaded`) and of the larger model's weights (`larger`). While models load,
+    the file `marker` holds the process id of rank 0, so that `measure_case` can watch its memory.
     """
     load_data, sizes = preference_datasets.load_data, {}
 

@@ -4,10 +4,10 @@ Makes the last columns of the table in docs/losses.md.
 
     OMP_NUM_THREADS=1 python -m benchmarks.losses [LOSS ...]
 
-A small random Llama trains on the words of `tests/golden`, 8 pairs per update in 2 microbatches, also where
-these count as 16 labelled responses. It sees 8 batches twice: the first time the reference scores each pair, the second
-time its log-probabilities are cached. Times are CPU seconds of this process, which other work on the machine changes
-little; so it trains on the CPU.
+A small random Llama trains on the words of `tests/golden`, 8 pairs (or their 16 labelled responses) per update in 2
+microbatches. It sees 8 batches twice: the first time the reference scores each pair, the second time the reference's
+log-probabilities are cached. Times are CPU seconds of this process, which other work on the machine changes little; so
+it trains on the CPU.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -80,19 +81,18 @@ def main() -> None:
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 seconds = clock() - start
-            counted = "" if number else " (not counted)"
-            print(f"round {number}: {name} {seconds:.2f} s in {len(forwards)} forwards{counted}", flush=True)
+            note = "" if number else " (not counted)"
+            print(f"round {number}: {name} {seconds:.2f} s in {len(forwards)} forwards{note}", flush=True)
             return seconds, len(forwards)
 
-        measures = {name: lambda number, name=name: measure(name, number) for name in ways}
-        results = measure_in_turns(measures, options.rounds)
+        results = measure_in_turns({name: partial(measure, name) for name in ways}, options.rounds)
     n_rows = min(config.batch_size, config.eval_batch_size) * config.online.n_samples
-    secs = {name: median(secs for secs, _ in rounds) for name, rounds in results.items()}
+    seconds = {name: median(secs for secs, _ in rounds) for name, rounds in results.items()}
     ms_per_forward = {name: median(1000 * secs / n for secs, n in rounds) for name, rounds in results.items()}
-    medians = ", ".join(f"{name} {secs[name]:.2f} s ({ms_per_forward[name]:.1f} ms per forward)" for name in ways)
+    medians = ", ".join(f"{name} {seconds[name]:.2f} s ({ms_per_forward[name]:.1f} ms per forward)" for name in ways)
     print(f"\n{options.rounds} rounds, {n_rows} rows in a batch, medians: {medians}")
     ratio_per_forward = ms_per_forward["ours"] / ms_per_forward["bare"]
-    print(f"ours / bare: {secs['ours'] / secs['bare']:.3f}; per forward {ratio_per_forward:.3f}")
+    print(f"ours / bare: {seconds['ours'] / seconds['bare']:.3f}; per forward {ratio_per_forward:.3f}")
 
 
 if __name__ == "__main__":

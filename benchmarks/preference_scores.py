@@ -36,8 +36,8 @@ class Interval(NamedTuple):
 def bootstrap(*strata: Sequence[float] | np.ndarray, seed: int = 0) -> Interval:
     """Average values, one per prompt, with a percentile bootstrap interval.
 
-    The same seed draws the same prompts for values of another policy, so that the difference of two policies' means is
-    the mean of the differences. The mean of several strata is the mean of their means; each is resampled separately.
+    The same seed draws the same prompts for another policy's values, so that the difference of two policies' means is
+    the mean of their differences. The mean of several strata is the mean of their means; each is resampled separately.
     """
     rng = np.random.default_rng(seed)
     mean, resampled_means = 0.0, np.zeros(RESAMPLES)
@@ -51,10 +51,10 @@ def bootstrap(*strata: Sequence[float] | np.ndarray, seed: int = 0) -> Interval:
 
 
 def balance_over_length(is_right: np.ndarray, differences: np.ndarray) -> Interval | None:
-    """Average the accuracies where chosen is shorter and where longer.
+    """Average the accuracies where chosen is shorter and where it is longer.
 
     `differences` are chosen minus rejected tokens. Ranking by length alone scores 0.5. Pairs of equal lengths do not
-    count. None if there are no pairs of one kind.
+    count. None if chosen is never shorter, or never longer.
     """
     shorter, longer = is_right[differences < 0], is_right[differences > 0]
     return bootstrap(shorter, longer) if len(shorter) and len(longer) else None

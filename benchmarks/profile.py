@@ -31,7 +31,7 @@ from dpo.training.optimization import OPTIMIZERS
 from trainers import Trainer
 
 PHASES = ("sampling", "scoring", "reference", "forward", "backward", "clip", "optimizer", "other")
-KINDS = {  # of kernels on a GPU, of operators on a CPU: the first pattern that a name contains
+KINDS = {  # kind of a kernel (on a CPU, operator): pattern in its name; the first match counts
     "attention": "attention|attn|fmha|flash",
     "products": "gemm|gemv|cutlass|nvjet|xmma|::mm|::addmm|::bmm|::baddbmm|mkldnn_linear|::_int_mm|4bit|dequant",
     "optimizer": "multi_tensor|foreach|fused_|optimizer",
@@ -59,9 +59,9 @@ class Stopwatch:
         self._began = time.perf_counter()
 
     def time(self, phase: str, function: Callable) -> Callable:
-        """Wrap a function whose seconds count to `phase`.
+        """Wrap a function, to count its seconds to `phase`.
 
-        Those of phases within it do not.
+        Seconds of other phases within it do not count.
         """
 
         def timed(*args: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ class Stopwatch:
 def profile_run(overrides: Sequence[str]) -> dict[str, Any]:
     """Train by the real loop, and measure.
 
-    Returns the median seconds of each phase, the seconds of the profiled update, and those of its kernels by kind and
+    Returns the median seconds of each phase, the seconds of the profiled update, and its kernels' seconds by kind and
     by name.
     """
     watch, kernels = Stopwatch(), {}

@@ -104,7 +104,7 @@ def find_workers(parent: int) -> list[int]:
 
 
 def start(overrides: list[str], run_dir: Path) -> subprocess.Popen:
-    # two runs differ in their W&B ids, which checkpoints have
+    # without W&B, as its ids differ between runs and are in checkpoints
     overrides = ["wandb.enabled=false", *overrides, f"local_run_dir={run_dir}", "resume=auto"]
     command = [sys.executable, "train.py", *overrides]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -187,8 +187,8 @@ def main() -> None:
             _, errors = process.communicate()
             if process.returncode:
                 sys.exit(f"the uninterrupted run failed:\n{errors}")
-            kills_so_far = options.kills * n_trainers // len(TRAINERS)  # each trainer gets an equal share
-            while (n_left := kills_so_far - count_kills(total)) > 0:
+            target = options.kills * n_trainers // len(TRAINERS)  # kills up to now; each trainer has an equal share
+            while (n_left := target - count_kills(total)) > 0:
                 run_dir = Path(folder, f"{trainer}-{total['runs']}")
                 total += soak(uninterrupted, run_dir, settings, min(5, n_left), draw)
                 print(f"{trainer}: {dict(total)}", flush=True)

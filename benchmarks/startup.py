@@ -4,14 +4,14 @@
     python -m benchmarks.startup model.name_or_path=DIR [--pairs 160800] [overrides of train.py ...]
     python -m benchmarks.startup model.name_or_path=DIR --processes 2,4 [--pairs 160800] [overrides of train.py ...]
 
-`--answers` prints median times that a user waits for a refused config, `--help`, `--cfg job` and completion; with
-`--checkout`, also for other checkouts of this project, in turns.
+`--answers` prints the median times that a user waits for a refused config, `--help`, `--cfg job` and completion; with
+`--checkout` also for other checkouts of this project, in turns.
 
-Otherwise it writes synthetic pairs in HH's format and lengths (dialogues of one to four turns, log-normal numbers of
-words), and runs the command line on all of them and on a thousandth of them, in fresh processes, twice, for a few
-updates: the second run finds the table that the first one has built. The difference in resident memory is the data's,
-the pages of its files included. With `--processes` it only loads all of them in that many processes, also twice, and
-prints by how much each process's memory grows: its own (anonymous), its share of shared memory, and its peak.
+Without it synthetic pairs are written in HH's format and lengths (dialogues of one to four turns, log-normal numbers of
+words). train.py runs on a thousandth of them, then on all, each twice and for a few updates; the second run finds the
+table that the first built. The peaks of memory differ by the memory of the data, with the pages of its files. With
+`--processes` all pairs are only loaded in that many processes, also twice, and each process's growth is printed: its
+own memory (anonymous), its share of shared memory, and its peak.
 """
 
 from __future__ import annotations
@@ -178,17 +178,16 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        sizes = [options.pairs]
-        if not options.processes:
-            sizes.insert(0, max(64, options.pairs // 1000))
+        sizes = [options.pairs] if options.processes else [max(64, options.pairs // 1000), options.pairs]
         for n in sizes:
             data = folder / str(n)
             write_pairs(data / "train.jsonl.gz", n, seed=0)
             write_pairs(data / "test.jsonl.gz", 64, seed=1)
             for run in ("first", "second"):
-                for processes in options.processes or ():
-                    print_loading(data, overrides, folder / str(processes), run, processes)
-                if not options.processes:
+                if options.processes:
+                    for processes in options.processes:
+                        print_loading(data, overrides, folder / str(processes), run, processes)
+                else:
                     seconds, peak = measure_run(data, overrides, folder, run)
                     print(f"{n:8,} pairs, {run} run: first update after {seconds:.1f} s, peak memory {peak:.2f} GB")
 

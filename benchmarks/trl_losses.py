@@ -113,7 +113,7 @@ def dpo(pairs: list[dict], log_probs: torch.Tensor, **options: Any) -> torch.Ten
 def cpo(pairs: list[dict], log_probs: torch.Tensor, *, kind: str, **options: Any) -> torch.Tensor:
     """Compute CPO's loss of a kind of scores: sums, means or log-ratios.
 
-    TRL's DPO trainer ignores `label_smoothing` under `sigmoid`; CPO's, which has the same formula, uses it.
+    TRL's DPO trainer ignores `label_smoothing` under `sigmoid`; its CPO trainer, with the same formula, uses it.
     """
     scores = log_probs.sum(1)
     if kind == "means":
@@ -152,9 +152,9 @@ class ModelOfLabels:
 
 
 def kto(pairs: list[dict], log_probs: torch.Tensor, *, loss_type: str, **options: Any) -> torch.Tensor:
-    """Compute a loss of KTOTrainer on unpaired pairs.
+    """Compute a loss of KTOTrainer on the single responses of pairs.
 
-    `options` are those of KTOConfig. A prompt's mismatched response is that of the row before it, as in TRL.
+    `options` are those of KTOConfig. A row's mismatched response is the response of the row before it, as in TRL.
     """
     mask = torch.tensor([[0] + [1] * n + [0] * (T - n) for n in count_tokens(pairs)])
     trainer = SimpleNamespace(

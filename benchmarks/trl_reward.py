@@ -86,7 +86,7 @@ def train(rows: list[dict[str, Any]], head: list[float], *, centering: float) ->
         )
         trainer = Trainer(model=model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
         trainer.losses = []
-        with contextlib.redirect_stdout(sys.stderr):  # it prints its logs
+        with contextlib.redirect_stdout(sys.stderr):  # the trainer prints its logs
             trainer.train()
     return trainer.losses
 

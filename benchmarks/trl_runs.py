@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer on given pairs, as our trainer runs.
+"""TRL's DPOTrainer on given pairs, set up like our trainer.
 
 `benchmarks.compare` and `benchmarks.hh_smollm2` run `python -m benchmarks.trl_runs FOLDER` with the Python of TRL's
 environment, so this imports nothing of the project. FOLDER has `train.json`, perhaps `test.json`, and `settings.json`

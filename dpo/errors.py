@@ -33,7 +33,10 @@ def one_sentence(error: BaseException) -> str:
 
 @contextmanager
 def explaining(errors: Errors, make: Callable[[str], Exception]) -> Iterator[None]:
-    """Context in which such errors are raised as what `make` returns."""
+    """Context that replaces `errors` by the exception that `make` returns.
+
+    `make` gets the error's message.
+    """
     try:
         yield
     except errors as error:

@@ -13,11 +13,11 @@ def compact(value: float, digits: int = 3) -> str:
 
 
 def figure(value: float, digits: int = 3) -> str:
-    """A number as in print: `compact` with a minus sign, or "unknown"."""
+    """A compact number with a true minus sign; "unknown" if not finite."""
     if not math.isfinite(value):
         return "unknown"
     text = compact(value, digits)
-    return text.replace("-", "\N{MINUS SIGN}") if "e" not in text else text
+    return text if "e" in text else text.replace("-", "\N{MINUS SIGN}")  # 1e-05 keeps its hyphen
 
 
 def signed(value: float, digits: int = 3) -> str:
@@ -26,7 +26,7 @@ def signed(value: float, digits: int = 3) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in percent; 100 % and 0 % only if exact."""
+    """A share in percent, with a decimal near 0 and 1."""
     if not math.isfinite(share):
         return "unknown"
     digits = 1 if 0.99 < share < 1 or 0 < share < 0.01 else 0
@@ -41,9 +41,9 @@ def count(n: float, one: str, many: str = "") -> str:
 
 def large(n: float) -> str:
     """`845`, `12.3k`, `1.2M`, `3.4B`."""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if n >= size:
-            return f"{n / (1e3 if letter == 'k' else size):.3g}{letter}"
+    for least, unit, letter in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if n >= least:
+            return f"{n / unit:.3g}{letter}"
     return f"{n:,.0f}"
 
 
@@ -53,29 +53,29 @@ def duration(seconds: float) -> str:
         return "unknown"
     if seconds < 59.95:
         return f"{figure(seconds)} s"
-    whole = round(seconds) if seconds < 3600 else 60 * round(seconds / 60)
-    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))  # seconds, and the unit below
-    size, unit, lower_size, lower_unit = next(row for row in units if whole >= row[0])
-    rest = whole % size // lower_size
-    return f"{whole // size} {unit}" + (f" {rest} {lower_unit}" if rest else "")
+    rounded = round(seconds) if seconds < 3600 else 60 * round(seconds / 60)
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))  # each with the next smaller unit
+    size, unit, lower_size, lower_unit = next(row for row in units if rounded >= row[0])
+    rest = rounded % size // lower_size
+    return f"{rounded // size} {unit}" + (f" {rest} {lower_unit}" if rest else "")
 
 
 def clock_time(seconds: float) -> str:
     """`0:12`, `1:02:03`."""
-    minutes, rest = divmod(round(seconds), 60)
-    whole, minutes = divmod(minutes, 60)
-    return f"{whole}:{minutes:02}:{rest:02}" if whole else f"{minutes}:{rest:02}"
+    m, s = divmod(round(seconds), 60)
+    h, m = divmod(m, 60)
+    return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
 
 
 def hours(value: float) -> str:
-    """Device hours, with two digits below ten."""
+    """Hours as text, in whole numbers from ten on."""
     if 0 <= value < 0.1:
         return f"{value:.2g}"
     return f"{value:,.2f}" if value < 10 else f"{value:,.0f}"
 
 
 def shortened(text: str) -> str:
-    """A text stripped and cut to a length for a page."""
+    """A text stripped, and cut after LONGEST_TEXT characters."""
     text = text.strip()
     if len(text) <= LONGEST_TEXT:
         return text

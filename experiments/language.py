@@ -32,10 +32,7 @@ def load_reference(model: Path) -> Side:
 
 
 def load_policy(checkpoint: Path) -> tuple[Side, Side]:
-    """Load a run's policy and its reference, in float32.
-
-    Both share one base.
-    """
+    """Load a run's policy and its reference, in float32, on one base."""
     panel = load_panel([checkpoint], Choices(), log=lambda text: None)
     assert panel.reference is not None
     return panel.policies[0], panel.reference
@@ -48,7 +45,7 @@ def sample(
 
     Answer k to prompt i has the random numbers of (first + i, k) for every policy.
     """
-    # each prompt once for each of its answers, with the answer's number, which determines the random numbers
+    # (prompt, number of the answer) for each answer; the number determines the random numbers
     requests = [(prompt, (first + i) * n_samples + k) for i, prompt in enumerate(prompts) for k in range(n_samples)]
     requests.sort(key=lambda request: len(request[0]))  # prompts of a batch need little padding
     answers: dict[int, Answer] = {}  # by number
@@ -63,8 +60,8 @@ def sample(
 def sum_kls(policy: Side, reference: Side, prompts: Sequence[Tokens], answers: Sequence[Answer]) -> list[float]:
     """Estimate KL(policy || reference) from each answer of the policy.
 
-    It is the sum over the answer's tokens of the KL between the two distributions of the token, given the tokens before
-    (Rao-Blackwell; arXiv 2504.10637). `benchmarks.preference_scores.divergence` is the same for one answer.
+    An estimate is the sum, over the answer's tokens, of the KL between the two models' distributions of the token given
+    the tokens before (Rao-Blackwell; arXiv 2504.10637). `benchmarks.preference_scores.divergence` takes one answer.
     """
     kls: list[float] = []
     texts = [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -86,7 +83,7 @@ def sum_kls(policy: Side, reference: Side, prompts: Sequence[Tokens], answers: S
 
 
 def find_logps(side: Side, hidden: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of the whole vocabulary after hidden states (N, H), (N, V)."""
+    """Compute log-probabilities of the vocabulary, (N, V), from hidden states (N, H)."""
     with switch(side.model, side.adapter)():  # the head may be adapted
         logits = side.model.get_output_embeddings()(hidden)
     return logit_scale(side.model.config)(logits).float().log_softmax(-1)

@@ -24,15 +24,16 @@ class Estimate(NamedTuple):
     half_width: float
 
     def __format__(self, spec: str) -> str:
-        return f"{self.mean:{spec or '.2f'}} ± {self.half_width:{(spec or '.2f').lstrip('+')}}"
+        spec = spec or ".2f"
+        return f"{self.mean:{spec}} ± {self.half_width:{spec.lstrip('+')}}"
 
 
 def estimate_mean(values: Any, clusters: Any, strata: Any = None) -> Estimate:
-    """Estimate the mean of values, (n,), which depend within clusters.
+    """Estimate the mean of values, (n,), that are independent only between clusters.
 
-    With `strata` it is the mean of the strata's means. The interval is the normal one, by linearization: a value's
-    influence on the mean is its distance from its stratum's mean over the stratum's size, and over the number of
-    strata. Influences add up within a cluster.
+    With `strata` it is the mean of the strata's means. The interval is normal, by linearization: a value's influence on
+    the mean is its distance from its stratum's mean, divided by the stratum's size and by the number of strata.
+    Influences add up within a cluster.
     """
     values = np.asarray(values, float)
     if strata is None:

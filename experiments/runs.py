@@ -34,12 +34,12 @@ IMPORTED = (
 )  # fmt: skip
 BAD_INPUT = 2  # exit status of train.py
 LAST_LINES = 15  # number of lines shown of a failed run's log
-CONTINUE = "resume=auto"  # of long runs, which go on from their newest checkpoint
+CONTINUE = "resume=auto"  # for long runs: a killed run goes on from its newest checkpoint
 Row = dict[str, Any]
 
 
 class Job(NamedTuple):
-    """A run in `directory`: of train.py, unless it has no overrides."""
+    """A run in `directory`, by train.py if it has overrides."""
 
     directory: Path
     overrides: tuple[str, ...] = ()
@@ -51,11 +51,11 @@ class Job(NamedTuple):
 
 
 def import_all(*more: str) -> None:
-    """Import the runs' modules before they are forked from this process."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many runs as cores
+    """Import modules before runs are forked from this process."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # every core has a run
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else it warns of every fork
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warn of every fork
     from dpo.system.host import silence_bitsandbytes
 
     silence_bitsandbytes()
@@ -97,7 +97,7 @@ def keep_settings(root: Path, settings: Mapping[str, Any]) -> None:
     """
     written, text = root / "sweep.json", json.dumps(settings, indent=1)
     if written.exists() and written.read_text(encoding="utf-8") != text:
-        raise InputError(f"{root} has runs with other settings, see sweep.json there: remove it, or give another --out")
+        raise InputError(f"{root} has runs with other settings (see its sweep.json): remove it, or give another --out")
     root.mkdir(parents=True, exist_ok=True)
     write_whole(written, text)
 
@@ -108,13 +108,13 @@ def keep_settings(root: Path, settings: Mapping[str, Any]) -> None:
 def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int) -> Iterator[Job]:
     """Run jobs, `at_once` at a time, and yield each when done.
 
-    Those that were done before come first. `finish` is called in the process that trained, and writes `job.result`.
+    Jobs that were done before come first. `finish` is called in the process that trained, and writes `job.result`.
 
     Raises InputError if train.py refuses its input, RunError if a run fails for another reason.
     """
     yield from (job for job in jobs if job.result.exists())
     waiting = [job for job in jobs if not job.result.exists()]
-    running = {}  # (job, process) by the process's sentinel
+    running = {}  # a process's sentinel: (job, process)
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -144,7 +144,7 @@ def iterate_rows(
     """
     started, n_there = time.perf_counter(), sum(job.result.exists() for job in jobs)
     if n_there:
-        print(f"{name}: {n_there} of {len(jobs)} runs are there already", flush=True)
+        print(f"{name}: {n_there} of {len(jobs)} runs were done before", flush=True)
     for n_done, job in enumerate(run_all(jobs, finish, at_once=len(os.sched_getaffinity(0))), start=1):
         rows = read_rows(job.result)
         if n_done > n_there:
@@ -163,7 +163,7 @@ def _make_error(job: Job, status: int) -> Exception:
 def _run_job(job: Job, finish: Callable[[Job], None]) -> None:
     """Run a job in this process, with its output in `log.txt`."""
     if CONTINUE not in job.overrides:
-        shutil.rmtree(job.directory, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(job.directory, ignore_errors=True)  # left by a run that was killed
     job.directory.mkdir(parents=True, exist_ok=True)
     with (job.directory / "log.txt").open("ab") as log:
         os.dup2(log.fileno(), 1)
@@ -207,7 +207,7 @@ def make_parser(name: str, document: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", type=Path, required=True, metavar="DIR", help="a model of transformers, with weights"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"where to write (default: .cache/{name}, and -quick)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: .cache/{name}, or .cache/{name}-quick")
     parser.add_argument("--quick", action="store_true", help="a trial of minutes, too small to conclude anything from")
     parser.add_argument("--methods", help="the methods to run, with commas between them (default: all)")
     parser.add_argument("overrides", nargs="*", help="of train.py for all runs, such as lr=1e-4")
@@ -227,15 +227,15 @@ def choose_directory(name: str, options: argparse.Namespace) -> Path:
 
 
 def select_jobs(runs: Mapping[Job, Any], names: Sequence[str]) -> list[Job]:
-    """Select the jobs of the methods in `names`, and those done.
+    """Select the jobs of the methods in `names`, and finished jobs.
 
     `runs` has a tuple for each job, which begins with its method.
     """
-    return [job for job, run in runs.items() if run[0] in names or job.result.exists()]
+    return [job for job, (method, *_) in runs.items() if method in names or job.result.exists()]
 
 
 def choose_methods(parser: argparse.ArgumentParser, methods: Sequence[str], wanted: str | None) -> list[str]:
-    """Choose the methods of `--methods`; all of them without it."""
+    """Choose the methods that `--methods` names; all without it."""
     names = wanted.split(",") if wanted else [*methods]
     if unknown := [name for name in names if name not in methods]:
         parser.error(f"--methods: unknown {', '.join(unknown)}; the methods are {', '.join(methods)}")

@@ -12,8 +12,8 @@ from typing import NamedTuple
 class Model(NamedTuple):
     """Number of parameters, and bytes of the activations of a pair.
 
-    A pair is 2 rows of 512 tokens. The bytes are those that its forward pass keeps for its backward pass. They were
-    counted with fake tensors, as `dry_run=true` counts them.
+    A pair is 2 rows of 512 tokens. The bytes are what the forward pass keeps for the backward pass, counted with fake
+    tensors as by `dry_run=true`.
     """
 
     n_parameters: float
@@ -34,10 +34,10 @@ MODELS = {  # the smallest first
 }
 # bytes per parameter
 STATE = 4 + 4 + 4 + 2  # float32 weights, gradients and RMSprop state, 16-bit reference
-COPIES = 2  # of weights in bfloat16, which autocast keeps from forward to backward; FSDP frees its own
-UPDATE = 4  # temporaries of RMSprop on a GPU, when activations and copies are freed
+COPIES = 2  # autocast's bfloat16 copies of weights, kept from forward to backward; FSDP frees its copies earlier
+UPDATE = 4  # RMSprop's temporaries on a GPU, after activations and copies are freed
 ADAPTER = 0.2  # per parameter of the base: an adapter of rank 16, in float32, with gradients and RMSprop state
-QUANTIZED = 0.52  # a parameter that lora=qlora quantizes, with its scales
+QUANTIZED = 0.52  # 4 bits and scales, for a parameter that lora=qlora quantizes
 # share of the parameters of an 8B model that lora=qlora does not quantize: embeddings and head
 UNQUANTIZED_SHARE = 0.13
 
@@ -79,40 +79,43 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
     if fit is None:
         return recommend_small_model(usable_bytes, n_gpus=n_gpus)
 
-    most_examples = min(fit.free_bytes / fit.pair_bytes, max(1, 64 // n_gpus))  # about 64 on all GPUs together
+    most_examples = min(fit.free_bytes / fit.pair_bytes, max(1, 64 // n_gpus))  # at most 64 on all GPUs together
     examples = 2 ** int(math.log2(most_examples))
     # without other GPUs FSDP would copy every weight twice per microbatch for nothing (docs/distributed.md)
     trainer = "BasicTrainer" if n_gpus == 1 else "FSDPTrainer"
-    precision = reference = copies = ""
+    policy_setting = reference_setting = copies_note = ""
     if dtype == "bfloat16" and n_gpus == 1:
-        precision, reference = " model.autocast=bfloat16", " model.reference_dtype=bfloat16"
-        copies = f", autocast's copies {COPIES}"
+        policy_setting, reference_setting = " model.autocast=bfloat16", " model.reference_dtype=bfloat16"
+        copies_note = f", autocast's copies {COPIES}"
     elif dtype == "bfloat16":
-        precision = " model.fsdp_policy_mp=bfloat16"
+        policy_setting = " model.fsdp_policy_mp=bfloat16"
     reasons = [
-        f"weights 4, gradients 4 and RMSprop state 4 bytes per parameter in float32, reference 2 in 16 bits{copies}: "
-        f"{gb(fit.state_bytes)} of each GPU's {gb(usable_bytes)} (90 %), {gb(fit.free_bytes)} remain for activations",
+        f"bytes per parameter: weights 4, gradients 4, RMSprop state 4 (float32), reference 2 (16 bits){copies_note}: "
+        f"{gb(fit.state_bytes)} of {gb(usable_bytes)} (90 % of a GPU), so {gb(fit.free_bytes)} remain for activations",
         f"{gb(fit.pair_bytes)} for a pair of 2 x 512 tokens{', checkpointed' if fit.checkpointing else ''}: "
-        f"{examples} per GPU per microbatch (calculated, not measured; SFT needs less)",
+        f"{examples} per GPU and microbatch (calculated, not measured; SFT needs less)",
     ]
     if fit.model != model:
         needed = f"{gb(STATE * MODELS[model].n_parameters / n_gpus)} per GPU plus activations or temporaries"
         reasons.insert(0, f"model={model} needs {needed}; {fit.model} is the largest that fits")
     if n_gpus > 1:
-        reasons.append("use TensorParallelTrainer only if one example does not fit a GPU: it shards activations too")
+        reasons.append(
+            "use TensorParallelTrainer only if one example does not fit a GPU: this trainer shards activations too"
+        )
     reasons.append(recommend_adapters(usable_bytes, n_gpus=n_gpus, dtype=dtype))
     # rank 0 loads one model at a time, the policy in float32; 4 GB are for everything else
     loading_bytes = 4 * MODELS[fit.model].n_parameters + 4e9
     if memory < loading_bytes:
-        needed = f"{gb(loading_bytes)} of host memory to load the weights"
-        reasons.append(f"rank 0 needs {needed}; this host has {gb(memory)}")
-    dpo = f"loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST{reference}"
+        reasons.append(
+            f"rank 0 needs {gb(loading_bytes)} of host memory to load the weights; this host has {gb(memory)}"
+        )
+    dpo = f"loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST{reference_setting}"
     reasons.append(f"then DPO: the same with {dpo}")
-    # about 64 examples per update, as in the README, and batch sizes that divide it
+    # about 64 examples per update, as in the README, in whole microbatches
     microbatch = n_gpus * examples
     accumulation = max(1, 64 // microbatch)
     command = (
-        f"python train.py loss=sft model={fit.model} datasets=[hh] exp_name=hh_sft trainer={trainer}{precision}"
+        f"python train.py loss=sft model={fit.model} datasets=[hh] exp_name=hh_sft trainer={trainer}{policy_setting}"
         f"{' activation_checkpointing=true' if fit.checkpointing else ''}"
         f" batch_size={microbatch * accumulation} gradient_accumulation_steps={accumulation}"
         f" eval_batch_size={microbatch}"
@@ -131,7 +134,7 @@ class Fit(NamedTuple):
 
 
 def find_fit(model: str, usable_bytes: float, *, n_gpus: int, dtype: str) -> Fit | None:
-    """Find the largest model, up to `model`, that fits; None without one.
+    """Find the largest model, up to `model`, that fits; else None.
 
     Activation checkpointing is tried before a smaller model.
     """
@@ -170,23 +173,23 @@ def recommend_adapters(usable_bytes: float, *, n_gpus: int, dtype: str = "float3
 
     Half of the memory is left for activations.
     """
-    width, dtype_setting = 4, ""  # `width` is the bytes of a parameter that is not quantized
+    lora_bytes, dtype_setting = 4, ""  # bytes of a parameter of the base
     if dtype == "bfloat16":
-        width, dtype_setting = 2, " model.policy_dtype=bfloat16"
-    quantized_width = (1 - UNQUANTIZED_SHARE) * QUANTIZED + UNQUANTIZED_SHARE * width  # the mean over parameters
+        lora_bytes, dtype_setting = 2, " model.policy_dtype=bfloat16"
+    qlora_bytes = (1 - UNQUANTIZED_SHARE) * QUANTIZED + UNQUANTIZED_SHARE * lora_bytes  # the mean over parameters
     options = []
     for name, base_bytes, n_shards in (
-        ("lora", width, max(1, n_gpus)),
-        ("qlora", quantized_width, 1),  # every process holds a complete 4-bit base
+        ("lora", lora_bytes, max(1, n_gpus)),
+        ("qlora", qlora_bytes, 1),  # every process holds a complete 4-bit base
     ):
         bytes_per_parameter = base_bytes + ADAPTER
         billions = usable_bytes / 2 * n_shards / bytes_per_parameter / 1e9
-        rounded = float(f"{billions:.2g}")  # to two digits
-        options.append(f"lora={name}{dtype_setting} takes {bytes_per_parameter:.1f}, so up to about {rounded:g}")
+        fitting = f"up to about {float(f'{billions:.2g}'):g} billion fit"  # to two digits
+        options.append(f"lora={name}{dtype_setting} takes {bytes_per_parameter:.1f} bytes per parameter, so {fitting}")
     install = "" if find_spec("bitsandbytes") else ", after pip install bitsandbytes"
     return (
-        f"adapters need fewer bytes per parameter, as the frozen base is the reference too, and fit larger models "
-        f"(in billions, with half of the memory for activations): {'; '.join(options)}{install}"
+        f"adapters fit larger models, as the frozen base is the reference too; with half of the memory for "
+        f"activations, {'; '.join(options)}{install}"
     )
 
 

@@ -43,25 +43,25 @@ from dpo.settings.choices import DATA_FORMATS, NUMBER_FIELDS, SYSTEM, TOOLS
 from dpo.settings.places import SUFFIXES, Source, find_suffix
 from dpo.system.plain_files import replacing
 
-NAME = "IN"  # of the source in messages
+NAME = "IN"  # the source's name in messages
 KINDS = ("pairs", "labels", "targets")  # the first one that the columns hold is converted
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class Report:
-    """Counts of records by what OUT cannot hold of them."""
+    """Changes to records that OUT requires, with their counts."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}
 
-    def add(self, what: str, where: str) -> None:
-        self._counts[what] += 1
-        self._first.setdefault(what, where)
+    def add(self, change: str, where: str) -> None:
+        self._counts[change] += 1
+        self._first.setdefault(change, where)
 
     def __str__(self) -> str:
-        lines = (f"{what} ({count(n, 'record')}, first {self._first[what]})" for what, n in self._counts.items())
-        return "; ".join(lines)
+        texts = (f"{change} ({count(n, 'record')}, first {self._first[change]})" for change, n in self._counts.items())
+        return "; ".join(texts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +111,7 @@ def convert(source: Source, split: str, out: Path, to: str) -> str:
     if not out.absolute().parent.is_dir():
         raise InputError(f"{out}: there is no directory {out.parent}")
     if split == "test" and source.has_no_splits:
-        raise InputError(f"{source.path} has no splits, so --split=test cannot be taken of it: leave --split out")
+        raise InputError(f"{source.path} has no splits: leave --split=test out")
     report = Report()
     rows, data_format = convert_rows(source, split, to, report)
     fit_file(rows, suffix, FORMATS[to].columns.values(), report)
@@ -127,17 +127,18 @@ def convert(source: Source, split: str, out: Path, to: str) -> str:
 def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[list[tuple[str, dict[str, Any]]], str]:
     """Convert the rows of a split.
 
-    Returns them, each with the place that it is from, and the name of the source's format.
+    Returns each with the place that it is from, and the name of the source's format.
     """
     rows = load_rows(source, split)
-    used = find_used_columns(rows, source)  # columns of IN by field
+    used = find_used_columns(rows, source)
+    holds_lists = "responses" in FORMATS[to].columns
     converted, data_format = [], source.format
     for row, where in zip(iterate_rows(rows, used.values()), iterate_places(rows, source.path), strict=True):
         record = read_record(row, used, where, name=NAME)
         data_format = data_format or recognize_format(row, used, record) or "columns of its own"
         scores = read_scores(row, used, len(record.responses), where) if record.is_list else []
-        if "responses" not in FORMATS[to].columns and len(scores) == 2 and scores[0] != scores[1]:
-            # OUT holds pairs, so a list of two responses becomes one
+        if not holds_lists and len(scores) == 2 and scores[0] != scores[1]:
+            # a list of two responses becomes a pair
             ranked = record.responses if scores[0] > scores[1] else record.responses[::-1]
             record = record._replace(responses=ranked, is_list=False)
         try:
@@ -163,23 +164,20 @@ def convert_row(
     written |= {field: row[used[field]] for field in numbers if used.get(field) in row}
     if "scores" in used and not record.is_list:
         changes.append(f"the column {used['scores']} is left out")
-    held = {field: row[column] for field, column in used.items() if column in row}
     taken = {*target.columns.values(), *(field for field in NUMBER_FIELDS if field in used)}
-    others = {column: value for column, value in row.items() if column not in used.values()}
-    # a value that another column repeats is not lost, such as UltraFeedback's messages, which repeat chosen
-    lost = [
-        column
-        for column, value in others.items()
-        if column in taken and value not in (None, "", [], {}) and value not in held.values()
-    ]
+    unused = {column: value for column, value in row.items() if column not in used.values()}
+    copied = {column: value for column, value in unused.items() if column not in taken}
+    # an empty value is no loss, nor a value that a used column has too: UltraFeedback's messages repeat chosen
+    kept = [None, "", [], {}, *(row[column] for column in used.values() if column in row)]
+    lost = [column for column, value in unused.items() if column in taken and value not in kept]
     if is_system_unused(row, used, record):
         lost.append(used[SYSTEM])
     changes += [f"the column {column} is left out" for column in lost]
-    return written | {column: value for column, value in others.items() if column not in taken}, changes
+    return written | copied, changes
 
 
 def find_used_columns(rows: Sequence[Any], source: Source) -> dict[str, str]:
-    """Find the columns of the first of KINDS that rows hold."""
+    """Find IN's columns by field, for the first of KINDS that fits."""
     present = find_columns(rows)
     options: dict[str, Any] = {
         "name": NAME,
@@ -197,7 +195,7 @@ def find_used_columns(rows: Sequence[Any], source: Source) -> dict[str, str]:
 def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collection[str], report: Report) -> None:
     """Change the values that a kind of file cannot hold.
 
-    Raises InputError if they are of `needed` columns, or no Unicode where only JSON can hold that.
+    Raises InputError for a value of a `needed` column, and for a text that is not Unicode, which only JSON can hold.
     """
     if "json" not in suffix:
         for where, row in rows:
@@ -211,13 +209,13 @@ def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collec
             if is_table and isinstance(value, (list, dict)):
                 if key == TOOLS:
                     row[key] = json.dumps(value, ensure_ascii=False)
-                    continue
-                if key in needed:
+                elif key in needed:
                     raise InputError(
                         f"a {suffix} file cannot hold chat messages or turns ({where}): write .jsonl or .parquet"
                     )
-                report.add(f"the column {key} is left out", where)
-                del row[key]
+                else:
+                    report.add(f"the column {key} is left out", where)
+                    del row[key]
             elif not isinstance(value, (str, bool, int, float, list, dict, type(None))):
                 report.add(f"the column {key} is now text", where)
                 row[key] = str(value)
@@ -233,7 +231,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(path, "wt", encoding="utf-8", newline="") as file:
         if kind in SEPARATORS:
-            # with \r in it, the writer quotes texts that have a lone \r, which readers take for the end of a row
+            # with \r in `lineterminator` a text with a lone \r is quoted; else readers would end the row there
             writer = csv.DictWriter(file, names, delimiter=SEPARATORS[kind], lineterminator="\r\n")
             writer.writeheader()
             writer.writerows(rows)
@@ -246,15 +244,15 @@ def write_rows(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
 def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
     """Write rows that have the same columns to a Parquet file.
 
-    There all objects of a column have the same fields. If that would change tools or arguments of calls, as their
-    nulls, types or order of keys, they become JSON.
+    In Parquet all objects of a column have the same fields. If that would change nulls, types or the order of keys in
+    tools or arguments of calls, these become JSON.
     """
     import pyarrow.parquet
 
-    as_json = [_write_objects(row) for row in rows]
+    as_json = [_encode_objects(row) for row in rows]
     with suppress(pyarrow.ArrowException, OverflowError):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        read_back = (_write_objects(drop_nulls(row)) for row in pyarrow.parquet.read_table(path).to_pylist())
+        read_back = (_encode_objects(drop_nulls(row)) for row in pyarrow.parquet.read_table(path).to_pylist())
         if all(drop_nulls(row) == read for row, read in zip(as_json, read_back, strict=True)):
             return
     try:
@@ -263,16 +261,19 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
         raise InputError(f"a Parquet file cannot hold these columns ({error}): write .jsonl") from error
 
 
-def _write_objects(value: Any, key: str = "") -> Any:
-    """Write tools and arguments, however deep, as JSON."""
+def _encode_objects(value: Any, key: str = "") -> Any:
+    """Replace tools and arguments, however deep, by JSON."""
     if key in (TOOLS, "arguments") and isinstance(value, (list, dict)):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
-        return [_write_objects(item) for item in value]
-    return {key: _write_objects(item, key) for key, item in value.items()} if isinstance(value, dict) else value
+        return [_encode_objects(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _encode_objects(item, name) for name, item in value.items()}
+    return value
 
 
 def _encode(row: dict[str, Any]) -> str:
+    """Encode a row as JSON, with escapes if UTF-8 cannot hold it."""
     text = json.dumps(row, ensure_ascii=False, default=str)
     return json.dumps(row, default=str) if SURROGATE.search(text) else text
 

@@ -2,9 +2,9 @@
 
     python -m scripts.demo [--seed N | --seeds K] [--picture FILE.png]
 
-Writes `.cache/demo/{sft,dpo}` (of another seed than 0: `.cache/demo/seed-N/{sft,dpo}`) and a page about them,
+Writes `.cache/demo/{sft,dpo}` (for a seed other than 0: `.cache/demo/seed-N/{sft,dpo}`) and a page about them,
 `.cache/demo/report/report.html`. A completed stage is not run again (`make clean-demo` removes all of them).
-`--picture` also writes the picture that opens the page, as FILE.png and, for dark pages, FILE-dark.png. The README's:
+`--picture` also writes the picture that opens the page, as FILE.png and, for dark pages, FILE-dark.png. For the README:
 
     python -m scripts.demo --seeds 3 --picture docs/demo.png
 """
@@ -83,7 +83,7 @@ def run_stage(name: str, seed: int) -> None:
     if (run_dir / "LATEST").exists():
         print(f"{os.path.relpath(run_dir)} already exists; `make clean-demo` removes it")
         return
-    shutil.rmtree(run_dir, ignore_errors=True)  # an interrupted demo
+    shutil.rmtree(run_dir, ignore_errors=True)  # left by an interrupted demo
     exp_name = f"demo_{name}" + (f"_{seed}" if seed else "")
     command = [*STAGES[name], *COMMON, f"seed={seed}", f"exp_name={exp_name}", f"local_run_dir={run_dir}"]
     if name == "dpo":
@@ -151,7 +151,7 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
                 f"{name + seed:<17} {loss:>8}   {accuracy:>15}   {shares.courteous:>9.1%} {shares.curt:>8.1%} "
                 f"{shares.broken:>8.1%} {shares.mistaken:>15.1%}"
             )
-    print("\nBroken: no sentence that the data could contain. Another thing: a sentence about what was not asked for.")
+    print("\nBroken: a sentence that cannot be in the data. Another thing: a sentence about something not asked for.")
     print("Reward accuracy after SFT is 0: policy and reference are still the same model, and a tie counts as 0.")
 
 

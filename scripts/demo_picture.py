@@ -16,7 +16,7 @@ from dpo.data.demo import Shares
 Change = tuple[Shares, Shares]  # shares of answers before and after DPO
 STAGES = ("before DPO", "after DPO")
 TITLE = "answers to questions that the model was not trained on"
-ALT = "Bars of the courteous, curt and broken answers before and after DPO"  # a caption has the numbers
+ALT = "Bars of the courteous, curt and broken answers before and after DPO"  # the caption has the numbers
 KINDS = {"courteous": 2, "curt": 6, "broken": 1}  # a field of `Shares`: its colour's index in the theme
 
 

@@ -186,7 +186,7 @@ def probe_devices() -> list[Gpu]:
 
 
 def find_matmul_error(device: str, dtype: Any) -> str | None:
-    """Compare a product with an exact one; None unless it is wrong."""
+    """Describe the error of a matrix product; None if it is right."""
     import torch
 
     left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)  # (512, 512) each
@@ -218,10 +218,10 @@ def all_reduce(rank: int, backend: str, n: int, folder: str) -> None:
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    values = torch.arange(64_000_000 if on_gpu else 4_000_000, device=device) % 1000 + 1.0  # sums are exact
-    # rendezvous by a file: unlike a port, no other process can take it first
+    values = torch.arange(64_000_000 if on_gpu else 4_000_000, device=device) % 1000 + 1.0  # their sums are exact
+    # ranks meet at a file, which unlike a port no other process can take first
     store = dist.FileStore(os.path.join(folder, "rendezvous"), n)
-    device_id = device if on_gpu else None  # with a device NCCL connects now, not at the first collective
+    device_id = device if on_gpu else None  # given a device, NCCL connects now, not at the first sum
     dist.init_process_group(backend, store=store, rank=rank, world_size=n, device_id=device_id)
     expected = values * (n * (n + 1) / 2)  # the sum over ranks of `values * (rank + 1)`
     n_wrong, seconds = 0, []
@@ -354,7 +354,7 @@ def check_disk() -> list[Finding]:
 
     config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text("utf-8"))
     local_dir = Path(get_local_dir(config["local_dirs"])).absolute()
-    folder = next(path for path in (local_dir, *local_dir.parents) if path.exists())  # where runs will be made
+    folder = next(path for path in (local_dir, *local_dir.parents) if path.exists())  # the closest that exists
     if not os.access(folder, os.W_OK | os.X_OK):
         return [make_finding("disk", PROBLEM, f"{folder} is not writable")]
     free = shutil.disk_usage(folder).free

@@ -26,11 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "checkpoint", metavar="CHECKPOINT", help="a run, one of its step-N, LATEST, BEST, or a policy.pt"
     )
     parser.add_argument("out", metavar="OUT", help="the directory to make")
-    parser.add_argument(
-        "--merge", action="store_true", help="add an adapter to its base, for a model that needs no adapter"
-    )
+    parser.add_argument("--merge", action="store_true", help="write an adapter and its base as one model")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the exported weights (default: unchanged)")
-    parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="the base model, instead of that of the run's config")
+    parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="the base model, instead of the run's own")
     add_trust_option(parser)
     options = parser.parse_args(arguments)
 

@@ -26,7 +26,7 @@ def main() -> int:
         "--minutes",
         type=float,
         default=30,
-        help="limit of the whole check (30); tests that might exceed it are skipped",
+        help="limit of the whole check (default: 30); tests that might exceed it are skipped",
     )
     parser.add_argument("--only", metavar="NAME,NAME", default=",".join(NAMES), help=f"some of {', '.join(NAMES)}")
     options, pytest_options = parser.parse_known_args()

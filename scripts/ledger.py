@@ -59,7 +59,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
         options["tokenizer"] = tokenizer
     texts = {}
     for (split, dataset), wanted_digests in digests.items():
-        # only pairs and ranked lists have margins, so no other kind of example is listed
+        # `pairs` has no other kind of example, as only pairs and ranked lists have margins
         kind = {"trains_on": run.trains_on or "pairs", "list_pairs": plan.data.list_pairs}
         for prompt in iterate_prompts(get_dataset, [dataset], split, **kind, **options):
             for index in range(len(prompt.examples)):

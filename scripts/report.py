@@ -34,7 +34,7 @@ def list_runs(path: Path) -> list[Path]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.report", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; of several runs: report")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/report; for several runs: report")
     add_trust_option(parser)
     options = parser.parse_args(arguments)
 

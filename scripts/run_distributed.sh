@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# train.py under torchrun, on one machine or as one of several.
+# train.py under torchrun, on one machine or on each of several.
 #
 #     scripts/run_distributed.sh loss=sft model=pythia28 trainer=FSDPTrainer ...        # one process per GPU
 #     scripts/run_distributed.sh 4 loss=sft model=pythia28 trainer=FSDPTrainer ...      # 4 processes

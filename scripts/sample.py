@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def sample(options: argparse.Namespace) -> None:
     """Load models, and answer prompts of a file or typed ones."""
-    # before models are loaded, as a wrong file is found at once
+    # a wrong file is refused before models are loaded
     given_prompts, tools = ([], []) if options.file is None else read_prompts(options.file, options.out)
 
     import transformers
@@ -128,15 +128,15 @@ def sample(options: argparse.Namespace) -> None:
     )
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
     panel = load_panel(options.paths, choices, log=lambda line: print(line, file=sys.stderr))
-    form = f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)"
+    form_note = f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)"
     if options.file is None:
-        converse(panel, sampling, form)
+        converse(panel, sampling, form_note)
         return
     prompts = [
         panel.encode(prompt, f"record {number} of {options.file}", sampling, its_tools)
         for number, (prompt, its_tools) in enumerate(zip(given_prompts, tools, strict=True), start=1)
     ]
-    print(form)
+    print(form_note)
     answer_file(panel, sampling, given_prompts, prompts, out=options.out, batch_size=options.batch_size)
 
 
@@ -181,30 +181,28 @@ def answer_file(
             answers_by_prompt = panel.answer(batch, numbers, sampling)
             rewards_by_prompt = panel.rewards(batch, answers_by_prompt)
             for number, answers, rewards in zip(numbers, answers_by_prompt, rewards_by_prompt, strict=True):
-                json_rewards: dict[str, float | None] = dict.fromkeys(rewards)  # null for NaN, infinity and no reward
-                for name, reward in rewards.items():
-                    if reward is not None and math.isfinite(reward):
-                        json_rewards[name] = reward
-                        finite_rewards.setdefault(name, []).append(reward)
+                finite = {name: r for name, r in rewards.items() if r is not None and math.isfinite(r)}
+                for name, reward in finite.items():
+                    finite_rewards.setdefault(name, []).append(reward)
                 texts: dict[str, str | None] = {name: answer.text for name, answer in answers.items()}
-                texts.setdefault("reference", None)
-                tokens = {name: len(answer.tokens) for name, answer in answers.items()}
-                tokens = {"prompt": len(prompts[number]), **tokens}
-                line = {"prompt": given_prompts[number], **texts, "rewards": json_rewards, "tokens": tokens}
+                texts.setdefault("reference", None)  # if there is no reference
+                json_rewards = {name: finite.get(name) for name in rewards}  # null for NaN, infinity and no reward
+                n_tokens = {"prompt": len(prompts[number])} | {name: len(a.tokens) for name, a in answers.items()}
+                line = {"prompt": given_prompts[number], **texts, "rewards": json_rewards, "tokens": n_tokens}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
     means = ""
-    for name, rewards in finite_rewards.items():
-        means += f"; mean reward of the {name} {fmean(rewards):.4g}"
-        if len(rewards) < len(prompts):
-            means += f" over {len(rewards)} answers"
+    for name, model_rewards in finite_rewards.items():
+        means += f"; mean reward of the {name} {fmean(model_rewards):.4g}"
+        if len(model_rewards) < len(prompts):
+            means += f" over {len(model_rewards)} answers"
     print(f"{count(len(prompts), 'prompt')} answered in {out}{means}")
 
 
 # --- prompts that are typed ----------------------------------------------------------------------------------------
 
 
-def converse(panel: Panel, sampling: Sampling, form: str) -> None:
+def converse(panel: Panel, sampling: Sampling, form_note: str) -> None:
     """Answer prompts while they are typed, or read from a pipe."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if on_terminal:
@@ -212,7 +210,7 @@ def converse(panel: Panel, sampling: Sampling, form: str) -> None:
             import readline  # noqa: F401  (arrow keys in input())
         print("Type a prompt of one line, then Enter; --file takes prompts of several lines.")
         print("Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at the prompt, ends the session.")
-    print(form)
+    print(form_note)
     show = show_columns if on_terminal else show_lines
     for number, line in enumerate(iterate_typed(on_terminal)):
         try:
@@ -222,7 +220,7 @@ def converse(panel: Panel, sampling: Sampling, form: str) -> None:
         except KeyboardInterrupt:
             if not on_terminal:
                 raise
-            print("ended")  # this answer; the next prompt follows
+            print("ended")  # the answer, not the session
 
 
 def iterate_typed(on_terminal: bool) -> Iterator[str]:

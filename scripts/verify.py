@@ -3,8 +3,8 @@
     python -m scripts.verify RUN_OR_CHECKPOINT [...] [--json]
 
 A run's directory means all of its `step-N`, newest first. Prints one line per checkpoint. Exit status: 0 if all are
-intact, 1 if one is damaged, 2 if a path is neither a run nor a checkpoint. Changes nothing. Resuming verifies the
-checkpoint that it continues from in the same way.
+intact, 1 if one is damaged, 2 if a path is neither a run nor a checkpoint. Changes nothing. A resumed run verifies its
+checkpoint in the same way.
 """
 
 from __future__ import annotations

@@ -188,7 +188,8 @@ def smooth(values: np.ndarray, *, width: int | None = None, robust: bool = False
     """
     n = len(values)
     indices = np.unique(np.linspace(0, max(n - 1, 0), min(n, MOST_POINTS)).astype(int))  # evenly spaced
-    half = (width or max(5, n // 15 | 1)) // 2  # `| 1` makes it odd
+    width = width or max(5, n // 15 | 1)  # `| 1` makes it odd
+    half = width // 2
     average = np.median if robust else np.mean
     smoothed = []
     for i in indices:
@@ -300,8 +301,9 @@ def _style_axis(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
+    shows_chance = bool(chart.baseline)  # a baseline other than 0 is the accuracy of chance
     if chart.in_percent:
-        bottom = _find_lowest_accuracy(lines) - 0.06 if chart.baseline else -0.03
+        bottom = _find_lowest_accuracy(lines) - 0.06 if shows_chance else -0.03
         axis.set_ylim(bottom, 1.03)
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
     if chart.from_zero:
@@ -309,7 +311,7 @@ def _style_axis(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_number(value)))
     if chart.baseline is not None:
         axis.axhline(chart.baseline, color=LIGHT.muted, linewidth=0.8, alpha=0.7)
-    if chart.baseline:  # not 0, so the accuracy of chance
+    if shows_chance:
         axis.annotate(
             "chance",
             (1, chart.baseline),  # at the right end, two points above the baseline

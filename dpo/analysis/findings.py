@@ -20,7 +20,7 @@ RULES = (  # in the order of the page: the rule, the kinds of data it is for, wh
     Rule(on_training.clipping, ANY, ("grad_norm",)),
     Rule(on_pairs.data_counts, ANY),
     Rule(on_pairs.leakage, ANY),
-    # an online run's pairs change with the policy, and its scorer may contradict the labels of held-out pairs
+    # these are not for online runs, whose pairs change with the policy, and whose scorer may contradict held-out labels
     Rule(on_training.worse_than_reference, PAIRS, ("loss/eval",)),
     Rule(on_training.reward_accuracy, PAIRS, (EVAL_ACCURACY,)),
     Rule(on_training.no_better_than_chance, PAIRS, (EVAL_ACCURACY,)),

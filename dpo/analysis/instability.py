@@ -11,21 +11,21 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 # a spike is above SPIKE_RATIO times the median of the last 100 values, and above LARGEST_RATIO times the largest value
-# before it, other spikes aside. The second condition is for late updates: once most pairs are learned, the loss of a
-# small batch is that of its worst pair, and many values are far above the median. With an exponential tail, a value
-# exceeds 3 times the largest of n before it with a probability of 6 / ((n + 1) (n + 2) (n + 3))
+# before it, other spikes aside. The second condition is for late updates: once most pairs are learned, a small batch
+# has the loss of its worst pair, and many values are far above the median. With an exponential tail, a value exceeds
+# 3 times the largest of the n values before it with a probability of 6 / ((n + 1) (n + 2) (n + 3))
 SPIKE_RATIO, LARGEST_RATIO = 10.0, 3.0
 FIRST_BLOCK = 100  # values in the first block of `RecentLargest`
-FEWEST_VALUES = 20  # before the first spike; their mean sets the scale for FAINT
+FEWEST_VALUES = 20  # values before the first possible spike; their mean sets the scale for FAINT
 FAINT = 0.01  # a value below this fraction of the mean of the first 20 values is not a spike
 
 # collapse, in a short window of updates and in a long one
 SHORT_WINDOW = 16  # updates
 FEWEST_UPDATES, FEWEST_PAIRS = 50, 256  # the long window has at least this many of both
 COLLAPSE_ERRORS = 4.0  # standard errors by which the mean loss of the long window is too high
-HUGE, HUGE_EVALUATED = 5.0, 20.0  # multiples of the start's loss: a huge loss of an update; of an evaluation
+HUGE, HUGE_EVALUATED = 5.0, 20.0  # multiples of the start's loss that are huge in an update, and in an evaluation
 LEAST_START_LOSS = 0.5  # a multiple of a start's loss near 0 would be near 0 too, so this is multiplied instead
-UPDATES_AT_START = 10  # averaged as the start of a loss without a reference, as its value at the start is not known
+UPDATES_AT_START = 10  # updates averaged as the start of a loss without a reference: a single one says too little
 
 WHAT_TO_TRY = (
     "By its own loss the policy is worse than before training, and seldom recovers by itself: stop, and start again "
@@ -33,9 +33,9 @@ WHAT_TO_TRY = (
 )
 
 
-def updates_at_start(reference: bool) -> int:
-    """Number of updates that stand for an evaluation before the first."""
-    return 1 if reference else UPDATES_AT_START
+def updates_at_start(has_reference: bool) -> int:
+    """Number of first updates that stand for an evaluation before training."""
+    return 1 if has_reference else UPDATES_AT_START
 
 
 class Means(NamedTuple):
@@ -46,16 +46,15 @@ class Means(NamedTuple):
 
 
 class RecentLargest:
-    """Largest of the values added, without early ones.
+    """Largest of the values added, early values aside.
 
     Losses and gradients may be large at the start. The values are in blocks: the first has `FIRST_BLOCK`, each later
-    one is as long as all before it. Those in the current block and in the one before it count, so at least the later
-    half of all.
+    one is as long as all before it. Values in the current and the previous block count: at least the later half of all.
     """
 
     def __init__(self, value: float = -math.inf) -> None:
         self.value, self._largest_in_block = value, -math.inf
-        self._n, self._block_end = 0, FIRST_BLOCK  # values added; when the block ends
+        self._n, self._block_end = 0, FIRST_BLOCK  # values added: now, and at the end of the block
 
     def add(self, value: float) -> None:
         self.value = max(self.value, value)
@@ -69,14 +68,14 @@ class RecentLargest:
 class InstabilityDetector:
     """Detector of spikes and collapse in a run's logged values.
 
-    Where policy and reference are equal, every loss has the value of having learned nothing (docs/metrics.md). The
-    first evaluation or update of a run shows that value under all of its options: later losses are compared with it.
+    While policy and reference are equal, a loss has the value of a policy that learned nothing (docs/metrics.md). The
+    first evaluation or update shows this value, whatever the loss's options: later losses are compared with it.
     """
 
     def __init__(self, batch_size: float, start: Means | None = None) -> None:
         self.start = start
         self.first: dict[str, float] = {}  # mean of each metric's first 20 values
-        self.largest: dict[str, RecentLargest] = {}  # of each metric's values that are no spikes
+        self.largest: dict[str, RecentLargest] = {}  # by metric; spikes are not added
         self._earlier: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("grad_norm", "loss/train")}
         updates_with_fewest_pairs = math.ceil(FEWEST_PAIRS / batch_size) if batch_size > 0 else FEWEST_PAIRS
         self._long_window = max(FEWEST_UPDATES, updates_with_fewest_pairs)
@@ -146,9 +145,9 @@ class InstabilityDetector:
         return evaluation.loss > self._multiply_start_loss(HUGE_EVALUATED)
 
     def _multiply_start_loss(self, factor: float) -> float:
-        """Multiply the start's loss; a loss near 0 counts as larger.
+        """Multiply the start's loss; its size counts as at least LEAST_START_LOSS.
 
-        The result is above the loss even if that is negative.
+        The result is above the start's loss even if it is negative.
         """
         assert self.start is not None
         return self.start.loss + (factor - 1) * max(abs(self.start.loss), LEAST_START_LOSS)

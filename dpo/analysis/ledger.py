@@ -187,7 +187,7 @@ class LedgerSummary:
         was = "was" if self.n_never_flipped == 1 else "were"
         never_flipped = (
             f"{self.n_never_flipped:,} of {count(self.n_seen_again, 'pair')} that were seen at least twice {was} wrong "
-            "each time: with a margin never above 0."
+            "each time, with a margin never above 0."
         )
         suspected = count(self.n_suspected_noise, "pair was", "pairs were")
         noise = f"{suspected} never ranked right, and wrong by at least the median size of margins at that time."
@@ -259,7 +259,7 @@ def count_clearly_wrong(table: pa.Table) -> ClearlyWrong | None:
 
 
 def _expect_clearly_wrong(right: float) -> float:
-    """Expect the share of clearly wrong pairs among normal margins.
+    """Compute the share of pairs that normal margins would make clearly wrong.
 
     `right` is the share of margins above 0. The standard deviation is 1, as the scale of margins does not matter.
     """
@@ -407,7 +407,7 @@ def _make_length_table(lengths: Lengths) -> Table:
 def _make_drift_table(drift: Sequence[Period]) -> Table:
     if any(period.margin is not None for period in drift):  # pairs
         fields = ["margin", "right", "chosen_change", "rejected_change"]
-    else:  # targets, which have no change without a reference; or labels
+    else:  # targets or labels; without a reference they have no change
         names = ("policy_chosen", "chosen_change", "rejected_change")
         fields = [name for name in names if any(getattr(period, name) is not None for period in drift)]
     rows = []
@@ -452,7 +452,7 @@ def _is_train(table: pa.Table) -> np.ndarray:
 def _is_before_first_update(table: pa.Table) -> np.ndarray:
     """Return whether the policy of each row had no update yet, (rows,)."""
     updates = _numbers(table, "update")
-    # a training row has the number of its own update, from 1; an evaluation's, the number of updates before it
+    # a training row has the number of its own update, from 1; an evaluation row has the number of updates before it
     return np.where(_is_train(table), updates == 1, updates == 0)
 
 

@@ -63,7 +63,7 @@ def make_schema(names: Collection[str]) -> pa.Schema:
     return WEIGHTED_SCHEMA if "weight" in names else SCHEMA
 
 
-def encoded(schema: pa.Schema) -> pa.Schema:
+def encode_schema(schema: pa.Schema) -> pa.Schema:
     """Return a schema with recurring texts dictionary-encoded."""
     fields = []
     for field in schema:
@@ -103,7 +103,7 @@ def write_parquet(stream: Path, target: Path) -> int:
 
     Returns the number of rows.
     """
-    n_rows, schema = 0, encoded(_read_schema(stream))
+    n_rows, schema = 0, encode_schema(_read_schema(stream))
     with (
         replacing(target) as unfinished,
         pq.ParquetWriter(unfinished, schema, compression="zstd", use_dictionary=list(RECURRING)) as writer,
@@ -121,13 +121,13 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
     """
     stream, parquet = run_dir / STREAM, run_dir / PARQUET
     if stream.exists():
-        empty = encoded(_read_schema(stream)).empty_table()  # there may be no rows yet
+        empty = encode_schema(_read_schema(stream)).empty_table()  # there may be no rows yet
         table = pa.concat_tables([empty, *_read_row_groups(stream)])
     elif parquet.exists():
         check_readable(parquet)
         with _explaining_errors(parquet):
             table = pq.read_table(parquet)
-            table = table.cast(encoded(make_schema(table.schema.names)))
+            table = table.cast(encode_schema(make_schema(table.schema.names)))
     else:
         return None
     return table.unify_dictionaries().combine_chunks()
@@ -155,7 +155,7 @@ def _read_row_groups(stream: Path) -> Iterator[pa.Table]:
 
 def encode(table: pa.Table) -> pa.Table:
     """Combine a table's chunks and dictionary-encode recurring texts."""
-    schema = encoded(make_schema(table.schema.names))
+    schema = encode_schema(make_schema(table.schema.names))
     columns = [table[field.name].combine_chunks().cast(field.type) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 
@@ -189,9 +189,9 @@ def find_end(stream: Path, size: int) -> int:
 
 
 def _read_appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
-    """Yield each append and its end, up to the first incomplete one.
+    """Yield each complete append, and the byte where it ends.
 
-    An end is in bytes. The first item is None and the end of the schema.
+    The first item is None and the end of the schema.
     """
     with stream.open("rb") as file:
         with _explaining_errors(stream):
@@ -204,7 +204,7 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
         except pa.ArrowException:
             return
         except OSError as error:
-            if error.errno is not None:  # an error of the system; Arrow's own error for a truncated batch has none
+            if error.errno is not None:  # Arrow's own error for a truncated batch has no errno
                 raise
 
 

@@ -1,8 +1,8 @@
 """Losses as functions of a pair's rewards, without torch.
 
-`dpo/losses/formulas.py` has them as functions of log-probabilities. From these the report computes how strong a loss's
-gradient still is, and how much the losses of pairs vary. Losses that are no function of a pair's two rewards are left
-out: those without rewards, that compare the pairs of a batch, or with an option that adds another term.
+`dpo/losses/formulas.py` has them as functions of log-probabilities. The report needs these shapes to compute how strong
+a loss's gradient still is, and how much the losses of pairs vary. A loss that is no function of a pair's two rewards
+has no shape: it has no rewards, compares the pairs of a batch, or has an option that adds another term.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LossShape(NamedTuple):
 
 
 def find_loss_shape(config: Any) -> LossShape | None:
-    """Find the shape of the loss in `config.loss`; None without one."""
+    """Find the shape of the loss that `config` describes; None without one."""
     if not isinstance(config, Mapping):
         return None
     name = str(config.get("name"))

@@ -14,7 +14,7 @@ from dpo.analysis.runs import Log, Run, first_tenth, number
 
 USEFUL = 0.55  # below this accuracy nothing useful was learned
 SIDES = ("chosen", "rejected")
-PAIR_COLUMNS = (  # of the ledger, which `evaluated_pairs` reads
+PAIR_COLUMNS = (  # columns of the ledger that `evaluated_pairs` reads
     "loss", "margin", "chosen_tokens", "rejected_tokens",
     "policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected",
 )  # fmt: skip
@@ -34,7 +34,7 @@ def wilson_interval(share: float, n: float) -> tuple[float, float]:
 
 
 def is_inconclusive(accuracy: float, n: float) -> bool:
-    """Return whether both chance and a useful accuracy would explain an accuracy."""
+    """Return whether an accuracy's interval includes both chance and USEFUL."""
     low, high = wilson_interval(accuracy, n)
     return low <= 0.5 and high >= USEFUL
 
@@ -47,8 +47,8 @@ def accuracy_error(accuracy: float, n: float) -> float:
 def best_of_many_quantile(n: int) -> float:
     """Standard errors by which the best of n may lead by chance.
 
-    In 19 of 20 runs or more, none of the n is better than a given other value by more standard errors of their
-    difference (Bonferroni's correction).
+    If n values differ from a given one by chance alone, in at least 19 of 20 runs none is better by more standard
+    errors of the difference (Bonferroni's correction).
     """
     return NormalDist().inv_cdf(1 - 0.05 / max(n, 1))
 
@@ -66,8 +66,8 @@ def is_above(share: float, limit: float, n: float) -> bool:
 def mean_error(values: np.ndarray) -> float:
     """Standard error of the mean of successive values, which may be correlated.
 
-    With a correlation c of neighbours, that of values at distance k is taken to be c^k. Their mean then has
-    (1 + c) / (1 - c) times the variance that it has without correlation.
+    If neighbours have a correlation c, values at distance k are taken to have c^k. This multiplies the variance of the
+    mean by (1 + c) / (1 - c).
     """
     n, centered = len(values), values - values.mean()
     sum_of_squares = float(centered @ centered)
@@ -146,7 +146,7 @@ def evaluation_loss_error(run: Run) -> float:
 def find_start(run: Run) -> Means | None:
     """Find the mean loss and margin before training.
 
-    They are those of an evaluation before the first update or, without one, of the first updates. None if neither was
+    They come from an evaluation before the first update or, without one, from the first updates. None if neither was
     logged.
     """
     if len(run.eval) and run.eval.updates[0] == 0:
@@ -165,9 +165,9 @@ def _average_first_rows(log: Log, split: str, n: int) -> Means | None:
 
 
 def mean_near(run: Run, name: str, examples: float) -> float:
-    """Mean of a training metric over a tenth of the updates.
+    """Mean of a training metric over the updates just before `examples`.
 
-    They are the last ones up to `examples` or, if there are none before, the first tenth.
+    It takes as many as a tenth of the run's updates, or the first tenth if none is that early.
     """
     examples_trained, values = run.train.points(name)
     tenth = max(10, len(values) // 10)
@@ -197,7 +197,7 @@ class Change(NamedTuple):
 def find_change(run: Run, stem: str = "logps") -> Change | None:
     """Find the change of the metrics STEM_SPLIT/chosen and STEM_SPLIT/rejected.
 
-    It is that from the first evaluation to the last or, with fewer than two, from the first updates to the last.
+    The last evaluation is compared with the first or, if there are fewer than two, the last updates with the first.
     """
     for split, log in (("eval", run.eval), ("train", run.train)):
         chosen, rejected = (log.points(f"{stem}_{split}/{side}")[1] for side in SIDES)
@@ -234,8 +234,9 @@ def margin_parts(run: Run) -> MarginParts | None:
     """
     if not run.has_pairs or run.trains_reward_model:
         return None
-    examples = run.eval.points("rewards_eval/chosen")[0]
-    split = "eval" if len(examples) and examples[-1] > 0 else "train"
+    examples, _ = run.eval.points("rewards_eval/chosen")
+    is_evaluated = len(examples) > 0 and examples[-1] > 0  # after an update
+    split = "eval" if is_evaluated else "train"
     chosen, rejected = (run.tail(split, f"rewards_{split}/{side}") for side in SIDES)
     if not (math.isfinite(chosen) and math.isfinite(rejected)):
         return None
@@ -307,8 +308,8 @@ def evaluated_pairs(run: Run, n_updates: float) -> dict[str, np.ndarray] | None:
 def compare_evaluations(run: Run, name: str, first: float, last: float) -> tuple[float, float] | None:
     """Mean change per pair between two evaluations, and its standard error.
 
-    `name` is that of a column of `evaluated_pairs`, `first` and `last` are numbers of updates. None unless the ledger
-    has both evaluations of the same pairs.
+    `name` is a column of `evaluated_pairs`, `first` and `last` are numbers of updates. None unless the ledger has both
+    evaluations, of the same pairs.
     """
     before, after = evaluated_pairs(run, first), evaluated_pairs(run, last)
     if before is None or after is None:
@@ -346,12 +347,12 @@ class Cost(NamedTuple):
 
 def measure_cost(run: Run) -> Cost:
     gpus, processes = run.env.get("gpus"), number(run.env.get("processes"))
-    if not (isinstance(gpus, list) and gpus):
-        devices, kind = number(run.env.get("cpus")), "CPU"
-    elif processes > 1:  # several processes use a GPU each, a single one uses all it sees
-        devices, kind = processes, "GPU"
+    if isinstance(gpus, list) and gpus:
+        kind = "GPU"
+        devices = processes if processes > 1 else float(len(gpus))  # a single process uses all GPUs that it sees
     else:
-        devices, kind = float(len(gpus)), "GPU"
+        kind = "CPU"
+        devices = number(run.env.get("cpus"))
     started = _parse_time(run.env.get("started"))
     ended = datetime.now(UTC) if run.state.word == "training" else _parse_time(run.env.get("ended"))
     elapsed = max(0.0, (ended - started).total_seconds()) if started and ended else math.nan

@@ -79,15 +79,15 @@ def write_report(
 
     Raises InputError for a path that is not a run's, and if `out` cannot be written.
     """
-    read = read_runs(runs, ended=ended)
+    contents = read_runs(runs, ended=ended)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        pictures = list(draw_all(read))
+        pictures = list(draw_all(contents))
         for picture in pictures:
             with replacing(out / f"{picture.name}.png") as unfinished:
                 unfinished.write_bytes(picture.png)
         page = out / REPORT.name
-        html = render(read, pictures, lead, find_texts)
+        html = render(contents, pictures, lead, find_texts)
         with replacing(page) as unfinished:
             unfinished.write_bytes(html.encode("utf-8", "replace"))
     except OSError as error:
@@ -158,7 +158,7 @@ def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSum
     ledger = summarize(run.ledger, top=LEDGER_PAIRS).explain_missing_pairs(run)
     if find_texts is not None:
         ledger = ledger.find_texts(run, find_texts)
-    # whether texts were found: those of drawn pairs need not be, as they are in the ledger
+    # drawn pairs, which have scores, have their texts in the ledger; all others need texts from the datasets
     texts_from_data = [pair.texts for pair in ledger.listed if pair.scores is None]
     if texts_from_data and not any(texts_from_data):
         command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
@@ -181,5 +181,6 @@ def _find_best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
     best = set()
     for (label, _), ranks in comparable.items():
         if len(ranks) > 1:  # a single run is not the best of anything
-            best |= {(path, label) for path, rank in ranks.items() if rank == max(ranks.values())}
+            highest = max(ranks.values())
+            best |= {(path, label) for path, rank in ranks.items() if rank == highest}
     return best

@@ -27,8 +27,8 @@ class Finding(NamedTuple):
 
     level: str  # WARNING or NOTE
     title: str
-    value: str  # of the metrics it is about
-    text: str  # what they mean, and what to do
+    value: str  # the numbers it is about
+    text: str  # what these mean, and what to do
 
 
 def warning(title: str, value: str, text: str) -> Finding:
@@ -55,7 +55,7 @@ class Rule(NamedTuple):
 def _has(run: Run, name: str) -> bool:
     """Return whether a run has what a rule needs.
 
-    Of a metric, it is a number after an update: before the first one, policy and reference are equal.
+    A metric must have a value after an update: before the first one, policy and reference are equal.
     """
     if name == "samples":
         return bool(run.samples)

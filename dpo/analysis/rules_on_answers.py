@@ -42,9 +42,10 @@ class Continuation(NamedTuple):
 
 
 def _pair_samples(run: Run) -> tuple[list[tuple[Continuation, Continuation]], str]:
-    """Pair the policy's newest samples with others, and name the others.
+    """Pair the policy's newest samples with samples to compare them with.
 
-    A pair has the same prompt. The other sample is the reference's; without a reference, the policy's earliest.
+    These are the reference's for the same prompts or, without a reference, the policy's earliest; the second value says
+    which.
     """
     earliest, newest = run.samples_at(0), run.samples_at(-1)
     with_reference = [(_read(new), _read(new, "reference")) for new in newest if new["reference"] is not None]
@@ -59,20 +60,20 @@ def _read(sample: Mapping[str, Any], model: str = "policy") -> Continuation:
 
 
 class Flawed(NamedTuple):
-    """The policy's samples with a flaw, beside others of the same prompts."""
+    """The policy's samples with a flaw, against others of the same prompts."""
 
     value: str  # of the finding: how many samples have the flaw
-    are_all: bool
-    share_of_others: float  # that have the flaw too; NaN without others
-    probability: float  # of as many or more by chance alone
+    all_flawed: bool  # all of the policy's samples
+    share_of_others: float  # share of the others that have the flaw; NaN without others
+    probability: float  # that chance alone gives as many or more
 
 
 def _count_flawed(run: Run, is_flawed: Callable[[Continuation], bool | None]) -> Flawed | None:
     """Count the policy's newest flawed samples; None for 5 % or fewer.
 
-    The probability is that of a sign test: where one sample of a pair has the flaw and the other has not, chance makes
-    it the policy's half of the time. Without others, or if all of them have the flaw, each of the policy's flawed
-    samples counts as such a pair. `is_flawed` returns None if it is not known.
+    The probability is from a sign test on the pairs in which just one sample has the flaw: by chance this is the
+    policy's in half of them. Without others, or if all of these have the flaw, each of the policy's flawed samples
+    counts as such a pair. `is_flawed` returns None if it is not known.
     """
     all_flaws = [is_flawed(_read(sample)) for sample in run.samples_at(-1)]
     flaws = [flaw for flaw in all_flaws if flaw is not None]
@@ -98,9 +99,9 @@ def _count_flawed(run: Run, is_flawed: Callable[[Continuation], bool | None]) ->
 
 def empty_samples(run: Run) -> Iterator[Finding]:
     empty = _count_flawed(run, lambda continuation: not continuation.text.strip())
-    if empty is None or (empty.probability > 0.1 and not empty.are_all):
+    if empty is None or (empty.probability > 0.1 and not empty.all_flawed):
         return
-    if empty.are_all and empty.share_of_others == 1:
+    if empty.all_flawed and empty.share_of_others == 1:
         why = (
             "The samples beside these are empty too: the model says nothing after these prompts whatever it is trained "
             "on. Look at the data and the archive that it started from."
@@ -114,7 +115,7 @@ def empty_samples(run: Run) -> Iterator[Finding]:
         why = "Look for empty targets in the data, and take an earlier checkpoint."
     yield Finding(
         WARNING if empty.probability <= 0.05 else NOTE,
-        "The policy says nothing" if empty.are_all else "Some of the policy's samples are empty",
+        "The policy says nothing" if empty.all_flawed else "Some of the policy's samples are empty",
         empty.value,
         f"An empty sample has no text: the policy ends it at once, or writes only white space. {why}",
     )
@@ -133,17 +134,17 @@ def cut_off_samples(run: Run) -> Iterator[Finding]:
             "as they go, raise n_eval_tokens; if they repeat themselves or ramble, take an earlier checkpoint, or "
             "train with a smaller lr or fewer epochs.",
         )
-    elif cut_off.are_all:
+    elif cut_off.all_flawed:
         yield note(
             "All samples are cut off",
             cut_off.value,
-            f"None of the policy's ends within n_eval_tokens={run.setting('n_eval_tokens')} and max_length. Raise them "
-            "or, if its answers never end, start from a model that SFT (loss=sft) taught to end them.",
+            f"No sample of the policy ends within n_eval_tokens={run.setting('n_eval_tokens')} and max_length. Raise "
+            "these keys or, if its answers never end, start from a model that SFT (loss=sft) taught to end them.",
         )
 
 
 def sample_lengths(run: Run) -> Iterator[Finding]:
-    """Samples much longer or shorter than the reference's, empty ones aside.
+    """Samples much longer or shorter than the reference's, without empty samples.
 
     One very long sample alone moves the means, so lengths must also differ prompt by prompt, by more than chance.
     """
@@ -162,11 +163,11 @@ def sample_lengths(run: Run) -> Iterator[Finding]:
     is_beyond_chance = low > 0 if ratio > 1 else high < 0
     if not is_beyond_chance:
         return
-    low, typical, high = (figure(math.exp(log_ratio), 2) for log_ratio in (low, mean_log_ratio, high))
+    least, typical, most = (figure(math.exp(log_ratio), 2) for log_ratio in (low, mean_log_ratio, high))
     value = (
         f"{figure(policy_mean)} word{'' if policy_mean == 1 else 's'} on average, {source} {figure(other_mean)} "
         f"({count(len(not_empty), 'sample')}); after the same prompt {typical} times as many words, "
-        f"98 % interval {low} to {high}"
+        f"98 % interval {least} to {most}"
     )
     if ratio > 1:
         yield warning(
@@ -199,7 +200,7 @@ def accuracies_online(run: Run) -> Iterator[Finding]:
             "; ".join(values),
             f"Training pairs are new answers of the policy{mixed}: their accuracy says how often its implicit rewards "
             f"agree with {labels} on answers that the policy was not yet trained on. This accuracy need not rise. "
-            "Evaluation pairs are those of the datasets, whose labels the scorer does not know. Go by "
+            "Evaluation pairs have labels of the datasets, which the scorer does not know. Go by "
             "online_eval/score and online_eval/win_rate, on held-out prompts; BEST goes by the score.",
         )
 
@@ -223,10 +224,10 @@ def unfinished_answers(run: Run) -> Iterator[Finding]:
     if is_below(share_ended, 0.9, n):
         has_penalty = number(run.setting("online.missing_eos_penalty")) > 0
         penalty = "" if has_penalty else "set online.missing_eos_penalty, "
-        are_most = is_below(share_ended, 0.5, n)
+        most_are_cut_off = is_below(share_ended, 0.5, n)
         yield Finding(
-            WARNING if are_most else NOTE,
-            "Most answers are cut off" if are_most else "Some answers are cut off",
+            WARNING if most_are_cut_off else NOTE,
+            "Most answers are cut off" if most_are_cut_off else "Some answers are cut off",
             f"online/eos {figure(share_ended)}: this share of answers ends within online.max_new_tokens={limit}",
             "The scorer rates answers without an end, and the policy does not learn where to stop. Raise "
             f"online.max_new_tokens, {penalty}or start from a model that SFT (loss=sft) taught to end its answers.",
@@ -256,7 +257,7 @@ def ties(run: Run) -> Iterator[Finding]:
             "log-ratios of the two together, and teaches nothing about better answers."
         )
     keys_to_raise = "online.temperature"
-    if run.setting("online.labels") != "bradley_terry":  # with it DPO's optimum needs two answers to a prompt, not more
+    if run.setting("online.labels") != "bradley_terry":  # DPO on drawn labels needs exactly two answers
         keys_to_raise = f"online.n_samples or {keys_to_raise}"
     yield Finding(
         WARNING if skips else NOTE,
@@ -270,7 +271,7 @@ def ties(run: Run) -> Iterator[Finding]:
 
 def scores(run: Run) -> Iterator[Finding]:
     first, last = run.ends("online/score")
-    if len(run.train.points("online/score")[1]) < 20:  # otherwise first and last overlap
+    if len(run.train.points("online/score")[1]) < 20:  # so few that `first` and `last` overlap
         return
     change, bound = change_and_bound(first, last)
     gap = run.tail("train", "online/score_best") - run.tail("train", "online/score_worst")
@@ -282,7 +283,7 @@ def scores(run: Run) -> Iterator[Finding]:
         yield note(
             "Scores rise",
             value,
-            "Answers drawn later score higher. Read some: scores may rise by what the scorer overlooks.",
+            "Answers drawn later score higher. Read some: the policy may exploit errors of the scorer.",
         )
     elif change < -bound:
         yield warning(
@@ -300,7 +301,7 @@ def scores(run: Run) -> Iterator[Finding]:
         )
     else:
         yield note(
-            "Scores cannot be told from unchanged ones",
+            "No clear change in scores",
             value,
             "The updates are too few, or their scores vary too much, to see whether answers get better. Compare "
             "online_eval/score, which has the same prompts each time, or train for more updates.",
@@ -345,8 +346,8 @@ def divergence(run: Run) -> Iterator[Finding]:
         "The policy has gone far from the reference",
         f"online/kl {figure(nats)} nats{per_token}{fallen}",
         f"By the geometric mean, the pairs' answers are e^{figure(nats)} times as likely under the policy as under "
-        "the reference; for long answers that is ordinary. That far away scores often rise by what the scorer "
-        f"overlooks: read what was drawn{advice}.",
+        "the reference; for long answers that is ordinary. That far away the policy often exploits errors of the "
+        f"scorer: read what was drawn{advice}.",
     )
 
 
@@ -357,11 +358,11 @@ def time_to_draw(run: Run) -> Iterator[Finding]:
         return
     shares = []
     for name in ("sampling", "scoring"):
-        seconds_of_it = (run.train[f"online/{name}_share"] * seconds)[is_known]
-        shares.append(f"{name} {percent(float(np.nansum(seconds_of_it) / seconds[is_known].sum()))}")
+        seconds_spent = (run.train[f"online/{name}_share"] * seconds)[is_known]
+        shares.append(f"{name} {percent(float(np.nansum(seconds_spent) / seconds[is_known].sum()))}")
     yield note(
-        "What drawing the pairs takes",
+        "Time for drawing pairs",
         f"{', '.join(shares)} of the time in updates",
-        "The other time is what an update on given pairs takes. To make sampling shorter, lower online.n_samples or "
+        "The rest is the time that an update on given pairs takes. To make sampling shorter, lower online.n_samples or "
         "online.max_new_tokens, or raise online.batch_size, the number of prompts that are answered at a time.",
     )

@@ -23,7 +23,7 @@ from dpo.analysis.runs import Run, last_tenth, number
 from dpo.losses import LOSSES
 from dpo.numbers import count, figure, percent, signed
 
-LEAKED, MUCH_LEAKED = 0.01, 0.1  # of the test prompts
+LEAKED, MUCH_LEAKED = 0.01, 0.1  # shares of the test prompts
 
 # --- chosen and rejected, lengths -------------------------------------------------------------------------------------
 
@@ -35,8 +35,8 @@ def margin_sides(run: Run) -> Iterator[Finding]:
         return
     margin = f"margin {signed(parts.margin)} since the start" if parts.since_start else f"margin {figure(parts.margin)}"
     value = f"{margin} = chosen {signed(parts.chosen)} minus rejected {signed(parts.rejected)}"
-    # rewards are relative to the reference, so log-probabilities show directly whether chosen responses fell; but not
-    # beside rewards per token, as sums over tokens would mix in lengths
+    # log-probabilities show directly whether chosen responses fell, rewards only relative to the reference; if rewards
+    # are per token, they are used all the same, as sums of log-probabilities depend on lengths
     logps_change = None if run.is_per_token else find_change(run)
     change = parts if logps_change is None else logps_change
     if change.chosen >= 0 or parts.margin <= 0:
@@ -45,8 +45,8 @@ def margin_sides(run: Run) -> Iterator[Finding]:
     if logps_change is not None:
         before, after = figure(logps_change.chosen_before, 4), figure(logps_change.chosen_after, 4)
         value = f"logps_{logps_change.split}/chosen {before}, then {after} ({signed(logps_change.chosen)}); {value}"
-    fall_beyond_margin = -change.chosen - change.margin
-    falls_beyond_margin = fall_beyond_margin > _bound_fall(run, in_nats=logps_change is not None)
+    extra_fall = -change.chosen - change.margin  # by which chosen fell more than the margin grew
+    is_beyond_chance = extra_fall > _bound_extra_fall(run, in_nats=logps_change is not None)
     level, mechanism = NOTE, ""
     advice = "By itself that is no fault: read the samples, and compare them with earlier ones."
     if _loss_sees_only_differences(run):
@@ -55,14 +55,12 @@ def margin_sides(run: Run) -> Iterator[Finding]:
             "ones share with them, and nothing holds chosen ones up. "
         )
         advice = "By itself this is usual, and no fault as long as the samples stay good."
-        if falls_beyond_margin:
+        if is_beyond_chance:
+            level = WARNING
             beta = "" if parts.since_start else "a larger loss.beta, "
-            level, advice = (
-                WARNING,
-                (
-                    "Here chosen responses fall by more than the margin grows, which often shows in the samples: read "
-                    f"them, and consider {beta}a smaller lr, fewer epochs, or {WAYS_TO_HOLD_CHOSEN_UP}"
-                ),
+            advice = (
+                "Here chosen responses fall by more than the margin grows, which often shows in the samples: read "
+                f"them, and consider {beta}a smaller lr, fewer epochs, or {WAYS_TO_HOLD_CHOSEN_UP}"
             )
     yield Finding(
         level,
@@ -72,11 +70,11 @@ def margin_sides(run: Run) -> Iterator[Finding]:
     )
 
 
-def _bound_fall(run: Run, *, in_nats: bool) -> float:
-    """Bound by how much chance alone makes chosen fall beyond the margin.
+def _bound_extra_fall(run: Run, *, in_nats: bool) -> float:
+    """Bound the mean extra fall that chance alone explains.
 
-    A pair's fall beyond its margin is minus (chosen + margin), or rejected - 2 chosen. Its standard deviation is taken
-    from the training batches of the last updates, its mean is over the held-out pairs. Infinite with too few updates.
+    A pair's extra fall is -chosen - margin, or rejected - 2 chosen. Its standard deviation is taken from the training
+    batches of the last updates; the mean is over the held-out pairs. Infinite with too few updates.
     """
     chosen, rejected = (run.train[f"rewards_train/{side}"] for side in SIDES)
     falls = rejected - 2 * chosen  # (updates,)
@@ -96,13 +94,11 @@ def _describe_sides(parts: MarginParts) -> str:
         return f"{since}, rejected responses did at least as well as chosen ones: the margin has not grown."
     if margin < 0.2 * min(abs(chosen), abs(rejected)):
         return f"{since}, both moved by nearly as much: the margin is the little by which they differ."
-    by_chosen, by_rejected = (
-        f"{'gives' if share >= 0 else 'takes away'} {percent(abs(share))}"
-        for share in (chosen / margin, -rejected / margin)
-    )
+    chosen_moved = "more likely, which gives" if chosen >= 0 else "less likely, which takes away"
+    rejected_moved = "less likely, which gives" if rejected <= 0 else "more likely, which takes away"
     return (
-        f"{since}, chosen responses became {'more' if chosen >= 0 else 'less'} likely, which {by_chosen} of the "
-        f"margin, and rejected ones {'more' if rejected > 0 else 'less'} likely, which {by_rejected}."
+        f"{since}, chosen responses became {chosen_moved} {percent(abs(chosen / margin))} of the margin, and rejected "
+        f"ones {rejected_moved} {percent(abs(rejected / margin))}."
     )
 
 
@@ -171,17 +167,17 @@ def accuracy_by_length(run: Run) -> Iterator[Finding]:
         preferred, is_below_chance = "longer", is_below(right_shorter, 0.5, len(shorter))
     else:
         preferred, is_below_chance = "shorter", is_below(right_longer, 0.5, len(longer))
-    others = ", also where they are the rejected ones" if is_below_chance else ", or the other pairs are harder"
-    means = "" if run.is_per_token else ", or loss=simpo or loss=dpo_norm, which have means over tokens,"
+    explanation = ", also where they are the rejected ones" if is_below_chance else ", or the other pairs are harder"
+    other_losses = "" if run.is_per_token else ", or loss=simpo or loss=dpo_norm, which have means over tokens,"
     yield Finding(
         WARNING if is_below_chance else NOTE,
         "Held-out pairs are ranked by length" if is_below_chance else "Held-out accuracy depends on length",
         f"accuracy {figure(right_longer)} where chosen is longer ({count(len(longer), 'pair')}), "
         f"{figure(right_shorter)} where it is shorter ({len(shorter):,}); mean of both "
         f"{figure((right_longer + right_shorter) / 2)}; a difference of up to {figure(bound)} may be chance",
-        f"The policy prefers {preferred} responses{others}. Go by the mean of both accuracies, which a preference for "
-        f"length alone leaves at 0.5, and compare the lengths of samples. Pairs of equal lengths{means} reward length "
-        "less.",
+        f"The policy prefers {preferred} responses{explanation}. Go by the mean of both accuracies, which a preference "
+        "for length alone leaves at 0.5, and compare the lengths of samples. Pairs of equal "
+        f"lengths{other_losses} reward length less.",
     )
 
 
@@ -196,13 +192,13 @@ def label_noise(run: Run) -> Iterator[Finding]:
     if counted is None or counted.right < 0.75:  # a policy that ranks few pairs right knows too little of labels
         return
     excess, error = counted.share - counted.expected, accuracy_error(counted.share, counted.pairs)
-    if excess > max(0.04, Z_98 * error):  # margins with longer tails than the normal ones reach 0.038
+    if excess > max(0.04, Z_98 * error):  # right labels reach 0.038 if margins have longer tails than normal ones
         yield note(
             "Some labels may be wrong",
             f"{percent(counted.share)} of {count(counted.pairs, 'training pair')} in the second half of the run are "
             f"ranked wrong by at least a typical margin; with right labels about {percent(counted.expected)} would be",
-            "The policy is as sure that these labels are wrong as it is of others that they are right. `python -m "
-            "scripts.ledger RUN` lists the worst ones: read them. If labels are swapped, correct them, or train with "
+            "The policy is as sure that these labels are wrong as that others are right. `python -m scripts.ledger "
+            "RUN` lists the worst pairs: read them. If labels are swapped, correct them, or train with "
             "loss.label_smoothing or loss=robust.",
         )
 
@@ -220,13 +216,13 @@ def leakage(run: Run) -> Iterator[Finding]:
         WARNING if share_whole >= MUCH_LEAKED else NOTE,
         "Test prompts are in the training split",
         f"of {count(n_prompts, 'test prompt')}, {n_whole:,.0f} ({percent(share_whole)}) are training prompts "
-        f"too, and {n_first_turns:,.0f} ({percent(share_first_turns)}) open with the first turn of one",
-        "The run has trained on the subjects of these prompts, so held-out numbers are too good for them. Split the "
-        "data by first turn, so that no dialogue is in both splits.",
+        f"too, and {n_first_turns:,.0f} ({percent(share_first_turns)}) open with the first turn of a training prompt",
+        "The run has trained on the subjects of these prompts, so held-out numbers are too good. Split the data by "
+        "first turn, so that no dialogue is in both splits.",
     )
 
 
-DATA_COUNTS = {  # counts of the preflight: the count of which each is a share, the least share to report, the advice
+DATA_COUNTS = {  # a count of the preflight: the count to divide it by, the least share to report, the advice
     "joined_words": ("examples", 0.0, "Responses follow their prompts without a space: add one where they meet."),
     "contradictory_pairs": (
         "examples", 0.01,

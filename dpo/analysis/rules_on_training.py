@@ -12,7 +12,6 @@ import numpy as np
 from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means
 from dpo.analysis.loss_shapes import find_loss_shape
 from dpo.analysis.measures import (
-    SIDES,
     USEFUL,
     accuracy_error,
     best_of_many_quantile,
@@ -34,7 +33,7 @@ from dpo.numbers import count, figure, percent, signed
 
 SATURATED, NEARLY_SATURATED = 0.99, 0.95  # least training accuracy, and lower end of its interval
 SPENT = 0.1  # a smaller fraction of the first gradients is nearly nothing
-BLOCK = 50  # updates, over which a fall or growth is measured
+BLOCK = 50  # updates over which a fall or growth is measured
 FAST_FALL = 0.5  # nats a token
 GROWN_NORM = 5.0  # last median of grad_norm, as a multiple of the first
 ENOUGH_PAIRS = 400  # an accuracy of 0.60 is then four standard errors above chance
@@ -81,13 +80,13 @@ def spikes(run: Run) -> Iterator[Finding]:
                 found.append((ratio, row))
         if not found:
             continue
-        largest, row = max(found, key=lambda spike: spike[0])
+        largest_ratio, row = max(found, key=lambda spike: spike[0])
         limit = run.setting("max_grad_norm") if name == "grad_norm" else None
         clipping = f" Gradients are clipped to {limit}, so no step was that large." if limit else ""
         yield warning(
             title,
             f"{name} {figure(values[row])} at update {run.train.updates[row]:,.0f}, "
-            f"{figure(largest, 2)} times its median before; {count(len(found), 'spike')} in all",
+            f"{figure(largest_ratio, 2)} times the median before; {count(len(found), 'spike')} in all",
             f"One batch was far from what the model had seen just before.{clipping} If the loss does not come back "
             "after a spike, lower lr or lengthen the warmup.",
         )
@@ -95,7 +94,8 @@ def spikes(run: Run) -> Iterator[Finding]:
 
 def collapse(run: Run) -> Iterator[Finding]:
     start = find_start(run)
-    if start is None or run.setting("loss.wpo"):  # weights of wpo move with the policy
+    # under loss.wpo the weights of losses change with the policy, so a higher loss means nothing
+    if start is None or run.setting("loss.wpo"):
         return
     value = _describe_collapse(run, start)
     if value is not None:
@@ -116,13 +116,13 @@ def _describe_collapse(run: Run, start: Means) -> str | None:
     detector = InstabilityDetector(number(run.setting("batch_size", 1)), start)
     losses, margins = run.train["loss/train"], run.train["rewards_train/margins"]  # (updates,) each
     for update, loss, margin in zip(run.train.updates, losses.tolist(), margins.tolist(), strict=True):
-        collapsed = detector.find_collapse(loss, margin)
-        if collapsed is not None:
-            means, n = collapsed
+        window = detector.find_collapse(loss, margin)
+        if window is not None:
+            means, n = window
             last = losses[np.isfinite(losses) & np.isfinite(margins)][-n:].mean()
             when = f"over the {n} updates up to {update:,.0f}"
             return describe("train", means, when, f"{figure(last)} over the last {n}")
-    if run.online:  # it follows its scorer, which held-out labels may contradict
+    if run.online:  # the policy follows the scorer, which may contradict the labels of held-out pairs
         return None
     for row, examples in enumerate(run.eval.examples):
         means = Means(run.eval["loss/eval"][row], run.eval["rewards_eval/margins"][row])
@@ -165,8 +165,8 @@ def worse_than_reference(run: Run) -> Iterator[Finding]:
         f"loss/eval {figure(last_loss)}, {figure(start.loss)} before training; the difference on "
         f"{count(n_evaluated(run), 'pair')} is {signed(excess)}, 98 % interval {signed(excess - bound)} to "
         f"{signed(excess + bound)}",
-        "On held-out pairs this loss was lower before the first update: what the policy gained on some, it more than "
-        "lost on others. Take an earlier checkpoint, or train with a smaller lr, fewer epochs or a larger loss.beta. "
+        "On held-out pairs this loss was lower before the first update: the policy lost more on some pairs than it "
+        "gained on others. Take an earlier checkpoint, or train with a smaller lr, fewer epochs or a larger loss.beta. "
         "If accuracy is what matters, compare checkpoints by it.",
     )
 
@@ -205,17 +205,17 @@ def saturation(run: Run) -> Iterator[Finding]:
     running_means = np.convolve(accuracies, np.ones(n) / n, mode="valid")
     since = examples[int(np.argmax(running_means >= SATURATED))]
     held_out_accuracy = run.eval.last(EVAL_ACCURACY)
-    held_out = f", {percent(held_out_accuracy)} of the held-out ones" if math.isfinite(held_out_accuracy) else ""
-    left, how = _measure_gradient_left(run)
+    held_out = f" (held-out pairs: {percent(held_out_accuracy)})" if math.isfinite(held_out_accuracy) else ""
+    gradient_left, gradient_text = _measure_gradient_left(run)
     value = (
         f"{TRAIN_ACCURACY} {figure(accuracy)} over the last {n} updates; rewards_train/margins "
-        f"{figure(run.tail('train', 'rewards_train/margins'))}{how}"
+        f"{figure(run.tail('train', 'rewards_train/margins'))}{gradient_text}"
     )
     text = (
-        f"Nearly every training pair is ranked right{held_out}, from about {count(since, 'example')} on: accuracy can "
+        f"Nearly every training pair is ranked right{held_out} from about {count(since, 'example')} on: accuracy can "
         "tell nothing more."
     )
-    if left < SPENT:
+    if gradient_left < SPENT:
         too_large, option = ("rewards", "loss.centering") if run.trains_reward_model else ("margins", "loss.beta")
         yield warning(
             "Accuracy and loss are saturated",
@@ -223,25 +223,28 @@ def saturation(run: Run) -> Iterator[Finding]:
             f"{text} The loss has nearly no gradient left either: more updates change little. Stop earlier, use harder "
             f"pairs or, if {too_large} are larger than needed, a larger {option}.",
         )
+    elif math.isnan(gradient_left):
+        yield note("Accuracy is saturated", value, f"{text} Go by margins and samples.")
     else:
-        go = "Go" if math.isnan(left) else "Updates still move the policy: go"
-        yield note("Accuracy is saturated", value, f"{text} {go} by margins and samples.")
+        text += " Updates still move the policy: go by margins and samples."
+        yield note("Accuracy is saturated", value, text)
 
 
 def _measure_gradient_left(run: Run) -> tuple[float, str]:
     """Measure which fraction of the first gradients is left, and say how.
 
-    The gradient is that of the loss by the mean rewards of an update or, for a loss that is no function of them,
-    `grad_norm`. NaN if unknown.
+    The gradient is the loss's derivative by the mean rewards of an update or, for a loss that is no function of
+    rewards, `grad_norm`. The fraction is NaN if unknown.
     """
-    (first_chosen, last_chosen), (first_rejected, last_rejected) = (run.ends(f"rewards_train/{side}") for side in SIDES)
+    first_chosen, last_chosen = run.ends("rewards_train/chosen")
+    first_rejected, last_rejected = run.ends("rewards_train/rejected")
     shape = find_loss_shape(run.setting("loss"))
     if shape is not None and len(last_chosen) == len(last_rejected) > 0:
         if run.has_reference:  # policy and reference are equal at first, so rewards are 0
-            before = shape.gradient(np.zeros(1), np.zeros(1))
+            first_gradient = shape.gradient(np.zeros(1), np.zeros(1))
         else:
-            before = shape.gradient(first_chosen[:1], first_rejected[:1])
-        left = float(shape.gradient(last_chosen, last_rejected).mean() / before.mean())
+            first_gradient = shape.gradient(first_chosen[:1], first_rejected[:1])
+        left = float(shape.gradient(last_chosen, last_rejected).mean() / first_gradient.mean())
         return left, f"; by the formula of loss={run.loss} a pair has {percent(left)} of its first gradient left"
     first_norms, last_norms = run.ends("grad_norm")
     if not len(first_norms):
@@ -287,12 +290,12 @@ def no_better_than_chance(run: Run) -> Iterator[Finding]:
             "data; if not, a larger lr or more updates, unless the preferences are noise.",
         )
     elif low <= 0.5:
-        text = f"{count(n, 'pair')} cannot tell whether anything was learned."
+        text = f"On {count(n, 'pair')} it is not clear whether anything was learned."
         if n < ENOUGH_PAIRS:
             text += f" To tell an accuracy of 0.60 from chance takes about {ENOUGH_PAIRS}: {_advise_more_pairs(run)}."
         else:
-            text += " If anything was, it is little: train longer or with a larger lr."
-        yield note("Held-out accuracy cannot be told from chance", value, text)
+            text += " If so, it is little: train longer or with a larger lr."
+        yield note("Held-out accuracy may be chance", value, text)
 
 
 def new_training_pairs(run: Run) -> Iterator[Finding]:
@@ -308,8 +311,8 @@ def new_training_pairs(run: Run) -> Iterator[Finding]:
             "New training pairs are ranked better than by chance",
             f"{TRAIN_ACCURACY} {figure(accuracy)} over the second half of the first epoch, 98 % interval "
             f"{figure(accuracy - bound)} to {figure(accuracy + bound)}",
-            "An update ranks its pairs before it trains on them, so in a first epoch they are as new as held-out ones, "
-            "of which there are too few to tell. Something was learned that carries over; to measure how much, "
+            "An update ranks its pairs before it trains on them, so in the first epoch they are as new as held-out "
+            "pairs, which are too few here. Something was learned that carries over; to measure how much, "
             f"{_advise_more_pairs(run)}.",
         )
 
@@ -325,24 +328,25 @@ def _advise_more_pairs(run: Run) -> str:
 
 def evaluation_turns(run: Run) -> Iterator[Finding]:
     """Evaluations that get worse while training gets better."""
-    # under KTO all losses of an evaluation share its estimate of the KL, whose error is unknown
-    turn = None if len(run.eval.points("kto/kl/eval")[0]) else _find_turn(run, "loss", "loss/eval", "loss/train")
+    # under KTO all losses of an evaluation share an estimate of the KL, whose error is unknown
+    is_kto = len(run.eval.points("kto/kl/eval")[0]) > 0
+    loss_turn = None if is_kto else _find_turn(run, "loss", "loss/eval", "loss/train")
     start = find_start(run)
     start_loss = run.train.first("loss/train") if start is None else start.loss
-    # where training loss is above its start, the run has failed rather than overfitted
-    if turn is not None and turn.train_at_last < start_loss:
-        if _accuracy_did_not_fall(run, since=turn.examples):
+    # if the training loss is above its start, the run has failed rather than overfitted
+    if loss_turn is not None and loss_turn.train_at_last < start_loss:
+        if _accuracy_did_not_fall(run, since=loss_turn.examples):
             yield note(
                 "Evaluation loss rose while accuracy did not fall",
-                turn.value,
+                loss_turn.value,
                 "Accuracy did not fall beyond chance: the policy became surer of pairs that it ranks wrong, the usual "
                 "course of a long run. Go by accuracy and samples; if the rewards themselves matter, stop earlier.",
             )
         else:
-            yield _make_turn_warning(run, "loss", "loss/eval", turn)
-    turn = _find_turn(run, "accuracy", EVAL_ACCURACY, TRAIN_ACCURACY)
-    if turn is not None:
-        yield _make_turn_warning(run, "accuracy", EVAL_ACCURACY, turn)
+            yield _make_turn_warning(run, "loss", "loss/eval", loss_turn)
+    accuracy_turn = _find_turn(run, "accuracy", EVAL_ACCURACY, TRAIN_ACCURACY)
+    if accuracy_turn is not None:
+        yield _make_turn_warning(run, "accuracy", EVAL_ACCURACY, accuracy_turn)
 
 
 class Turn(NamedTuple):
@@ -364,7 +368,7 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str) -> Turn | N
     best, last = float(values[best_index]), float(values[-1])
     train_at_best = mean_near(run, train_name, examples[best_index])
     train_at_last = mean_near(run, train_name, examples[-1])
-    # the standard error of the change from best to last: of the pairs' own changes, if the ledger has both evaluations
+    # standard error of the change from best to last: measured pair by pair, if the ledger has both evaluations
     ledger_column = "loss" if kind == "loss" else "right"
     mean_and_error = compare_evaluations(run, ledger_column, updates[best_index], updates[-1])
     if mean_and_error is not None:
@@ -389,29 +393,31 @@ def _find_turn(run: Run, kind: str, eval_name: str, train_name: str) -> Turn | N
 
 
 def _make_turn_warning(run: Run, kind: str, eval_name: str, turn: Turn) -> Finding:
-    advice = "Train with a smaller lr, or"
-    if turn.examples > 0:  # before the first update there is no checkpoint
-        ranks_checkpoints = run.objective is not None and run.objective.best[0] == eval_name
-        advice = f"Take the checkpoint of that evaluation{' (BEST)' if ranks_checkpoints else ''}, or train"
+    ranks_checkpoints = run.objective is not None and run.objective.best[0] == eval_name
+    best = " (BEST)" if ranks_checkpoints else ""
+    if turn.examples > 0:
+        advice = f"Take the checkpoint of that evaluation{best}, or train for fewer epochs."
+    else:  # before the first update there is no checkpoint
+        advice = "Train with a smaller lr, or for fewer epochs."
     return warning(
         f"Evaluation {kind} turned while training {kind} improved",
         turn.value,
-        "From there on the policy learned its training examples rather than what they have in common. "
-        f"{advice} for fewer epochs.",
+        f"From there on the policy learned its training examples rather than what they have in common. {advice}",
     )
 
 
 def _accuracy_did_not_fall(run: Run, *, since: float) -> bool:
-    """Return whether held-out accuracy is not clearly lower than at `since` examples.
+    """Return whether held-out accuracy fell no more than chance explains.
 
-    False if only one evaluation from there on has an accuracy. One before the first update has none: all pairs tie.
+    Compares the last evaluation with the first from `since` examples on; False if they are the same one. An evaluation
+    before the first update does not count, as all its pairs tie.
     """
     examples, accuracies = run.eval.points(EVAL_ACCURACY)
     accuracies_since = accuracies[(examples >= since) & (examples > 0)]
     if len(accuracies_since) < 2:
         return False
     fall = float(accuracies_since[0] - accuracies[-1])
-    # `since` was chosen as the best of all evaluations by loss, so its accuracy is likely a lucky one too
+    # the evaluation at `since` was chosen as the best of all by loss, so its accuracy is probably lucky too
     quantile = best_of_many_quantile(len(accuracies) - 1)
     return fall <= quantile * math.sqrt(2) * accuracy_error(float(accuracies[-1]), n_effective(run))
 
@@ -446,22 +452,24 @@ def epoch_step(run: Run) -> Iterator[Finding]:
         steady_fall = max(float(earlier.mean() - before.mean()), 0.0)
         step = float(before.mean() - after.mean()) - steady_fall
         bound = student_quantile(n - 1) * math.hypot(mean_error(earlier), 2 * mean_error(before), mean_error(after))
-        is_before = run.eval.updates <= end
-        held_out_before, held_out_after = (
-            float(held_out[-1]) if len(held_out) else math.nan
-            for held_out in (run.eval["loss/eval"][is_before], run.eval["loss/eval"][~is_before])
-        )
-        if step > max(bound, 0.05 * abs(before.mean())) and held_out_before - held_out_after < step / 2:
+        is_step = step > max(bound, 0.05 * abs(before.mean()))
+        held_out, is_before = run.eval["loss/eval"], run.eval.updates <= end
+        held_out_before, held_out_after = _last_or_nan(held_out[is_before]), _last_or_nan(held_out[~is_before])
+        if is_step and held_out_before - held_out_after < step / 2:
             yield note(
                 "Training loss fell by a step as an epoch began",
                 f"loss/train {figure(before.mean())} over the {n} updates before update {end + 1:,}, "
                 f"{figure(after.mean())} over the {n} from it on; loss/eval {figure(held_out_before)} before, "
                 f"{figure(held_out_after)} after",
-                "From there on the run sees its examples again, and remembers them: their loss falls at once, and that "
-                "of held-out ones does not follow. Judge by held-out examples alone, and train for fewer epochs if "
-                "their loss rises.",
+                "From there on the run sees its examples again, and remembers them: their loss falls at once, but the "
+                "loss on held-out examples does not follow. Judge by held-out examples alone, and train for fewer "
+                "epochs if their loss rises.",
             )
             return
+
+
+def _last_or_nan(values: np.ndarray) -> float:
+    return float(values[-1]) if len(values) else math.nan
 
 
 # --- the learning rate, gradients, speed ------------------------------------------------------------------------------
@@ -471,7 +479,8 @@ def warmup(run: Run) -> Iterator[Finding]:
     """Warn if the warmup did not end."""
     peak_lr, largest_lr = number(run.setting("lr")), float(run.train.points("lr")[1].max())
     is_scaled = run.setting("lr_scaling", "none") != "none"  # by a factor that is not recorded
-    if run.state.word != "complete" or is_scaled or not largest_lr < 0.999 * peak_lr:
+    stayed_below = largest_lr < 0.999 * peak_lr
+    if run.state.word != "complete" or is_scaled or not stayed_below:
         return
     warmup_steps = number(run.setting("warmup_steps"))
     if warmup_steps >= run.updates:
@@ -503,14 +512,14 @@ def _describe_fast_fall(run: Run) -> str | None:
     reward_per_nat = beta if run.is_per_token else beta * tokens  # of a token's mean log-probability
     is_beta_times_log_ratio = run.setting("loss.f_divergence", "reverse_kl") == "reverse_kl"
     updates, rewards = run.train.updates, run.train["rewards_train/chosen"]
-    length = BLOCK // 2  # updates averaged
+    length = BLOCK // 2  # updates in a part
     n_parts = len(rewards) // length
     if not (reward_per_nat > 0 and is_beta_times_log_ratio and n_parts >= 3):
         return None
     nats = rewards[: n_parts * length].reshape(n_parts, length) / reward_per_nat
     means = nats.mean(axis=1)
     for i in range(n_parts - 2):
-        fall = means[i] - means[i + 2]  # from the middle of a part to that of the next but one are BLOCK updates
+        fall = means[i] - means[i + 2]  # the middles of the two parts are BLOCK updates apart
         if not fall > FAST_FALL:  # also for NaN
             continue
         error = math.hypot(mean_error(_detrend(nats[i])), mean_error(_detrend(nats[i + 2])))
@@ -537,7 +546,8 @@ def _describe_growing_gradients(run: Run) -> str | None:
         return None
     n_last = max(BLOCK, len(norms) // 10)
     first, last = float(np.median(norms[:BLOCK])), float(np.median(norms[-n_last:]))
-    if not last >= GROWN_NORM * first > 0:
+    has_grown = first > 0 and last >= GROWN_NORM * first
+    if not has_grown:
         return None
     return (
         f"the median of grad_norm was {figure(first)} in the first {BLOCK} updates after the warmup, and is "

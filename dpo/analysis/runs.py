@@ -153,7 +153,7 @@ class Run:
 
     @property
     def best_metric(self) -> tuple[str, int] | None:
-        """The metric that ranks checkpoints: +1 if higher is better, else -1.
+        """The metric that ranks checkpoints, and +1 (higher is better) or -1.
 
         None if the loss is unknown.
         """
@@ -163,7 +163,7 @@ class Run:
 
     @property
     def has_margins(self) -> bool:
-        """Return whether examples have chosen and rejected responses, or may."""
+        """Return whether examples have chosen and rejected responses; True if unknown."""
         return self.objective is None or self.objective.has_margins
 
     @property
@@ -173,7 +173,7 @@ class Run:
 
     @property
     def is_per_token(self) -> bool:
-        """Return whether rewards are means over tokens, or may be."""
+        """Return whether rewards are means over tokens; True if unknown."""
         return self.objective is None or bool(self.objective.per_token)
 
     @property
@@ -193,7 +193,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """The kind of its data: `online`, or a key of TRAINS_ON."""
+        """The kind of the run's data: `online`, or a key of TRAINS_ON."""
         if self.online:
             return "online"
         guess = "pairs" if self.has_pairs else "targets"
@@ -275,7 +275,7 @@ def _read(path: Path, *, ended: bool) -> Run:
 
 
 def _find_numbers(names: Sequence[str], prefix: str) -> list[int]:
-    """Numbers in the names that are the prefix and a number, sorted."""
+    """Find the names PREFIX + NUMBER; return their numbers, sorted."""
     return sorted(int(name.removeprefix(prefix)) for name in names if re.fullmatch(rf"{prefix}\d+", name))
 
 
@@ -411,7 +411,7 @@ def _is_sample(line: Mapping[str, Any]) -> bool:
 
 def _is_drawn(line: Mapping[str, Any]) -> bool:
     """Return whether a line is a prompt with drawn answers."""
-    # the indices best and worst must be ints, and numbers too, as true and false are ints
+    # best and worst are indices; they are in `numbers` too, as a bool is an int but not a number
     if not _has(line, numbers=["examples", "best", "worst"], prompt=str, completions=list, best=int, worst=int):
         return False
     answers = line["completions"]

@@ -86,7 +86,7 @@ def _describe_answers(run: Run) -> str:
     text = f"The mean score of its answers was {figure(before)} at first and is {figure(after)} now{kl}."
     score, win_rate = run.eval.last("online_eval/score"), run.eval.last("online_eval/win_rate")
     if math.isfinite(score):
-        wins = f", and it wins {percent(win_rate)} against the reference" if math.isfinite(win_rate) else ""
+        wins = f", with a win rate of {percent(win_rate)} against the reference" if math.isfinite(win_rate) else ""
         text += f" On held-out prompts it is {figure(score)}{wins}."
     return text
 
@@ -104,6 +104,8 @@ def _describe_evaluations(run: Run) -> str:
             f"reward margin of {figure(margin)}."
         )
     if len(losses) == 1:
+        return f"The held-out loss is {figure(losses[0])}."
+    if losses[-1] == losses[0]:
         return f"The held-out loss stayed at {figure(losses[0])}."
     verb = "fell" if losses[-1] < losses[0] else "rose"
     return f"The held-out loss {verb} from {figure(losses[0])} to {figure(losses[-1])}."
@@ -259,10 +261,11 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
             n_samples[prompt] += 1
             card = cards.setdefault((prompt, n_samples[prompt]), Prompted(_shorten_prompt(prompt), []))
             card.texts.append(_label_policy_sample(policy_name, sample, "policy"))
+            has_earlier = earliest != newest and i < len(earliest) and earliest[i]["prompt"] == prompt
             if sample["reference"] is not None:
                 label = f"Reference{_mark_cut_off(sample, 'reference')}"
                 beside = Text(label, "reference", shortened(sample["reference"]))
-            elif earliest != newest and i < len(earliest) and earliest[i]["prompt"] == prompt:
+            elif has_earlier:
                 beside = _label_policy_sample(policy_name, earliest[i], "reference")
             else:
                 continue
@@ -317,7 +320,7 @@ DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "mean_responses": "mean responses of a list",
     "smallest_weight": "smallest weight",
     "largest_weight": "largest weight",
-    "effective_examples": "examples of equal weight that say as much",
+    "effective_examples": "effective examples, by weight",
     "smallest_margin": "smallest margin",
     "largest_margin": "largest margin",
     "mean_chosen_tokens": "mean tokens, chosen",
@@ -330,7 +333,7 @@ DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "contradictory_labels": "responses with both labels",
     "identical_pairs": "identical pairs",
     "prompts_in_train": "prompts that are in train too",
-    "first_turns_in_train": "prompts that open like one of train",
+    "first_turns_in_train": "prompts with the first turn of a training prompt",
     "empty_responses": "with an empty response",
     "joined_words": "without a space after the prompt",
 }
@@ -354,7 +357,8 @@ def setting_rows(runs: Sequence[Run], *, all_settings: bool = False) -> list[Row
         return rows
     if len(runs) == 1:
         [run] = runs
-        columns.append(dict(dotted(load_defaults(run.loss if run.loss in LOSSES else None))))
+        defaults = load_defaults(run.loss if run.loss in LOSSES else None)
+        columns.append(dict(dotted(defaults)))
     first, *others = columns
     missing = object()  # unlike any setting
     return [

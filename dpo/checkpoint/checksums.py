@@ -73,9 +73,9 @@ class HashedFile:
             wait(updates)  # also after an error, as the caller may then free the memory of `piece`
 
     def flush(self) -> None:
-        """Flush after the sync in the background, whose error is raised here."""
+        """Wait for the sync in the background, then flush."""
         if self._syncing is not None:
-            self._syncing.result()  # the system reports a failed sync only once
+            self._syncing.result()  # raises the error of a failed sync, which the system reports only once
         self._file.flush()
 
     def sync(self) -> tuple[dict[str, Any], list[str]]:

@@ -61,7 +61,7 @@ def write_checkpoint(
             remove(temporary)  # left behind by a killed run
             temporary.mkdir(parents=True)
         files, blocks = {}, {}
-        for name, state in states:  # outside `_explaining`, as an error while gathering a state is not the disk's
+        for name, state in states:  # outside `_explaining`, which is for errors of writing, not of gathering a state
             file_name = name if isinstance(state, bytes) else f"{name}.pt"
             with _explaining(directory), HashedFile(temporary / file_name, progress) as file:
                 if isinstance(state, bytes):
@@ -88,11 +88,11 @@ def write_checkpoint(
 
 @contextmanager
 def _explaining(directory: Path) -> Iterator[None]:
-    """Raise RunError for an error of writing inside."""
+    """Turn errors of writing into RunErrors inside."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch.save may raise its own RuntimeError after the system's error, which says more
+        # torch.save may raise a RuntimeError that says less than the system's error behind it
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = str(cause).strip().split("\n")[0]
         raise RunError(f"checkpoint {directory} could not be written ({reason}); earlier ones are intact") from error
@@ -115,7 +115,7 @@ def sync_directory(directory: Path) -> None:
 
 def point(link: Path, target: Path) -> None:
     """Make a link (LATEST, BEST) to a sibling directory, atomically."""
-    check_link(link)  # raises for a directory, which a copy of a run has instead if it was made by following links
+    check_link(link)  # raises if it is a directory, as in a copy of a run that was made by following links
     with replacing(link) as temporary:
         temporary.symlink_to(target.name, target_is_directory=True)
     sync_directory(link.parent)

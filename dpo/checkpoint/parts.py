@@ -86,7 +86,7 @@ class OptimizerPart(Part):
             if misfit:
                 raise DamagedCheckpoint(f"{file} does not fit {type(self.source).__name__}: {misfit}")
             own_groups = self.source.state_dict()["param_groups"]
-            # an older torch may have written the file: options that it lacks keep this optimizer's values
+            # an older torch may have written the file: options missing there keep this optimizer's values
             groups = [own | dict(saved) for own, saved in zip(own_groups, state["param_groups"], strict=True)]
             state = {**state, "param_groups": groups}
         load_optimizer(self.source, state, self.mesh)
@@ -104,7 +104,7 @@ class RandomPart(Part):
 
     def gather(self, *, copy: bool) -> dict[str, Any]:
         generator, keys, position, *gauss = np.random.get_state()
-        state = {  # of types that a checkpoint may have: no arrays
+        state = {  # without arrays, which `read_file` would refuse
             "python": random.getstate(),
             "numpy": [generator, keys.tolist(), position, *gauss],
             "torch": torch.get_rng_state(),
@@ -123,7 +123,7 @@ class RandomPart(Part):
             raise ValueError(f"{position} is not a position in {len(keys)} keys")
         np.random.set_state((generator, np.array(keys, dtype=np.uint32), position, *gauss))
         torch.set_rng_state(state["torch"])
-        for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # there may be fewer now
+        for device, gpu_state in enumerate(state["cuda"][: torch.cuda.device_count()]):  # maybe fewer GPUs now
             torch.cuda.set_rng_state(gpu_state, device)
 
 
@@ -135,13 +135,12 @@ class ReferenceState(Protocol):
 class RunState:
     """The counters of a run, and states without their own file.
 
-    They are saved as the part `trainer`. The states are those of the callbacks (with the lengths of their log files),
-    of the saver (what BEST is), of the loss (a running average), of the scorer, and the cached reference
-    log-probabilities.
+    They are saved as the part `trainer`. The states come from the callbacks (with the lengths of their log files), the
+    saver (what BEST is), the loss (a running average), the scorer, and the cached reference log-probabilities.
 
-    Frozen weights are not saved; a checkpoint has their digest, with which a resumed run compares its own. They are the
-    reference's weights, or, without a reference, the base under an adapter. `base_digest` is the digest of that base,
-    on rank 0; None without an adapter.
+    Frozen weights (the reference's, or without a reference the base under an adapter) are not saved. The checkpoint has
+    their digest, and a resumed run refuses other weights. `base_digest` is the digest of the base on rank 0; None
+    without an adapter.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class RunState:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
         self.evaluated_at: int | None = None  # example_counter at the last evaluation
-        self.saved_at: int | None = None  # example_counter at the last checkpoint; None if it lacks an evaluation
+        self.saved_at: int | None = None  # example_counter at the last checkpoint; None if it lacks a later evaluation
         self._rank, self._states = rank, dict(states)
         self._frozen_digest, self._frozen_name = base_digest, "base"
         if reference:
@@ -185,14 +184,17 @@ def find_misfit(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> s
     """The reason why a state does not fit this optimizer, or None."""
     own_ids, saved_ids = _list_parameter_ids(optimizer.state_dict()), _list_parameter_ids(state)
     n_own, n_saved = sum(len(ids) for ids in own_ids), sum(len(ids) for ids in saved_ids)
-    if own_ids != saved_ids:
+    if n_saved != n_own:
         return f"it has {n_saved} parameters, not {n_own}"
+    if own_ids != saved_ids:
+        return "its parameters are in other groups"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # the package `tensor_parallel` gives an optimizer several slices of a parameter, so shapes cannot be compared
     has_slices = len(parameters) != n_own
     for parameter_id, values in state["state"].items():
         shape = None if has_slices else parameters[parameter_id].shape
-        keys = _list_state_keys(type(optimizer), ndim=2 if shape is None else len(shape))
+        ndim = 2 if shape is None else len(shape)
+        keys = _list_state_keys(type(optimizer), ndim)
         if set(values) != keys:
             return f"parameter {parameter_id}: its keys are {', '.join(values)}, not {', '.join(sorted(keys))}"
         for key, value in values.items():
@@ -221,6 +223,6 @@ def _broadcasts_to(shape: torch.Size, parameter_shape: torch.Size) -> bool:
 
     Adafactor's row and column statistics have smaller shapes than the parameter.
     """
-    # from the last dimension, as broadcasting aligns shapes
+    # broadcasting aligns shapes at the last dimension
     sizes = zip(reversed(shape), reversed(parameter_shape), strict=False)
     return len(shape) <= len(parameter_shape) and all(size in (1, full_size) for size, full_size in sizes)

@@ -34,7 +34,7 @@ from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, l
 from dpo.system.waiting import report_progress
 
 FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # facts about the run in a manifest
-VERSION_KEY = "transformers_version"  # of a model's config
+VERSION_KEY = "transformers_version"  # key of a model's config
 # keys of a model's config that do not affect a run: they name the model's origin, or our own config decides them
 WITHOUT_EFFECT = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
 DROPOUT_ENDINGS = ("dropout", "pdrop", "layerdrop")  # endings of further keys without effect, as dropout is always off
@@ -87,9 +87,9 @@ def look_at_run(plan: Plan) -> ResumePoint | None:
 def open_run(plan: Plan, logs: Sequence[str]) -> Run:
     """Create or reopen a run's directory, and find its resume point.
 
-    A run that resumes in another directory starts with copies of that checkpoint and of the files named `logs`. Raises
-    InputError if the directory holds another run or is locked, if a named checkpoint is missing, and if the config is
-    not that of its run.
+    A run that resumes another run's checkpoint starts with copies of it and of the files named `logs` beside it. Raises
+    InputError if the directory holds another run or is locked, if a named checkpoint is missing, and if the config does
+    not fit the checkpoint.
     """
     if plan.run.resume is None:
         return _open_directory(plan, logs, continued=False)
@@ -141,7 +141,7 @@ class ResumeSource(NamedTuple):
 
     path: Path  # a run's directory, or one checkpoint
     is_own_run: bool  # whether it is in `local_run_dir`; otherwise its checkpoint is copied there
-    resume_point: ResumePoint | None = None  # of another run; that of the own run is found once the directory is locked
+    resume_point: ResumePoint | None = None  # another run's; the own run's is found once the directory is locked
 
 
 def _find_source(plan: Plan, run_dir: Path) -> ResumeSource:
@@ -169,8 +169,8 @@ def _is_checkpoint(path: Path) -> bool:
 def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
     """A run's newest complete checkpoint, or the checkpoint at `path`.
 
-    None if `resume=auto` finds no checkpoint at all. Raises InputError if checkpoints exist but none is complete, and
-    if the config is not that of the run.
+    None if `resume=auto` finds no checkpoint at all. Otherwise raises InputError if none is complete, or if the config
+    does not fit the checkpoint.
     """
     candidates = [path] if _is_checkpoint(path) else find_checkpoints(path)
     reasons = ""
@@ -208,7 +208,7 @@ def _verify(checkpoint: Path) -> dict[str, Any]:
 def _find_own_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
     """Find the resume point in the run's own directory.
 
-    Only the newest checkpoint may continue there: continuing an older one would overwrite it.
+    Refuses any checkpoint but the newest, as continuing an older one there would overwrite later ones.
     """
     resume_point = _find_resume_point(path, plan)
     if resume_point is None or not _is_checkpoint(path):
@@ -284,11 +284,11 @@ def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
 def find_model_facts(model_config: Any) -> dict[str, Any]:
     """The entries of a model's config that affect its outputs."""
 
-    def has_effect(name: str) -> bool:
-        return not (name.startswith("_") or name in WITHOUT_EFFECT or name.endswith(DROPOUT_ENDINGS))
+    def is_without_effect(name: str) -> bool:
+        return name.startswith("_") or name in WITHOUT_EFFECT or name.endswith(DROPOUT_ENDINGS)
 
     facts = dotted(json.loads(model_config.to_json_string(use_diff=False)))
-    return {key: value for key, value in facts if all(has_effect(name) for name in key.split("."))}
+    return {key: value for key, value in facts if not any(map(is_without_effect, key.split(".")))}
 
 
 def record_config(plan: Plan) -> dict[str, Any]:

@@ -44,8 +44,8 @@ class Checkpoints:
     ) -> None:
         """Save the parts; every process must call it.
 
-        The directory is `step-N`, to which LATEST then points, and BEST too if its quality is the highest; or
-        `elsewhere`, to which no link points.
+        Saves to `step-N` and makes LATEST point to it, and BEST too if its quality is the highest so far. With
+        `elsewhere`, saves to that directory instead and changes no link.
         """
         self.wait()  # for the previous save, so that at most one copy of the state is in memory
         links = []
@@ -68,7 +68,7 @@ class Checkpoints:
             if elsewhere:  # the caller may read the files at once
                 self.wait()
         else:
-            write(states)  # gathers a part while it writes, so that one part is in memory at a time
+            write(states)  # gathers each part just before writing it, so that only one is in memory
 
     def _record_quality(self, step_idx: int, quality: float | None) -> bool:
         """Record a new checkpoint's quality; return whether it is the best."""
@@ -112,7 +112,7 @@ class Checkpoints:
             file = checkpoint / f"{part.name}.pt"
             try:
                 part.restore(file)
-            except InputError:  # a ValueError, and so of WRONG_FORM, but with a message for the user
+            except InputError:  # it is a ValueError too, but already has a message for the user
                 raise
             except WRONG_FORM as error:
                 reason = f"{type(error).__name__} {error}"

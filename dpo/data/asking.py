@@ -58,7 +58,7 @@ def choose_format(requested: str, trained_on: str | None, tokenizer: Any) -> str
         raise InputError("the tokenizer has no chat template: give --format hh or --format raw")
     if requested != AUTO:
         return requested
-    if trained_on in (HH, RAW):
+    if trained_on in (HH, RAW):  # these need no template
         return trained_on
     return CHAT if has_template else RAW
 
@@ -105,9 +105,9 @@ def render_dialogue(messages: Messages, where: str) -> str:
 
 
 def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
-    """Render messages; calls have arguments as the template wants them.
+    """Render messages, with the arguments of calls as the template wants them.
 
-    Most templates want an object, and others, such as DeepSeek-V3's, append text to text.
+    Most templates want an object; others, such as DeepSeek-V3's, want JSON to add to text.
     """
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)

@@ -19,9 +19,9 @@ from dpo.losses import IGNORE_INDEX
 class PaddedBatch(TypedDict):
     """Texts and padded tensors of a batch, a row for each example.
 
-    In SFT mode `chosen` is the SFT target, and there are no `rejected` keys. The text `chosen` is the prompt and the
-    response; so is `rejected`. Tensors are int64, (rows, tokens). Chosen and rejected are padded on the right, and the
-    prompt on the left, as generation needs it. The padding is the pad token in ids, 0 in masks, and -100 in labels.
+    In SFT mode `chosen` is the SFT target, and there are no `rejected` keys. The texts `chosen` and `rejected` begin
+    with the prompt. Tensors are int64, (rows, tokens). Chosen and rejected are padded on the right, and the prompt on
+    the left, as generation needs it. The padding is the pad token in ids, 0 in masks, and -100 in labels.
     """
 
     prompt: list[str]
@@ -97,7 +97,7 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
     examples = []
     for row in range(len(rows["chosen_input_ids"])):
         scored = {role: (rows[f"{role}_labels"][row] != IGNORE_INDEX).tolist() for role in roles}
-        # a batch that is made by hand may have no prompts of its own: then all responses begin with a scored token
+        # a batch made by hand may lack the prompt's keys: then the prompt ends before the first scored token
         if "prompt_attention_mask" in rows:
             prompt_length = int(rows["prompt_attention_mask"][row].sum())
         else:
@@ -108,8 +108,9 @@ def find_examples(batch: PaddedBatch) -> list[Example]:
             ids = rows[f"{role}_input_ids"][row][:length].tolist()
             prompts.append(tuple(ids[:prompt_length]))
             responses.append(tuple(ids[prompt_length:]))
-            changes = pairwise([True, *scored[role][prompt_length:length], True])
-            cuts.append(tuple(i for i, (before, after) in enumerate(changes) if before != after))
+            # a cut is where scoring stops or starts again
+            neighbours = pairwise([True, *scored[role][prompt_length:length], True])
+            cuts.append(tuple(i for i, (before, here) in enumerate(neighbours) if before != here))
         assert all(prompt == prompts[0] for prompt in prompts), "chosen and rejected have one prompt"
         examples.append(Example(prompts[0], tuple(responses), roles=roles, cuts=tuple(cuts) if any(cuts) else ()))
     return examples

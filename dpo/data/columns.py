@@ -1,11 +1,8 @@
 """Recognition of the columns of custom data.
 
-The config names them, or they are recognized by their names.
-
-A field is what a loss needs, such as `chosen`; a column is what the records have, such as `preferred`. A column is
-recognized by its name only if no other column fits the same field. This module sees the names of columns and what kind
-of text they hold, but no record. It reports which columns are used and which are not, and refuses columns that do not
-fit.
+A field is what a loss needs, such as `chosen`; a column is what the records have, such as `preferred`. The config
+names the columns. Otherwise a column is recognized by its name, unless another column fits the same field. Only
+`find_columns` reads records: all else is decided by the names of columns and what kind of text they hold.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ UNQUOTED = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accept
 DIALOGUE, PROSE, OTHER = "dialogue", "prose", "other"  # kinds of columns; see `_find_kind`
 N_INSPECTED = 100  # records that decide the kind of a column
 RESPONSES = ("chosen", "rejected")
-# columns that are named if nothing uses them, whatever they hold
+# columns that are reported if they are unused, whatever they hold
 NEVER_SILENT = ("system", "system_prompt", "image", "images", "video", "videos", "audio", "audios")
 
 
@@ -59,20 +56,18 @@ class ColumnsError(InputError):
 
 
 class RecognizedColumns(NamedTuple):
-    """Used columns, and unused ones that somebody may miss."""
+    """Columns that are used, and unused columns that somebody may miss."""
 
     used: dict[str, str]  # field to column
-    unused: list[str]  # those of prose or dialogues, and NEVER_SILENT: nobody misses ids, numbers and labels
+    unused: list[str]  # of prose or dialogues, or in NEVER_SILENT: nobody misses ids, numbers and labels
 
     def describe(self, configured: Mapping[str, str | None]) -> str:
-        """A note on guessed and unused columns; empty if there are none.
-
-        A column is guessed if it is neither `configured` nor has the name of its field.
-        """
-        with_weights = "weight" in self.used  # which change what is trained, so nobody should miss them
-        guessed = [field for field, column in self.used.items() if column not in (field, configured.get(field))]
+        """A note on columns; empty if nothing is guessed, weighted or unused."""
+        has_guessed = any(column not in (field, configured.get(field)) for field, column in self.used.items())
+        has_weights = "weight" in self.used  # they change what is trained
         responses_hold_prompt = "chosen" in self.used and "prompt" not in self.used
-        if not (guessed or responses_hold_prompt or self.unused or with_weights):
+        needs_note = has_guessed or has_weights or responses_hold_prompt or self.unused
+        if not needs_note:
             return ""
         parts = ["columns " + ", ".join(f"{field}={column}" for field, column in self.used.items())]
         if responses_hold_prompt:
@@ -130,33 +125,17 @@ def recognize_columns(
     format_columns: Mapping[str, str] | None = None,
     with_margins: bool = False,
 ) -> RecognizedColumns:
-    """Recognize the columns of what a loss trains on.
+    """Recognize the columns that hold what a loss trains on.
 
-    `present` maps the columns to their kinds, and `configured` fields to the columns that the config gives for dataset
-    `name`, None for a field without one. `format_columns` are those of its format, if the config gives one; no others
-    are used. Pairs need no prompt if chosen and rejected begin with it: if they are dialogues, if nothing else could be
-    the prompt, or if the config gives these two fields alone. Raises ColumnsError, with the fix, if a field has no
-    column or several.
+    `present` maps the columns to their kinds. `configured` maps fields to the columns that the config gives for dataset
+    `name`, None for a field without a column. If the config gives a format, only its `format_columns` and numbers are
+    used. Pairs need no prompt if chosen and rejected begin with it: if they are dialogues, if nothing else could be the
+    prompt, or if the config gives these two fields alone. Raises ColumnsError, with the fix, if a field has no column
+    or several.
     """
     _check_configured(present, configured, name, origin)
-    candidates: dict[str, list[str]] = {field: [] for field in (*FIELDS, *PROMPT_PARTS)}
-    if format_columns is None:
-        candidates |= {field: _find_candidates(field, present, configured) for field in FIELDS}
-        if "prompt" not in configured:
-            candidates |= _separate_parts(candidates["prompt"], present)
-        elif SYSTEM not in configured:
-            candidates[SYSTEM] = []
-    else:
-        candidates |= {field: [column] for field, column in format_columns.items() if column in present}
-        numbers = (*NUMBER_FIELDS, *({"scores"} & format_columns.keys()))
-        candidates |= {field: _find_candidates(field, present, configured) for field in numbers}
-    all_forms = dict.fromkeys(chain.from_iterable(FORMS.values()))
-    complete_forms = [
-        form
-        for form in all_forms
-        if configured.keys() <= {*form, *OPTIONAL_FIELDS}
-        and all(candidates[field] for field in (*_list_required(form), *(set(form) & set(format_columns or ()))))
-    ]
+    candidates = _collect_candidates(present, configured, format_columns)
+    complete_forms = _find_complete_forms(candidates, configured, format_columns or {})
     form = next((form for form in FORMS[trains_on] if form in complete_forms), None)
     if form is None and format_columns is not None:
         raise ColumnsError(
@@ -169,12 +148,12 @@ def recognize_columns(
         raise ColumnsError(_explain_missing(present, candidates, kinds, name=name, origin=origin, trains_on=trains_on))
 
     if format_columns is not None:
-        responses_hold_prompt = not candidates["prompt"]
+        may_hold_prompt = not candidates["prompt"]
     else:
-        responses_hold_prompt = form == PAIR_FIELDS and all(
+        may_hold_prompt = form == PAIR_FIELDS and all(
             field in configured or present[candidates[field][0]] == DIALOGUE for field in RESPONSES
         )
-    if not (responses_hold_prompt or candidates["prompt"]):
+    if not may_hold_prompt and not candidates["prompt"]:
         candidates["prompt"] = candidates["messages"]  # a chat that the messages of chosen and rejected continue
     for field in form:
         if len(candidates[field]) > 1:
@@ -189,9 +168,40 @@ def recognize_columns(
         used[SYSTEM] = candidates[SYSTEM][0]
     left = [column for column in present if column not in used.values()]
     unused = [column for column in left if present[column] != OTHER]
-    if form == PAIR_FIELDS and "prompt" not in used and unused and not responses_hold_prompt:
+    lacks_prompt = form == PAIR_FIELDS and "prompt" not in used and not may_hold_prompt
+    if lacks_prompt and unused:
         raise ColumnsError(_explain_unknown_prompt(unused, candidates, name=name, origin=origin))
     return RecognizedColumns(used, [column for column in left if column in unused or column.lower() in NEVER_SILENT])
+
+
+def _collect_candidates(
+    present: Iterable[str], configured: Mapping[str, str | None], format_columns: Mapping[str, str] | None
+) -> dict[str, list[str]]:
+    """Collect the columns that may be each field."""
+    candidates: dict[str, list[str]] = {field: [] for field in (*FIELDS, *PROMPT_PARTS)}
+    if format_columns is not None:
+        candidates |= {field: [column] for field, column in format_columns.items() if column in present}
+        numbers = [*NUMBER_FIELDS, "scores"] if "scores" in format_columns else NUMBER_FIELDS
+        return candidates | {field: _find_candidates(field, present, configured) for field in numbers}
+    candidates |= {field: _find_candidates(field, present, configured) for field in FIELDS}
+    if "prompt" not in configured:
+        candidates |= _separate_parts(candidates["prompt"], present)
+    elif SYSTEM not in configured:
+        candidates[SYSTEM] = []  # a config that names the prompt would name the system turn too
+    return candidates
+
+
+def _find_complete_forms(
+    candidates: Mapping[str, Sequence[str]], configured: Mapping[str, str | None], format_fields: Collection[str]
+) -> list[tuple[str, ...]]:
+    """Find the forms for which there are columns."""
+    complete_forms = []
+    for form in dict.fromkeys(chain.from_iterable(FORMS.values())):
+        has_configured = configured.keys() <= {*form, *OPTIONAL_FIELDS}
+        needed = {*_list_required(form), *(field for field in form if field in format_fields)}
+        if has_configured and all(candidates[field] for field in needed):
+            complete_forms.append(form)
+    return complete_forms
 
 
 def _check_configured(present: Iterable[str], configured: Mapping[str, str | None], name: str, origin: str) -> None:
@@ -199,8 +209,8 @@ def _check_configured(present: Iterable[str], configured: Mapping[str, str | Non
     key = f"dataset_sources.{name}.columns"
     if not any(configured.keys() <= {*form, *OPTIONAL_FIELDS} for form in chain.from_iterable(FORMS.values())):
         raise InputError(
-            f"{key} has the fields {', '.join(configured)}: give some of those of pairs ({', '.join(PAIR_FIELDS)}), or "
-            f"of those of targets ({', '.join(TARGET_FIELDS)}), labels ({', '.join(LABEL_FIELDS)}) or ranked lists "
+            f"{key} has the fields {', '.join(configured)}: give fields of pairs ({', '.join(PAIR_FIELDS)}), of "
+            f"targets ({', '.join(TARGET_FIELDS)}), of labels ({', '.join(LABEL_FIELDS)}) or of ranked lists "
             f"({', '.join(SCORED_FIELDS)}), or {CHAT_FIELDS[0]} alone or with label; any may have weight and margin"
         )
     for field, column in configured.items():
@@ -218,11 +228,12 @@ def _check_configured(present: Iterable[str], configured: Mapping[str, str | Non
 def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str, str | None]) -> list[str]:
     """Find the columns that may be a field.
 
-    It is the configured column, or none if that is None. Without a configured column, it is the column with the field's
-    name, or else all with one of its other names.
+    A configured field has the configured column, or none if that is None. Any other field has the column with its name,
+    or else all columns with one of its OTHER_NAMES.
     """
     if field in configured:
-        return [column] if (column := configured[field]) else []
+        given = configured[field]
+        return [given] if given else []
     free = [column for column in present if column not in configured.values()]
     if field in free:
         return [field]
@@ -237,7 +248,9 @@ def _separate_parts(candidates: list[str], present: Iterable[str]) -> dict[str, 
     candidates for the prompt and its other parts.
     """
     by_name = {column.strip().lower(): column for column in candidates}
-    if "instruction" not in by_name or by_name.keys() - {"instruction", "input"} or len(by_name) < len(candidates):
+    is_alpaca = "instruction" in by_name and by_name.keys() <= {"instruction", "input"}
+    has_namesakes = len(by_name) < len(candidates)  # such as `input` and `Input`
+    if has_namesakes or not is_alpaca:
         return {}
     names = {"prompt": "instruction", "input": "input"}
     parts = {field: [by_name[name]] for field, name in names.items() if name in by_name}
@@ -245,14 +258,16 @@ def _separate_parts(candidates: list[str], present: Iterable[str]) -> dict[str, 
 
 
 def _has_turns(candidates: Sequence[str], present: Mapping[str, str], used: Mapping[str, str]) -> bool:
-    """Return whether the only candidate for the system turn has one.
+    """Return whether the system turn has one candidate, and it fits.
 
-    It has if it has words, or is the system column of the format of the `used` columns. Another `system` may have names
-    of models.
+    It fits if it holds words, or if the `used` columns are of a format that has this system column. Any other column
+    `system` may hold names of models.
     """
+    if len(candidates) != 1:
+        return False
     columns = {field: column for field, column in used.items() if field not in NUMBERS}
-    found = next((form.columns for form in FORMATS.values() if columns.items() <= form.columns.items()), {})
-    return len(candidates) == 1 and (present[candidates[0]] != OTHER or found.get(SYSTEM) == candidates[0])
+    format_columns = next((known.columns for known in FORMATS.values() if columns.items() <= known.columns.items()), {})
+    return present[candidates[0]] != OTHER or format_columns.get(SYSTEM) == candidates[0]
 
 
 def _list_required(form: tuple[str, ...]) -> tuple[str, ...]:
@@ -273,18 +288,18 @@ def _explain_missing(
 
     `kinds` are the kinds of examples (keys of FORMS) that can be made of them.
     """
-    # pairs and targets are made of ranked lists too, which is worth a word where there are responses
-    names_lists = trains_on == "lists" or candidates["responses"]
-    common = [form for form in FORMS[trains_on] if form != CHAT_PAIR_FIELDS]
-    expected = [form for form in common if names_lists or "responses" not in form]
+    # pairs and targets can be made of ranked lists too, which is said if a column may hold lists
+    mentions_lists = trains_on == "lists" or candidates["responses"]
+    forms = [form for form in FORMS[trains_on] if form != CHAT_PAIR_FIELDS]
+    expected = [form for form in forms if mentions_lists or "responses" not in form]
     required = [" and ".join(_list_required(form)) for form in expected]
-    forms = [form for form in expected if len(_list_required(form)) <= len(present)]
-    fixes = (
-        [f"name them with {' or '.join(_write_override(name, form, candidates) for form in forms)}"] if forms else []
-    )
+    possible = [form for form in expected if len(_list_required(form)) <= len(present)]
+    overrides = [_write_override(name, form, candidates) for form in possible]
+    fixes = [f"name them with {' or '.join(overrides)}"] if overrides else []
     if "labels" in kinds:
         kinds = ["labels"]  # SFT would learn the undesirable completions too
-    if losses := [loss for loss in LOSSES if LOSSES[loss].trains_on in kinds]:
+    losses = [loss for loss in LOSSES if LOSSES[loss].trains_on in kinds]
+    if losses:
         kinds_there = list(dict.fromkeys(LOSSES[loss].trains_on for loss in losses))
         named = [f"loss={loss}" for loss in losses[:3]]
         fixes.append(f"train on the {join_with_or(kinds_there)} that are there with {join_with_or(named)}")

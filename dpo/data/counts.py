@@ -28,7 +28,7 @@ from dpo.losses import TRAINS_ON
 from dpo.numbers import count
 
 SAMPLE_SIZE = 10_000  # examples of a split whose tokens are counted
-LEAST_WORDS = 6  # of a first turn with its speaker, to be looked for in the other split
+LEAST_WORDS = 6  # shorter first turns, speaker included, are not looked for in the other split
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
 SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
 # counts that are printed: the field of SplitReport, and what follows the number, in singular and plural
@@ -51,9 +51,8 @@ TOKEN_COUNTS = (
 class SplitReport:
     """Counts over the examples of a split; lengths in tokens.
 
-    Fields that only pairs have are None for other examples, and so are those that only labelled examples or only ranked
-    lists have. The fields after `tokenized` are over all examples of a small split, and over a random sample of a large
-    one.
+    Fields for one kind of examples (pairs, labelled examples, ranked lists) are None for other kinds. The fields after
+    `tokenized` are over all examples of a small split, and over a random sample of a large split.
     """
 
     prompts: int = 0
@@ -68,17 +67,17 @@ class SplitReport:
     fewest_responses: int | None = None  # of a ranked list
     most_responses: int | None = None
     mean_responses: float | None = None
-    smallest_weight: float | None = None  # of data with weights
+    smallest_weight: float | None = None  # None without weights; so are the next four fields
     largest_weight: float | None = None
-    effective_examples: float | None = None  # as many of equal weight give means of the same variance
-    desirable_weights: float | None = None  # their sum over labelled examples
+    effective_examples: float | None = None  # examples of equal weight whose mean has the same variance
+    desirable_weights: float | None = None  # sum of the weights of desirable examples
     undesirable_weights: float | None = None
-    smallest_margin: float | None = None  # of data with margins
+    smallest_margin: float | None = None  # None without margins
     largest_margin: float | None = None
-    contradictory_labels: int | None = None  # responses that an earlier example of their prompt has with another label
+    contradictory_labels: int | None = None  # responses that have the other label in an earlier example of their prompt
     joined_words: int = 0  # examples whose prompt and response have no space between them
     joined_example: str = ""  # the end of the prompt and the beginning of the response of the first such example
-    tokenized: int = 0  # number of examples that the following fields are over
+    tokenized: int = 0  # examples that the following fields are over
     truncated_prompts: int = 0  # examples with a truncated prompt
     truncated_responses: int = 0  # examples with a truncated response, which loses its EOS
     identical_pairs: int | None = None  # same tokens on both sides after truncation: no gradient under DPO
@@ -213,7 +212,7 @@ class SplitCounter:
         # hashes of pairs or labelled responses, of all datasets, which may have prompts in common
         self._seen: set[int] = set()
         self._texts_with_eos: dict[str, str] = {}  # each with its prompt
-        self._late_starts: dict[str, Prompt] = {}  # beginnings of responses that are not scored, each with a prompt
+        self._late_starts: dict[str, Prompt] = {}  # unscored beginnings of responses, each with a prompt
         # of all prompts and their first turns: a prompt takes 16 bytes
         self._prompt_hashes, self._first_turn_hashes = array("q"), array("q")
 
@@ -223,32 +222,37 @@ class SplitCounter:
         Raises InputError after the last prompt if a text contains EOS.
         """
         for prompt in prompts:
-            prompt_format = find_format(prompt.text, rendered=prompt.rendered)
-            if self._formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
-                self._formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
-            self.digest.update(repr((prompt.text, prompt.responses, prompt.examples)).encode())
-            if prompt.cuts is not None:
-                self.digest.update(repr(prompt.cuts).encode())
-                for response, cuts in zip(prompt.responses, prompt.cuts, strict=True):
-                    if cuts and cuts[0] == 0:
-                        self._late_starts.setdefault(response[: cuts[1]], prompt)
-            for name, values in (("weight", prompt.weights), ("margin", prompt.margins)):
-                if values is not None:
-                    self.digest.update(repr((name, values)).encode())
-                    self._numbers[name].extend(values)
-            self.counts["prompts"] += 1
-            self._prompt_hashes.append(hash(prompt.text))
-            self._first_turn_hashes.append(hash(_find_first_turn(prompt.text)))
+            self._record_prompt(prompt)
             examples = [prompt.texts(index) for index in range(len(prompt.examples))]
             for index, texts in enumerate(examples):
                 self._count_texts(prompt, texts)
                 if prompt.weights is not None and self.trains_on == "labels":
                     self._weights_by_label["desirable" if "chosen" in texts else "undesirable"] += prompt.weights[index]
-            if not prompt.rendered:  # in a rendered chat EOS ends turns
-                self._find_eos(prompt.text, examples or [{}] * (self.trains_on == "prompts"))
+            is_used = examples or self.trains_on == "prompts"
+            if is_used and not prompt.rendered:  # in a rendered chat EOS ends turns
+                self._find_eos(prompt.text, examples)
             yield prompt
         if self._texts_with_eos:
             self._refuse_eos()
+
+    def _record_prompt(self, prompt: Prompt) -> None:
+        """Record what is counted of a prompt apart from its examples."""
+        self.counts["prompts"] += 1
+        self._prompt_hashes.append(hash(prompt.text))
+        self._first_turn_hashes.append(hash(_find_first_turn(prompt.text)))
+        prompt_format = find_format(prompt.text, rendered=prompt.rendered)
+        if self._formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
+            self._formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
+        self.digest.update(repr((prompt.text, prompt.responses, prompt.examples)).encode())
+        if prompt.cuts is not None:
+            self.digest.update(repr(prompt.cuts).encode())
+            for response, cuts in zip(prompt.responses, prompt.cuts, strict=True):
+                if cuts and cuts[0] == 0:
+                    self._late_starts.setdefault(response[: cuts[1]], prompt)
+        for name, values in (("weight", prompt.weights), ("margin", prompt.margins)):
+            if values is not None:
+                self.digest.update(repr((name, values)).encode())
+                self._numbers[name].extend(values)
 
     def count_in_train(self, train: SplitCounter) -> None:
         """Count the prompts, and first turns, that the training split has too."""
@@ -256,9 +260,10 @@ class SplitCounter:
         self.counts["first_turns_in_train"] = int(np.isin(self._first_turn_hashes, train._first_turn_hashes).sum())
 
     def _find_eos(self, prompt: str, examples: Iterable[Mapping[str, str]]) -> None:
-        """Collect the texts of a prompt's examples that contain EOS."""
+        """Collect a prompt and its responses if they contain EOS."""
         eos, eos_id = self.encode.tokenizer.eos_token, self.encode.tokenizer.eos_token_id
-        for text in dict.fromkeys(text for texts in examples for text in (prompt, *texts.values())):
+        responses = [response for texts in examples for response in texts.values()]
+        for text in dict.fromkeys([prompt, *responses]):
             # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
             if eos in text and eos_id in self.encode([text])[text]:
                 self._texts_with_eos.setdefault(text, prompt)
@@ -302,11 +307,11 @@ class SplitCounter:
         """Count tokens, and return the report of the split.
 
         At most `SAMPLE_SIZE` examples are tokenized here; training tokenizes its examples in the background. Raises
-        InputError for a response that truncation could leave without a token that is scored.
+        InputError for a response that truncation could leave without a scored token.
         """
         self._refuse_late_starts(max_length - max_prompt_length)
         tokenizer = self.encode.tokenizer
-        # with the vocabulary, as tokenizers may number the same tokens differently
+        # the digest has the vocabulary, as tokenizers may give different tokens one id
         vocabulary = (tokenizer.eos_token_id, sorted(tokenizer.get_vocab().items()))
         digest = hashlib.sha256(repr(vocabulary).encode())
         prompt_lengths: list[int] = []
@@ -318,16 +323,16 @@ class SplitCounter:
             examples = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
             ids = self.encode(text for example in examples for text in (example.prompt.text, *chain(*example.pieces)))
             for example in examples:
-                joined = ([*chain(*(ids[text] for text in pieces))] for pieces in example.pieces)
-                digest.update(repr([ids[example.prompt.text], *joined]).encode())
+                response_ids = [list(chain(*map(ids.__getitem__, pieces))) for pieces in example.pieces]
+                digest.update(repr([ids[example.prompt.text], *response_ids]).encode())
                 prompt_ids, responses = self._truncate(example, ids, max_length, max_prompt_length)
                 prompt_lengths.append(len(prompt_ids))
                 longest = max(longest, len(prompt_ids) + max(map(len, responses), default=0))
                 cuts = cut_tokens(example.pieces, ids, responses) or [()] * len(responses)
-                n_scored = (len(response) - count_cut(own) for response, own in zip(responses, cuts, strict=True))
+                n_scored = [len(response) - n for response, n in zip(responses, map(count_cut, cuts), strict=True)]
                 response_lengths.append(dict(zip(example.texts, n_scored, strict=True)))
         chosen, rejected = ([n[role] for n in response_lengths if role in n] for role in TRAINS_ON["pairs"])
-        pairs = [n for n in response_lengths if n.keys() >= set(TRAINS_ON["pairs"])]
+        compared = [n for n in response_lengths if {"chosen", "rejected"} <= n.keys()]
         return SplitReport(
             **self.counts,
             fewest_responses=min(self._n_responses, default=None),
@@ -342,22 +347,22 @@ class SplitCounter:
             mean_prompt_tokens=fmean(prompt_lengths) if prompt_lengths else 0.0,
             mean_chosen_tokens=fmean(chosen) if chosen else 0.0,
             mean_rejected_tokens=fmean(rejected) if rejected else None,
-            chosen_longer=fmean(n["chosen"] > n["rejected"] for n in pairs) if pairs else None,
+            chosen_longer=fmean(n["chosen"] > n["rejected"] for n in compared) if compared else None,
             prompt_formats=self._formats,
             token_digest=digest.hexdigest(),
         )
 
     def _refuse_late_starts(self, fewest_tokens: int) -> None:
-        """Refuse responses of which truncation could leave nothing scored.
+        """Refuse responses that truncation could leave without a scored token.
 
-        That would end a run in its middle: `fewest_tokens` are left of a response, also beside another prompt.
+        Such a response would end a run in its middle. Truncation leaves at least its first `fewest_tokens`.
         """
         ids = self.encode(self._late_starts)
         for text, prompt in self._late_starts.items():
             if len(ids[text]) >= fewest_tokens:
                 raise InputError(
                     f"dataset {prompt.dataset}: a response begins with {count(len(ids[text]), 'token')} that "
-                    f"{'is' if len(ids[text]) == 1 else 'are'} not the assistant's, and truncation may leave "
+                    f"{'is' if len(ids[text]) == 1 else 'are'} not the assistant's, and truncation may leave only "
                     f"{fewest_tokens} (max_length - max_prompt_length): raise max_length, or remove the record whose "
                     f"prompt ends in {prompt.text[-SHOWN_AROUND:]!r}"
                 )
@@ -366,7 +371,7 @@ class SplitCounter:
         weights = np.array(self._numbers["weight"])
         if not len(weights):
             return {}
-        relative_weights = weights / weights.max()  # whose squares are numbers
+        relative_weights = weights / weights.max()  # at most 1, so their squares do not overflow
         sums = {"effective_examples": float(relative_weights.sum() ** 2 / (relative_weights**2).sum())}
         if self.trains_on == "labels":
             sums |= {f"{label}_weights": total for label, total in self._weights_by_label.items()}
@@ -394,7 +399,7 @@ class SplitCounter:
 def _find_first_turn(prompt: str) -> str:
     """Find the first turn of a dialogue in HH's format.
 
-    Any other prompt is one turn. So is a dialogue whose first turn is as short as a greeting, which many share.
+    It is the whole prompt if that is no dialogue, or if the turn is as short as a greeting that many dialogues share.
     """
     first_turn, marker, _ = prompt.partition(ASSISTANT)
     return first_turn + marker if len(first_turn.split()) >= LEAST_WORDS else prompt

@@ -33,31 +33,42 @@ def get_custom(
 ) -> PreferenceData:
     """Convert custom records to preference data.
 
-    Pairs come from `{prompt, chosen, rejected}`, from `{chosen, rejected}` with a common beginning, the prompt, or from
-    `{messages, rejected}`, where the last message is chosen. SFT targets also come from `{prompt, completion}`, and
-    from `{messages}`, where the last message is the target; labelled responses from either of these with `label`.
-    Ranked lists come from `{prompt, responses, scores}`, or from `{prompt, responses}` in order, best first; pairs and
-    targets are made of them too. Prompts to answer come from `{prompt}`. Any record may have a system turn in `system`,
-    a `weight` and, `with_margins`, a `margin`. A chat may have `tools`, which the template gets.
+    Records have these fields:
+
+    - pairs: `{prompt, chosen, rejected}`; `{chosen, rejected}`, which begin with the prompt; or `{messages, rejected}`,
+      where the last message is chosen
+    - ranked lists: `{prompt, responses, scores}`, or `{prompt, responses}` in order, best first; they give pairs too
+    - SFT targets: `{prompt, completion}`, or `{messages}` with the target as last message; pairs and lists give targets
+    - labelled responses: as SFT targets, and `label`
+    - prompts to answer: `{prompt}`
+
+    Any record may have a system turn in `system`, a `weight` and, `with_margins`, a `margin`. A chat may have `tools`,
+    which the template gets.
 
     All fields are texts, or all are chat messages, which the tokenizer's chat template renders. A message is
     `{role, content}` or ShareGPT's `{from, value}`; one message may stand for a list. If chosen and rejected are
     messages, the prompt may also be a text: the content of a message that both begin with, as in UltraFeedback. If the
-    prompt is messages, the responses may also be texts: the assistant's next message. `columns` maps fields to columns,
-    and fields without one to None; other fields are recognized by name, or have the columns of `data_format`, a key of
-    `FORMATS`. Raises InputError, which names the record and `origin`.
+    prompt is messages, the responses may also be texts: the assistant's next message.
+
+    `columns` maps fields to columns, and a field without a column to None. Other fields are recognized by name, or have
+    the columns of `data_format`, a key of `FORMATS`. Raises InputError, which names the record and `origin`.
     """
     data: PreferenceData | None = None
     tally: Counter[str] = Counter()
     template = ChatTemplate(tokenizer)
-    format_columns = FORMATS[data_format].columns if data_format else None
-    options: dict[str, Any] = {"name": name, "origin": origin, "trains_on": trains_on, "with_margins": with_margins}
-    options["format_columns"] = format_columns
-    recognized = recognize_columns(find_columns(rows), columns, **options)
+    recognized = recognize_columns(
+        find_columns(rows),
+        columns,
+        name=name,
+        origin=origin,
+        trains_on=trains_on,
+        format_columns=FORMATS[data_format].columns if data_format else None,
+        with_margins=with_margins,
+    )
     used = recognized.used
-    if trains_on == "prompts":  # weights belong to a record's responses, and a policy draws others
+    if trains_on == "prompts":  # a weight is for a record's responses, and the policy draws its own
         used.pop("weight", None)
-    if "responses" in used:  # the pairs of a list have different margins
+    if "responses" in used:  # one margin does not fit all pairs of a list
         used.pop("margin", None)
     for row, where in zip(rows, iterate_places(rows, origin), strict=True):
         record = read_record(row, used, where, name=name)
@@ -94,22 +105,21 @@ def get_custom(
         tally["diverging dialogues"] += data_format == "hh" and any(ASSISTANT in response for response in responses)
         data.add_record(prompt, responses, label=record.label, scores=scores)
     data = data if data is not None else PreferenceData(truncation_mode="keep_start")
-    note = recognized.describe(columns)
-    if data_format:
-        note = f"format {data_format}" + (f"; {note}" if note else "")
+    format_note = f"format {data_format}" if data_format else ""
+    note = "; ".join(filter(None, (format_note, recognized.describe(columns))))
     if note:
         data.notes.append(f"{origin}: {note}")
     data.notes += [*template.describe(origin), *_describe_tally(tally, origin)]
     if trains_on == "pairs" and 0 < tally["lists without pairs"] == len(rows):
         raise InputError(
-            f"{origin}: the responses of each list have equal scores, which make no pair: score them, or train with "
-            f"loss=sft"
+            f"{origin}: the responses of each list have equal scores, which make no pair: give different scores, or "
+            f"train with loss=sft"
         )
     return data
 
 
 def _describe_tally(tally: Mapping[str, int], origin: str) -> Iterator[str]:
-    """Describe what is unusual in so many records of `origin`."""
+    """Describe unusual records of `origin`; `tally` has their numbers."""
     if n := tally["diverging dialogues"]:
         yield f"{origin}: in {count(n, 'record')} the dialogues diverge before the last answer; the prompt ends there"
     if n := tally["unused system turns"]:
@@ -124,7 +134,7 @@ def _describe_tally(tally: Mapping[str, int], origin: str) -> Iterator[str]:
 
 
 def _read_number(row: Mapping[str, Any], column: str, where: str, *, above_zero: bool = False) -> float:
-    """Read a finite number, which may be text as in a table."""
+    """Read a finite number, which may be text as in CSV."""
     value = row.get(column)
     if isinstance(value, (str, Decimal)):
         with suppress(ValueError):

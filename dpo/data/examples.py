@@ -1,7 +1,4 @@
-"""Examples of a run: their order and their token ids.
-
-Knows no tensors and no processes.
-"""
+"""Examples of a run: their order and their token ids."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from dpo.losses import IGNORE_INDEX, TRAINS_ON
 
 DIGEST_BYTES = 16
 
-
-ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the example among those of its prompt)
+ExampleId = tuple[int, int]  # (index of the prompt in its split, index of the example among its prompt's examples)
 
 
 class TextExample(NamedTuple):
@@ -38,7 +34,7 @@ class Example(NamedTuple):
     """An example as token ids for the model: truncated, including EOS."""
 
     prompt: tuple[int, ...]
-    responses: tuple[tuple[int, ...], ...]  # as many in all examples of a run, unless these are ranked lists
+    responses: tuple[tuple[int, ...], ...]  # the same number in all examples of a run, except for ranked lists
     id: ExampleId | None = None
     dataset: str = ""
     digest: str = ""  # from `text_digest`; identifies the example in every run
@@ -46,8 +42,8 @@ class Example(NamedTuple):
     roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
     weight: float = 1.0  # in the mean of losses
     margin: float | None = None  # by which the chosen reward should exceed the rejected one; None: it has no effect
-    # of each response, the start and end (exclusive) of each stretch of tokens that is not scored, in turn; empty if
-    # all tokens are scored
+    # for each response, alternately the start and the end (exclusive) of a part that is not scored; empty if all
+    # tokens of the example are scored
     cuts: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -117,11 +113,11 @@ def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[T
 
 
 def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample], *, seed: int) -> list[TextExample]:
-    """Replace the responses of examples by those of another prompt.
+    """Replace the responses of examples by responses to another prompt.
 
-    The other prompt is at a random distance in the data, the same for all examples. So it depends on the seed alone,
-    and each example is mismatched in the same way in every epoch. Where that prompt has the same text, as another
-    dataset's may, the next one with another text is taken. Raises InputError if all prompts are equal.
+    The other prompt is at a random distance in the data, the same for all examples. The distance depends on the seed
+    alone, so each example is mismatched in the same way in every epoch. If that prompt has the same text, as a prompt
+    of another dataset may, the next prompt with another text is taken. Raises InputError if all prompts are equal.
     """
     distance = random.Random(seed).randrange(1, len(prompts))
     mismatched = []
@@ -218,8 +214,8 @@ def cut_tokens(
 ) -> tuple[tuple[int, ...], ...]:
     """Find the cuts of truncated responses, in tokens.
 
-    There are none if all tokens are scored. `pieces` has those of each response. Raises InputError if truncation
-    leaves no token that is scored.
+    There are none if all tokens are scored. `pieces` has the pieces of each response. Raises InputError if truncation
+    leaves no scored token.
     """
     if all(len(texts) == 1 for texts in pieces):
         return ()
@@ -229,7 +225,7 @@ def cut_tokens(
         if len(ends) % 2:  # the last piece is not scored, nor is EOS
             ends.append(len(response))
         cuts.append(tuple(min(end, len(response)) for end in ends))
-        if count_cut(cuts[-1]) == len(response):  # `SplitCounter` has refused it before, if the data was counted
+        if count_cut(cuts[-1]) == len(response):  # `SplitCounter` refuses such data, if it was counted
             raise InputError(
                 f"the response that begins with {''.join(texts)[:80]!r} is cut off before the assistant's first word: "
                 f"raise max_length, or remove the record"

@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ class TrainingData:
         )
         return cls(
             tokenizer=tokenizer,
-            encode=TextEncoder(tokenizer, largest=facts["largest"]),  # token id in the data
+            encode=TextEncoder(tokenizer, largest=facts["largest"]),
             train=PromptTable(table / "train.arrow"),
             test=PromptTable(table / "test.arrow"),
             report=Preflight(
@@ -179,10 +180,7 @@ def prepare_data(
     unless `silent`. Raises InputError for data that is unusable or too small; the batch size that the message suggests
     is a multiple of `batch_parts`.
     """
-
-    def find_key() -> str | None:
-        return make_key(options, tokenizer, get_dataset, identify, cache_dir)
-
+    find_key = partial(make_key, options, tokenizer, get_dataset, identify, cache_dir)
     key = find_key()
 
     def build(directory: Path) -> tuple[dict[str, Any], bool]:
@@ -248,19 +246,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
                 scratch=Path(scratch) if plan.run.dry_run else None,  # a dry run leaves nothing behind
                 silent=silent,
             )
-            for split, report in facts["reports"].items():
-                if plan.loss.mismatched and report["prompts"] < 2:
-                    raise InputError(
-                        f"the {split} split of {', '.join(plan.data.datasets)} has 1 prompt, and loss={plan.loss.name} "
-                        f"combines each prompt with a response to another one: give 2 prompts or more in each split; "
-                        f"if the data is one file, a tenth of its prompts is the test split, so it needs 20"
-                    )
-                if not plan.loss.takes_weights and report["largest_weight"] is not None:
-                    raise InputError(
-                        f"the {split} split of {', '.join(plan.data.datasets)} has a column weight, and "
-                        f"loss={plan.loss.name} compares the examples of a batch, so it takes no weights: remove the "
-                        f"column, or choose another loss, such as loss=dpo"
-                    )
+            _check_loss_fits(plan, facts["reports"])
             return json.dumps([str(table), facts])
 
         table, facts = json.loads(once_per_machine(prepare, silence_secs=plan.run.collective_timeout_secs))
@@ -280,35 +266,51 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
     return data
 
 
-def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> list[str]:
-    """Return a warning about labels of one kind alone, or KTO's weights.
+def _check_loss_fits(plan: Plan, reports: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that the loss can train on these data."""
+    for split, report in reports.items():
+        place = f"the {split} split of {', '.join(plan.data.datasets)}"
+        if plan.loss.mismatched and report["prompts"] < 2:
+            raise InputError(
+                f"{place} has 1 prompt, and loss={plan.loss.name} combines each prompt with a response to another one: "
+                f"give 2 prompts or more in each split; if the data is one file, a tenth of its prompts is the test "
+                f"split, so it needs 20"
+            )
+        if not plan.loss.takes_weights and report["largest_weight"] is not None:
+            raise InputError(
+                f"{place} has a column weight, and loss={plan.loss.name} compares the examples of a batch, so it takes "
+                f"no weights: remove the column, or choose another loss, such as loss=dpo"
+            )
 
-    The weighted number of desirable examples should be 1 to 4/3 times that of undesirable ones (arXiv 2402.01306,
-    section 4). An example of data with weights counts as its weight.
+
+def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> list[str]:
+    """Return a warning about labels of one kind, or unbalanced weights.
+
+    All desirable examples together should weigh 1 to 4/3 times as much as all undesirable examples (arXiv 2402.01306,
+    section 4). In data with weights, an example counts as its weight.
     """
     weights = [options.get(f"{label}_weight", 1) for label in ("desirable", "undesirable")]
-    if report.desirable is None or not all(weights):  # another loss, or one that is to learn from one kind alone
+    if report.desirable is None or not all(weights):  # there are no labels, or one kind has weight 0
         return []
     if not (report.desirable and report.undesirable):
         missing = "undesirable" if report.desirable else "desirable"
         return [f"the train split has no {missing} response, and a loss of labels learns from both kinds: add some"]
     if "desirable_weight" not in options:
         return []
-    counts, number = (report.desirable, report.undesirable), "number"
+    counts, measure = (report.desirable, report.undesirable), "number"
     if report.desirable_weights and report.undesirable_weights:
-        counts, number = (report.desirable_weights, report.undesirable_weights), "weight"
+        counts, measure = (report.desirable_weights, report.undesirable_weights), "weight"
     desirable, undesirable = (weight * n for weight, n in zip(weights, counts, strict=True))
     if 0.99 * undesirable <= desirable <= 1.01 * 4 / 3 * undesirable:  # the advised weights are rounded
         return []
     if desirable < undesirable:
-        fix = "loss.desirable_weight", undesirable / counts[0], 4 / 3 * undesirable / counts[0]
+        key, least, most = "loss.desirable_weight", undesirable / counts[0], 4 / 3 * undesirable / counts[0]
     else:
-        fix = "loss.undesirable_weight", 3 / 4 * desirable / counts[1], desirable / counts[1]
+        key, least, most = "loss.undesirable_weight", 3 / 4 * desirable / counts[1], desirable / counts[1]
     return [
-        "loss.desirable_weight times the {} of desirable responses is {:.3g} times loss.undesirable_weight times "
-        "that of undesirable ones, and the paper of KTO advises 1 to 4/3: try {} from {:.3g} to {:.3g}".format(
-            number, desirable / undesirable, *fix
-        )
+        f"the desirable responses weigh {desirable / undesirable:.3g} times as much as the undesirable responses (the "
+        f"{measure} of each times loss.desirable_weight or loss.undesirable_weight), and the paper of KTO advises 1 to "
+        f"4/3: try {key} from {least:.3g} to {most:.3g}"
     ]
 
 

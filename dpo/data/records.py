@@ -1,8 +1,8 @@
 """Records of custom data in one form, and their formats.
 
-A record has a prompt and its responses, all texts or all chat messages. `read_record` makes one of a row,
-whatever its format. `write_record` makes a row of it in a format of `FORMATS`, for `scripts.convert`. A format is
-recognized by writing the first record: it is the first format in which that gives the row itself.
+A record has a prompt and its responses, all texts or all chat messages. `read_record` reads it from a row, whatever
+its format. `write_record` writes it as a row of a format, for `scripts.convert`. To recognize the format of data, its
+first record is written in each of `FORMATS`, until the result equals the row that was read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.choices import NUMBER_FIELDS, PROMPT_PARTS, SYSTEM, TOOLS
 
-# the role of each speaker in ShareGPT's messages; one of CALLERS is read as the assistant's
+# the role of each speaker in ShareGPT's messages; messages from CALLERS become calls of the assistant
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -48,17 +48,16 @@ SHAREGPT_SPEAKERS = {
     "tool": "observation",
     "system": "system",
 }
-# messages whose content is JSON of a call, or of a list of calls, in LLaMA-Factory's and ms-swift's data
+# roles of messages whose content is JSON of a call, or of a list of calls, in LLaMA-Factory's and ms-swift's data
 CALLERS = ("function_call", "tool_call")
-RESULTS = ("tool_response", "function")  # roles of results in ms-swift's and OpenAI's earlier data
+RESULTS = ("tool_response", "function")  # roles of a tool's results in ms-swift's and OpenAI's earlier data
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
 # labels in lower case, as text
 DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs up", "thumbs_up", "👍")
 UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
 
-
-RESPONSE_FIELDS = ("messages", "chosen", "rejected", "completion")  # of one response; messages have the prompt too
-NUMBERS = ("scores", *NUMBER_FIELDS)  # fields that are no texts, which `get_custom` reads
+RESPONSE_FIELDS = ("messages", "chosen", "rejected", "completion")  # each is one response; messages have a prompt too
+NUMBERS = ("scores", *NUMBER_FIELDS)  # fields that `get_custom` reads
 
 
 class Record(NamedTuple):
@@ -69,7 +68,7 @@ class Record(NamedTuple):
     system: str = ""  # a system turn that the row has in a column of its own
     input: str = ""  # what an instruction is about, as in Alpaca's data; only with texts
     label: bool | None = None  # whether the one response is desirable
-    is_list: bool = False  # of ranked responses, which may be two
+    is_list: bool = False  # whether the responses are a ranked list, which may have two
     history: Sequence[Sequence[str]] = ()  # [question, answer] before an instruction; only with texts
     tools: Any = None  # that a chat may call: a list of schemas, or JSON of one
 
@@ -78,7 +77,7 @@ class Record(NamedTuple):
         return isinstance(self.prompt, list)
 
     def join_prompt(self) -> Any:
-        """The prompt with its system turn and its input."""
+        """The prompt with its system turn, history and input."""
         if isinstance(self.prompt, list):
             system = [{"role": SYSTEM, "content": self.system}] if self.system else []
             return system + self.prompt
@@ -91,23 +90,23 @@ class Record(NamedTuple):
 def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, name: str) -> Record:
     """Read the record in a row.
 
-    `used` maps fields to columns. Raises InputError, which says `where` the row is, unless all responses are texts or
-    all are chat messages, and the prompt goes with them. `name` is the dataset's, for that message.
+    `used` maps fields to columns. Raises InputError, which says `where` the row is, if a field is wrong, or if prompt
+    and responses do not go together. `name` is the dataset's, for the message.
     """
     prompt = _read_value(row, used["prompt"], where) if "prompt" in used else None
     if "responses" in used:
         values = _read_list(row, used["responses"], where)
     else:
         values = {used[field]: _read_value(row, used[field], where) for field in RESPONSE_FIELDS if field in used}
-    system, below = (_read_optional(row, used, field, where) for field in (SYSTEM, "input"))
-    if below:
+    system = _read_optional(row, used, SYSTEM, where)
+    input_text = _read_optional(row, used, "input", where)
+    if input_text:
         get_field(row, used["prompt"], where)  # an input goes with a text
     history = _read_history(row, used["history"], where) if "history" in used else ()
-    chat = prompt
-    if "prompt" not in used and "messages" in used:
-        chat = values[used["messages"]]
+    chat = values[used["messages"]] if "messages" in used and "prompt" not in used else prompt
     answers = {column: value for column, value in values.items() if value is not chat}
     if isinstance(chat, list) and all(isinstance(answer, str) for answer in answers.values()):
+        # texts that answer a chat are the assistant's next message
         values |= {column: [{"role": "assistant", "content": answer}] for column, answer in answers.items()}
     responses: Sequence[Any] = list(values.values())
     is_chat = any(isinstance(value, list) for value in (prompt, *responses))
@@ -119,7 +118,9 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
         raise InputError(f"{where}: {', '.join(kinds)}; they must all be text or all be chat messages")
     if is_chat:
         prompt, responses = _split_messages(prompt, responses, where)
-        if others := [role for response in responses if (role := response[-1]["role"]) != "assistant"]:
+        last_roles = (response[-1]["role"] for response in responses)
+        others = [role for role in last_roles if role != "assistant"]
+        if others:
             raise InputError(
                 f"{where}: the last message is from {others[0]}, and must be from assistant: remove it, or the record"
             )
@@ -134,11 +135,11 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
                 f"prompt: give a column with the prompt, as 'dataset_sources.{name}.columns={{prompt: COLUMN}}'"
             )
     label = _read_label(row, used["label"], where, name) if "label" in used else None
-    tools = (row.get(used[TOOLS]) if TOOLS in used else None) or None
-    if tools and is_chat:  # no template renders texts, nor their tools
+    tools = row.get(used[TOOLS]) if TOOLS in used else None
+    if tools and is_chat:  # tools beside texts are not used, so they are not checked
         fix = f"leave the column out with 'dataset_sources.{name}.columns={{tools: null}}'"
         tools = tools if read_tools(row, used[TOOLS], where, fix) else None
-    return Record(prompt, responses, system, below, label, "responses" in used, history, tools)
+    return Record(prompt, responses, system, input_text, label, "responses" in used, history, tools or None)
 
 
 def is_system_unused(row: Mapping[str, Any], used: Mapping[str, str], record: Record) -> bool:
@@ -153,7 +154,7 @@ def name_kind(is_chat: bool) -> str:
 def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | list[Any]:
     """Read a text, or messages.
 
-    Messages are `{role, content}` whatever their format, and calls are part of the assistant's.
+    Messages become `{role, content}`, whatever their format. Calls become a part of the assistant's message.
     """
     value = get_field(row, column, where, (str, list, dict))
     if isinstance(value, str):
@@ -172,10 +173,11 @@ def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | list[A
             message = _read_call(message, where)
         if isinstance(message.get("content"), list):
             message = {**message, "content": _join_parts(message["content"], where)}
-        before = messages[-1] if is_call and messages else {}
-        if before.get("role") == "assistant":  # the call is of the same turn
-            calls = get_field(before, "tool_calls", where, list) if before.get("tool_calls") else []
-            messages[-1] = {**message, **before, "tool_calls": [*calls, *message["tool_calls"]]}
+        continues_turn = is_call and messages and messages[-1]["role"] == "assistant"
+        if continues_turn:
+            turn = messages[-1]
+            calls = get_field(turn, "tool_calls", where, list) if turn.get("tool_calls") else []
+            messages[-1] = {**message, **turn, "tool_calls": [*calls, *message["tool_calls"]]}
         else:
             messages.append(message)
     for message in messages:
@@ -196,13 +198,13 @@ def _rename_sharegpt(message: Any, where: str) -> dict[str, Any]:
 
 
 def _rename_role(message: Any, where: str) -> dict[str, Any]:
-    """Return a message with our role for a result."""
+    """Return a message; a tool's result gets our role `tool`."""
     is_result = get_field(message, "role", where) in RESULTS
     return {**message, "role": "tool"} if is_result else message
 
 
 def _join_parts(parts: list[Any], where: str) -> str:
-    """Join the texts of a content's parts, which OpenAI's may have."""
+    """Join the texts of content that is a list of parts."""
     kinds = [get_field(part, "type", where) for part in parts]
     if other := next((kind for kind in kinds if kind != "text"), None):
         raise InputError(f"{where}: content has a part of type {other!r}, and must be text: remove the record")
@@ -234,11 +236,12 @@ def _read_optional(row: Mapping[str, Any], used: Mapping[str, str], field: str, 
 
 def _read_history(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
     """Read the turns before an instruction, which rows may lack."""
+
+    def is_turn(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
     turns = row.get(column) or []
-    if not isinstance(turns, list) or any(
-        not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn))
-        for turn in turns
-    ):
+    if not (isinstance(turns, list) and all(map(is_turn, turns))):
         raise InputError(
             f"{where}: {column} must be a list of [instruction, response], and is {turns!r:.80}: correct it, or remove "
             f"the record"
@@ -296,16 +299,16 @@ def common_start(*texts: str) -> str:
 def _split_messages(
     prompt: str | Messages | None, responses: Sequence[Messages], where: str
 ) -> tuple[Messages, list[Messages]]:
-    """Split a record's messages into the prompt's and each response's.
+    """Split a record's messages into its prompt and its responses.
 
-    A prompt that is a text is the user's message before responses that begin with the assistant's. A first response
-    that is a whole chat has the prompt of the others if these begin with the assistant's message, as in ms-swift's
-    data. Otherwise the prompt is the messages with which all responses begin; a text must be the content of one.
+    If `prompt` is a text, it is the user's message before responses that begin with the assistant's. Before others, it
+    is the content of a message with which they all begin. Without `prompt`, the first response may be a whole chat.
     """
     are_answers = [bool(messages) and messages[0]["role"] == "assistant" for messages in responses]
     if isinstance(prompt, str) and prompt and all(are_answers):
         prompt = [{"role": "user", "content": prompt}]
     elif prompt is None and not are_answers[0] and all(are_answers[1:]):
+        # a chat that ends with the response; in ms-swift's data the others answer the same prompt
         prompt, responses = responses[0][:-1], [responses[0][-1:], *responses[1:]]
     if not isinstance(prompt, list):
         shared = _share_messages(responses)
@@ -323,13 +326,13 @@ def _split_messages(
 
 
 def _share_messages(dialogues: Sequence[Messages]) -> Messages:
-    """The messages with which all dialogues begin, without the last of any.
+    """The messages with which all dialogues begin.
 
-    Messages are the same if chat templates get the same, whatever nulls they have.
+    A dialogue's last message is never one of them. Messages are compared as chat templates get them, without nulls.
     """
     shared = []
     for messages in zip(*(dialogue[:-1] for dialogue in dialogues), strict=False):
-        first, *others = (read_message(message, "") for message in messages)  # they were checked
+        first, *others = (read_message(message, "") for message in messages)  # they were checked before
         if any(message != first for message in others):
             break
         shared.append(messages[0])
@@ -341,11 +344,11 @@ def _share_messages(dialogues: Sequence[Messages]) -> Messages:
 # values of a format
 ANY = "texts or chat messages"
 TEXTS = "texts that follow one another as they are"
-DIALOGUES = "texts of Human and Assistant, as in HH's data"
+DIALOGUES = "dialogues of Human and Assistant, as in HH's data"
 TURNS = "a text for each turn of a chat: a system turn, a question, an answer"
 MESSAGES = "chat messages {role, content}"
 SHAREGPT = "chat messages {from, value}"
-SWIFT = "chat messages {role, content}, of which those of tool_call are JSON of a call"
+SWIFT = "chat messages {role, content}; the content of a tool_call is JSON"
 # responses of a format
 ALONE = "a text or a list of messages"
 MESSAGE = "one message"
@@ -356,8 +359,8 @@ WHOLE = "the prompt and the response"
 class Format(NamedTuple):
     """The form in which rows hold records.
 
-    Without a column for the prompt, responses are WHOLE, or `messages` has the prompt with the chosen response or the
-    only one. The prompt of WHOLE messages is the last question's text.
+    A prompt without a column begins WHOLE responses, or `messages`, which end with the chosen or the only response.
+    Beside WHOLE responses, the column for the prompt has the text of the last question.
     """
 
     columns: Mapping[str, str]  # maps fields to columns; rows may lack some
@@ -414,26 +417,28 @@ def recognize_format(row: Mapping[str, Any], used: Mapping[str, str], record: Re
     if not record.responses:
         return None
     columns = {field: column for field, column in used.items() if field not in NUMBERS}
-    written_anew = ("label", TOOLS)
-    shown = {column: row[column] for field, column in columns.items() if field not in written_anew and row.get(column)}
-    # with calls in messages of their own, whose role says so
-    has_calls_apart = any(message.get("role") in CALLERS for value in shown.values() for message in _as_messages(value))
+    compared = [column for field, column in columns.items() if field not in ("label", TOOLS)]  # these are rewritten
+    values = {column: row[column] for column in compared if row.get(column)}
+    messages = chain.from_iterable(map(_as_messages, values.values()))
+    has_call_roles = any(message.get("role") in CALLERS for message in messages)
     for name, candidate in FORMATS.items():
-        if columns.items() <= candidate.columns.items() and not (has_calls_apart and candidate.values != SWIFT):
-            try:
-                written, _ = write_record(record, candidate)
-            except CannotHoldError:
-                continue
-            if all(_is_same(value, written.get(column), record) for column, value in shown.items()):
-                return name
+        roles_fit = not has_call_roles or candidate.values == SWIFT  # no other format has these roles
+        if not (roles_fit and columns.items() <= candidate.columns.items()):
+            continue
+        try:
+            written, _ = write_record(record, candidate)
+        except CannotHoldError:
+            continue
+        if all(_is_same(value, written.get(column), record) for column, value in values.items()):
+            return name
     return None
 
 
 def _is_same(given: Any, written: Any, record: Record) -> bool:
     """Return whether two values of a column are read alike."""
     if record.is_chat and written == record.responses:  # a ranked list
-        texts = ([{"role": "assistant", "content": item}] if isinstance(item, str) else item for item in given)
-        return all(_normalize(item) == _normalize(response) for item, response in zip(texts, written, strict=True))
+        given = [[{"role": "assistant", "content": item}] if isinstance(item, str) else item for item in given]
+        return list(map(_normalize, given)) == list(map(_normalize, written))
     return _normalize(given) == _normalize(written)
 
 
@@ -475,39 +480,46 @@ def write_record(record: Record, target: Format) -> tuple[dict[str, Any], list[s
     if not record.is_chat:
         changes += [f"the {field} is now in the prompt" for field in (SYSTEM, *PROMPT_PARTS) if getattr(rest, field)]
     if record.tools and TOOLS in columns:
-        is_json = isinstance(record.tools, str) or target.values not in (SHAREGPT, TURNS, SWIFT)  # these have JSON
-        row[columns[TOOLS]] = record.tools if is_json else json.dumps(record.tools, ensure_ascii=False)
+        needs_json = target.values in (SHAREGPT, TURNS, SWIFT) and not isinstance(record.tools, str)
+        row[columns[TOOLS]] = json.dumps(record.tools, ensure_ascii=False) if needs_json else record.tools
     elif record.tools:
         changes.append("the tools are left out")
-
-    names = ("chosen", "rejected") if is_pair else ("completion",)
-    if "responses" in columns and len(responses) > 1:
-        row |= {columns["prompt"]: prompt, columns["responses"]: list(responses)}
-    elif names[0] in columns:
-        if "prompt" in columns:
-            row[columns["prompt"]] = _find_question(prompt) if target.responses == WHOLE else prompt
-        for field, response in zip(names, responses, strict=True):
-            row[columns[field]] = _shape_response(prompt, response, target)
-    elif "messages" in columns and record.is_chat:
-        if len(responses[0]) > 1 and not (is_pair and target.responses == WHOLE):
-            raise CannotHoldError("responses of several messages")
-        row[columns["messages"]] = prompt + responses[0]
-        if is_pair:
-            row[columns["rejected"]] = _shape_response(prompt, responses[1], target)
-    else:
-        raise CannotHoldError("single responses")
+    row |= _write_responses(prompt, responses, target, is_pair=is_pair)
     if record.label is not None:
         row[columns["label"]] = record.label
     if target.values in (SHAREGPT, SWIFT):
         row = {column: _write_messages(value, target.values) for column, value in row.items()}
         calls = [call for message in chain(prompt, *responses) for call in message.get("tool_calls") or ()]
-        lost = dict.fromkeys(key for call in calls if "function" in call for key in call.keys() - {"type", "function"})
-        changes += [f"the {key} of calls is left out" for key in sorted(lost)]
+        keys_of_calls = {key for call in calls if "function" in call for key in call}
+        changes += [f"the {key} of calls is left out" for key in sorted(keys_of_calls - {"type", "function"})]
     return row, changes + [f"the key {key} of messages is left out" for key in sorted(lost_keys)]
 
 
+def _write_responses(prompt: Any, responses: Sequence[Any], target: Format, *, is_pair: bool) -> dict[str, Any]:
+    """Write the columns of the prompt and the responses."""
+    columns = target.columns
+    fields = ("chosen", "rejected") if is_pair else ("completion",)
+    if "responses" in columns and len(responses) > 1:
+        return {columns["prompt"]: prompt, columns["responses"]: list(responses)}
+    if fields[0] in columns:
+        row = {}
+        if "prompt" in columns:
+            row[columns["prompt"]] = _find_question(prompt) if target.responses == WHOLE else prompt
+        for field, response in zip(fields, responses, strict=True):
+            row[columns[field]] = _shape_response(prompt, response, target)
+        return row
+    if "messages" in columns and isinstance(prompt, list):
+        if len(responses[0]) > 1 and not (is_pair and target.responses == WHOLE):
+            raise CannotHoldError("responses of several messages")
+        row = {columns["messages"]: prompt + responses[0]}
+        if is_pair:
+            row[columns["rejected"]] = _shape_response(prompt, responses[1], target)
+        return row
+    raise CannotHoldError("single responses")
+
+
 def _find_lost_keys(record: Record, target: Format) -> set[str]:
-    """Find the keys of messages that a format writes as texts."""
+    """Find the keys that messages lose where a format writes texts."""
     as_texts: list[Any] = []
     if record.is_chat and target.values in (TURNS, DIALOGUES):
         as_texts = [*record.prompt, *chain(*record.responses)]
@@ -531,7 +543,7 @@ def _shape_response(prompt: Any, response: Any, target: Format) -> Any:
 
 
 def _is_shared(prompt: Any, responses: Sequence[Any]) -> bool:
-    """Return whether the prompt is found again where responses begin with it."""
+    """Return whether the prompt can be read back from whole responses."""
     wholes = [prompt + response for response in responses]
     return prompt == (_share_messages(wholes) if isinstance(prompt, list) else split_shared_prompt(*wholes)[0])
 
@@ -547,7 +559,7 @@ def _find_question(prompt: Messages) -> str:
 def _write_messages(value: Any, values: str) -> Any:
     """Write messages as LLaMA-Factory's or ms-swift's.
 
-    There a call is a message of its own. Raises CannotHoldError.
+    There a call is a message of its own.
     """
     if isinstance(value, dict):
         [message] = _write_messages([value], values)
@@ -556,24 +568,30 @@ def _write_messages(value: Any, values: str) -> Any:
         return value
     written: list[dict[str, Any]] = []
     for message, before in zip(value, [{}, *value], strict=False):
-        if not message.get("tool_calls"):
-            is_result = values == SWIFT and message["role"] == "tool"
-            written.append({**message, "role": "tool_response"} if is_result else message)
-            continue
-        if before.get("role") == "assistant":
-            raise CannotHoldError("tool calls after another turn of the assistant")  # they would be read as one turn
-        others = {key: item for key, item in message.items() if key not in ("role", "content", "tool_calls")}
-        functions = [call.get("function", call) for call in message["tool_calls"]]
-        calls: list[Any] = [{**function, "arguments": read_arguments(function, "")} for function in functions]
-        text = [{"role": "assistant", "content": message["content"]}] if message.get("content") else []
-        if values == SHAREGPT:
-            if text:
-                raise CannotHoldError("text beside tool calls")
-            calls = [calls] if len(calls) > 1 else calls  # all are one message
-        role = "tool_call" if values == SWIFT else "function_call"
-        first, *rest = [*text, *({"role": role, "content": json.dumps(call, ensure_ascii=False)} for call in calls)]
-        written += [{**first, **others}, *rest]
+        if message.get("tool_calls"):
+            if before.get("role") == "assistant":  # both would be read as one turn
+                raise CannotHoldError("tool calls after another turn of the assistant")
+            written += _write_calls(message, values)
+        elif values == SWIFT and message["role"] == "tool":
+            written.append({**message, "role": "tool_response"})
+        else:
+            written.append(message)
     return [_as_sharegpt(message) for message in written] if values == SHAREGPT else written
+
+
+def _write_calls(message: dict[str, Any], values: str) -> list[dict[str, Any]]:
+    """Split a message with calls into its text and its calls."""
+    functions = [call.get("function", call) for call in message["tool_calls"]]
+    calls: list[Any] = [{**function, "arguments": read_arguments(function, "")} for function in functions]
+    text = [{"role": "assistant", "content": message["content"]}] if message.get("content") else []
+    if values == SHAREGPT and text:
+        raise CannotHoldError("text beside tool calls")
+    if values == SHAREGPT and len(calls) > 1:
+        calls = [calls]  # one message has the list of all calls
+    role = "tool_call" if values == SWIFT else "function_call"
+    first, *rest = [*text, *({"role": role, "content": json.dumps(call, ensure_ascii=False)} for call in calls)]
+    other_keys = {key: item for key, item in message.items() if key not in ("role", "content", "tool_calls")}
+    return [{**first, **other_keys}, *rest]
 
 
 def _as_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
@@ -587,14 +605,14 @@ def _as_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
 def _change_values(record: Record, target: Format) -> tuple[Record, list[str]]:
     """Change texts to messages or messages to texts, as a format needs.
 
-    Returns the record, and what changed. Raises CannotHoldError.
+    Returns the record, and what changed.
     """
     values = target.values
     if values in (MESSAGES, SHAREGPT, SWIFT) and not record.is_chat:
         return _as_chat(record), ["text is now chat messages"]
     if not record.is_chat:
         if values == DIALOGUES and (record.system or not _is_dialogue(record)):
-            raise CannotHoldError("texts that are not of Human and Assistant")
+            raise CannotHoldError("texts that are not dialogues of Human and Assistant")
         if values == TURNS and _is_dialogue(record):
             return _as_turns(_as_chat(record), target), ["dialogues are now the texts of their turns"]
         return record, []
@@ -643,9 +661,10 @@ def _as_turns(record: Record, target: Format) -> Record:
     There may be turns before it if the format has a column for them.
     """
     system = [message for message in record.prompt[:1] if message["role"] == SYSTEM]
-    *before, question = record.prompt[len(system) :] or [{"role": ""}]
+    *before, question = record.prompt[len(system) :] or [{"role": ""}]  # there may be only a system turn
     roles = [message["role"] for message in (*before, question)]
-    if roles != ["user", "assistant"] * (len(before) // 2) + ["user"] or (before and "history" not in target.columns):
+    turns_alternate = roles == ["user", "assistant"] * (len(before) // 2) + ["user"]
+    if not turns_alternate or (before and "history" not in target.columns):
         raise CannotHoldError("several turns before the response")
     if any([message["role"] for message in response] != ["assistant"] for response in record.responses):
         raise CannotHoldError("responses of several messages")
@@ -667,7 +686,7 @@ def _as_dialogue(record: Record) -> Record:
         prompt = render_dialogue(prompt_messages, "")
         responses = [render_dialogue(prompt_messages + response, "") for response in record.responses]
     except InputError as error:
-        raise CannotHoldError("turns of others than user and assistant") from error
+        raise CannotHoldError("turns of other roles than user and assistant") from error
     return record._replace(
         prompt=prompt, responses=[text.removesuffix(ASSISTANT)[len(prompt) :] for text in responses], system=""
     )

@@ -15,8 +15,8 @@ from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 
 ASSISTANT = "\n\nAssistant:"  # begins an answer in a dialogue in HH's format
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thinking, of which templates read one
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON may have and UTF-8 has not
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thinking; a template reads one of them
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON can write and UTF-8 cannot
 MISSING = object()
 Messages = list[dict[str, Any]]  # of a chat, with role and content
 LABEL_TYPES = (bool, int, float, str)
@@ -49,7 +49,7 @@ class Entry(TypedDict):
     pairs: list[tuple[int, int]]  # (better, worse), indices into responses
     sft_target: str
     labels: NotRequired[list[bool]]  # of labelled data: whether each response is desirable
-    # of ranked lists, best first: indices into responses, those of equal responses together
+    # each ranked list is a list of tiers, best first; a tier has the indices of equal responses
     lists: NotRequired[list[list[list[int]]]]
 
 
@@ -63,13 +63,13 @@ class PreferenceData(dict[str, Entry]):
         super().__init__()
         self.truncation_mode = truncation_mode
         self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
-        # from which the chat template rendered each prompt: its messages, and the tools that they may call
+        # the messages from which the chat template rendered each prompt, and the tools that they may call
         self.messages: dict[str, Messages] = {}
         self.tools: dict[str, list[Any]] = {}
-        # by prompt and response, for responses that are not scored whole: see `split_at_cuts`
+        # by prompt and response, if parts of the response are not scored: see `split_at_cuts`
         self.cuts: dict[str, dict[str, list[int]]] = {}
         self.notes: list[str] = []
-        # of the records with each prompt, in order; both are empty if the data has no column for them
+        # by prompt, the numbers of its records in order; empty if the data has no column for them
         self.weights: dict[str, list[float]] = {}
         self.margins: dict[str, list[float]] = {}
 
@@ -104,7 +104,7 @@ class PreferenceData(dict[str, Entry]):
 
     def add_labelled(self, prompt: str, response: str, *, is_desirable: bool) -> None:
         """Add a response with its label."""
-        entry = self.setdefault(prompt, {"responses": [], "pairs": [], "sft_target": ""})
+        entry = self.add_prompt(prompt)
         entry["responses"].append(response)
         entry.setdefault("labels", []).append(is_desirable)
 
@@ -140,11 +140,15 @@ class PreferenceData(dict[str, Entry]):
     ) -> Iterator[tuple[str, list[str], list[dict[str, int]], list[int]]]:
         """Remove the prompts one by one, and yield each with its examples.
 
-        Yields (prompt, responses, examples, records). An example maps its roles to indices into the responses, and is
-        of the kind `trains_on`, a key of `TRAINS_ON`. `records` says from which record of the prompt each example is: a
-        pair, a list, a labelled response or a target. SFT trains on a prompt's target if the prompt has pairs, and on
-        all of its responses if it has none. Under a loss of labels a pair is two examples. Under a loss of lists a pair
-        is a list of two. `list_pairs` says which pairs are made of a list. "prompts" yields pairs, or no examples.
+        Yields (prompt, responses, examples, records). An example maps its roles to indices into the responses.
+        `records` has, for each example, the index of its record among the prompt's records. `trains_on` says which
+        examples are made:
+
+        - "pairs": the pairs, and those that `list_pairs` makes of lists
+        - "prompts": the same, but a prompt whose lists make no pair is kept
+        - "lists": the lists, and each pair as a list of two
+        - "labels": the labelled responses, and both responses of each pair
+        - "targets": the prompt's target if it has pairs or lists, otherwise each of its responses
         """
         for prompt in list(self):  # removed, as a second copy of all texts might not fit into memory
             entry = self.pop(prompt)
@@ -152,19 +156,22 @@ class PreferenceData(dict[str, Entry]):
             records = list(range(len(pairs)))
             if trains_on in ("pairs", "prompts"):
                 for record, ranked in enumerate(lists):
-                    pairs += (pairs_of_list := name_pairs(pair_up(ranked, list_pairs)))
+                    pairs_of_list = name_pairs(pair_up(ranked, list_pairs))
+                    pairs += pairs_of_list
                     records += [record] * len(pairs_of_list)
-                if pairs or not lists or trains_on == "prompts":  # a list of equal responses has no pair
+                has_only_ties = lists and not pairs
+                if trains_on == "prompts" or not has_only_ties:
                     yield prompt, responses, pairs, records
             elif trains_on == "lists":
                 yield prompt, responses, [*pairs, *map(name_ranks, lists)], [*records, *range(len(lists))]
             elif trains_on == "labels":
-                roles = ("chosen" if is_desirable else "rejected" for is_desirable in entry.get("labels", []))
-                labelled = [{role: index} for index, role in enumerate(roles)]
-                unpaired = [{role: index} for pair in pairs for role, index in pair.items()]
+                labels = entry.get("labels", [])
+                labelled = [{"chosen" if is_desirable else "rejected": i} for i, is_desirable in enumerate(labels)]
+                unpaired = [{role: i} for pair in pairs for role, i in pair.items()]
+                unpaired_records = sorted(2 * records)  # a pair gives two examples
                 if labelled or unpaired:
-                    yield prompt, responses, [*labelled, *unpaired], [*range(len(labelled)), *sorted(2 * records)]
-            elif pairs or lists:
+                    yield prompt, responses, labelled + unpaired, [*range(len(labelled)), *unpaired_records]
+            elif pairs or lists:  # the target comes from the last record
                 yield prompt, [entry["sft_target"]], [{"chosen": 0}], [len(pairs) + len(lists) - 1]
             else:
                 yield prompt, responses, [{"chosen": i} for i in range(len(responses))], [*range(len(responses))]
@@ -275,7 +282,7 @@ def read_tools(
     """Read the tools of a chat, which rows may lack.
 
     They are a list of schemas, or JSON of one. Schemas of functions alone, as LLaMA-Factory's, become tools. `fix` is
-    what a user may do with another value.
+    the advice for any other value.
     """
     value = row.get(column)
     tools = drop_nulls(value)
@@ -320,7 +327,7 @@ def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[
 
 
 def check_unicode(text: str, what: str, where: str) -> None:
-    """Raise InputError, which says `what` it is, unless UTF-8 has the text."""
+    """Refuse a text that UTF-8 cannot hold; the message names it `what`."""
     if found := SURROGATE.search(text):
         context = text[max(0, found.start() - 40) : found.end() + 40]
         raise InputError(

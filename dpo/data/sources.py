@@ -57,13 +57,16 @@ class FileRows(list[Mapping[str, Any]]):
 def iterate_rows(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> Iterator[Mapping[str, Any]]:
     """Yield records, without the nulls that Arrow adds to `columns`.
 
-    Arrow, of Parquet files, saved datasets and the Hub, gives each object of a column the fields of all others.
+    Arrow, which reads all but text files, gives each object of a column the fields of all others.
     """
     is_arrow = not isinstance(rows, FileRows) or any(
         file.is_dir() or find_suffix(file.name) == ".parquet" for file, _ in rows.files
     )
     for row in rows:
-        yield {**row, **{column: drop_nulls(row[column]) for column in columns if column in row}} if is_arrow else row
+        if is_arrow:
+            yield {**row, **{column: drop_nulls(row[column]) for column in columns if column in row}}
+        else:
+            yield row
 
 
 def iterate_places(rows: Sequence[Mapping[str, Any]], origin: str) -> Iterator[str]:
@@ -80,7 +83,7 @@ def _name_place(file: Path, number: int, line: int) -> str:
 def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
     """Load the records of a split.
 
-    They are all records of a source without splits. Raises InputError if there are none.
+    A source without splits gives all its records. Raises InputError if there are none.
     """
     path = source.local
     if path is None:
@@ -114,7 +117,7 @@ def identify_source(source: Source, cache_dir: str | None = None) -> Any:
         stats = [(str(file), file.stat()) for file in files if file.is_file()]
     except OSError:  # loading the source will raise an error that says why it cannot be read
         return None
-    # with ctime, as every write sets it, and a program such as rsync may restore mtime
+    # every write sets ctime, but a program such as rsync may restore mtime
     states = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
     return [str(path.absolute()), source.reading, states]
 
@@ -123,18 +126,18 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     """Find the files of a split, in `folder` or `folder/data`.
 
     They are one file `SPLIT.SUFFIX`, shards `SPLIT-*.SUFFIX` as on the Hub, or a saved dataset `SPLIT`. Raises
-    InputError if there are none, or several of these.
+    InputError if the folder has none or several of these.
     """
     names = SPLIT_NAMES.get(split, (split,))
     directories = [directory for directory in (folder, folder / "data") if directory.is_dir()]
     entries = [entry for directory in directories for entry in sorted(directory.iterdir())]
     for name in names:
-        files_by_origin = _find_named(name, entries)
-        if len(files_by_origin) > 1:
-            listed = ", ".join(str(file.relative_to(folder)) for files in files_by_origin for file in files)
+        copies = _find_named(name, entries)
+        if len(copies) > 1:
+            listed = ", ".join(str(file.relative_to(folder)) for files in copies for file in files)
             raise InputError(f"{folder} holds its {name} split several times ({listed}): keep one of them")
-        if files_by_origin:
-            return files_by_origin[0]
+        if copies:
+            return copies[0]
     present = ", ".join(entry.name for entry in entries[:8] if entry.parent == folder) or "nothing"
     accepted = ", ".join(f"{split}{suffix}" for suffix in SUFFIXES)
     other_names = f" (or {', '.join(names[1:])} in place of {split})" if names[1:] else ""
@@ -202,7 +205,7 @@ def _read(file: Path, rows: FileRows) -> None:
 def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield the values in a file, which may not be records.
 
-    Each comes with the line that it ends on, 0 if it is not of a text file.
+    Each comes with the line that it ends on, or 0 if the file is not read by lines.
     """
     if file.is_dir():
         import datasets
@@ -248,7 +251,7 @@ def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, A
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line.rstrip())  # errors at its end are in its last column
+            yield number, json.loads(line.rstrip())  # so errors at its end name its last column
         except json.JSONDecodeError as error:
             raise InputError(f"line {number} of {file} is not JSON: {error.msg} at column {error.colno}") from error
         except ValueError as error:  # a number of too many digits
@@ -256,7 +259,7 @@ def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, A
 
 
 def _parse_json(lines: TextIO, file: Path) -> Iterator[tuple[int, Any]]:
-    """Parse a list of records, an object with one, or JSON lines."""
+    """Parse records: a list, an object with a list, or JSON lines."""
     text = lines.read()
     if not text.strip():
         return
@@ -275,9 +278,9 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _find_records(content: Mapping[str, Any], file: Path) -> list[Any]:
-    """Find the records of an object: its list, or itself.
+    """Find the records in an object: its list of records, or itself.
 
-    `tools` are a record's.
+    A list `tools` does not count: it belongs to a record.
     """
     keys = [key for key, value in content.items() if key != TOOLS and _is_record_list(value)]
     if len(keys) > 1:

@@ -37,7 +37,7 @@ ROWS_PER_BATCH = 1000  # of the Arrow file: so many prompts are in memory while 
 
 def make_schema(trains_on: str) -> pa.Schema:
     """Make the schema of a table for a kind of examples."""
-    roles = TRAINS_ON.get(trains_on, TRAINS_ON["pairs"])  # prompts may have pairs
+    roles = TRAINS_ON.get(trains_on, TRAINS_ON["pairs"])  # "prompts" may have pairs
     return pa.schema(
         {
             "text": pa.large_string(),
@@ -69,7 +69,7 @@ class Prompt(NamedTuple):
     weights: list[float] | None = None  # of the examples; None: 1
     margins: list[float] | None = None
     tools: list[Any] | None = None  # that the messages may call
-    # of each response, the characters at which text that is not scored begins and ends, in turn; None: there is none
+    # for each response, alternately where a part that is not scored begins and ends; None: all text is scored
     cuts: list[list[int]] | None = None
 
     def texts(self, example_index: int) -> dict[str, str]:
@@ -102,12 +102,12 @@ def iterate_prompts(
     """Yield the prompts of several datasets, one dataset after another.
 
     Examples are of the kind `trains_on` (see `PreferenceData.take`). The loaders' notes are added to `notes`. Raises
-    InputError for pairs that a loss of labels must not `unpair`, and for data without margins, `with_margins`.
+    InputError for pairs under a loss of labels, unless `unpair`, and for data that lacks margins, if `with_margins`.
     """
     indices = count()
     for name in names:
-        margins = {"with_margins": True} if with_margins else {}  # a loader of the user may not know this option
-        data = get_dataset(name, split, trains_on=trains_on, **margins, **dataset_options)
+        margin_option = {"with_margins": True} if with_margins else {}  # a loader of the user may not know this option
+        data = get_dataset(name, split, trains_on=trains_on, **margin_option, **dataset_options)
         if notes is not None:
             notes += data.notes
         if trains_on == "labels" and not unpair and any(entry["pairs"] for entry in data.values()):
@@ -121,7 +121,8 @@ def iterate_prompts(
                 f"with a column margin, or name it with dataset_sources.{name}.columns.margin=COLUMN"
             )
         for text, responses, examples, records in data.take(trains_on, list_pairs=list_pairs):
-            weights, margins = data.weights.get(text), data.margins.get(text) if with_margins else None
+            weights = data.weights.get(text)
+            margins = data.margins.get(text) if with_margins else None
             # removed as `take` removes the prompt, to free memory
             messages, tools, cuts = (by_prompt.pop(text, None) for by_prompt in (data.messages, data.tools, data.cuts))
             yield Prompt(

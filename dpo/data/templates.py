@@ -1,4 +1,4 @@
-"""Chats rendered by a chat template; what of them is scored.
+"""Chats rendered by a chat template, and which parts are scored.
 
 A response may have several messages. Those of the assistant are scored, each with the end of its turn. Results of
 tools, questions and the headers of turns are not.
@@ -25,9 +25,9 @@ N_CHECKED = 100  # first conversations whose tokens and tools are checked
 SHOWN = 60  # characters of a text that the template leaves out
 SCORED, NOT_SCORED = "scored turns", "turns that are not scored"
 MARGIN = 64  # characters after a text that may be part of its last token
-NOTHING = "nothing"
+NOTHING = "nothing"  # empty content
 MARK = "\ue000"  # a character for private use, which no text has
-OTHER = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
+FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
 
 
 class ChatTemplate:
@@ -36,21 +36,21 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._counts: Counter[str] = Counter()
-        self._dropped: dict[str, str] = {}  # the first text that is left out, by the turns that it is of
+        self._dropped: dict[str, str] = {}  # the first text that is left out of SCORED and of NOT_SCORED
         self._checked: list[tuple[str, str]] = []  # prompts with generation prompt, and whole conversations
 
     def render(self, prompt: Messages, responses: Sequence[Messages], tools: Any, where: str) -> Chat:
         """Render a prompt and its responses.
 
         `tools` is a list of schemas, or JSON of one. Raises InputError if a message contains EOS, or if the template
-        rejects the messages or changes turns so that they cannot be told apart.
+        rejects the messages or changes turns so that their limits are lost.
         """
         eos = self.tokenizer.eos_token
         prompt = [read_message(message, where) for message in prompt]
         answers = [[read_message(message, where) for message in response] for response in responses]
         given_tools = read_tools({"tools": tools}, "tools", where)
-        messages = [*prompt, *chain(*answers)]
-        for what, value in (*(("a message", message) for message in messages), ("a tool", given_tools)):
+        values = [("a message", message) for message in (*prompt, *chain(*answers))] + [("a tool", given_tools)]
+        for what, value in values:
             for text in _iterate_texts(value):
                 if eos and eos in text:
                     raise InputError(f"{where}: {what} contains the EOS token {eos!r}: remove it from {value!r}")
@@ -71,8 +71,8 @@ class ChatTemplate:
         ]
         texts = [_remove_final_eos(dialogue[len(prompt_text) :], eos) for dialogue in dialogues]
         for answer, dialogue, text, own_cuts in zip(answers, dialogues, texts, cuts, strict=True):
-            if conversation.ends_as_call(prompt + answer, dialogue):  # EOS, which follows, is not part of it
-                own_cuts.append(len(text))
+            if conversation.ends_as_call(prompt + answer, dialogue):
+                own_cuts.append(len(text))  # so the EOS that tokenization appends is not scored
         return Chat(prompt_text, texts, cuts, prompt, conversation.tools)
 
     def _check(
@@ -84,6 +84,7 @@ class ChatTemplate:
         dialogues: Sequence[str],
     ) -> None:
         """Record what the template leaves out of a conversation or changes."""
+        # without answers, the prompt is the conversation
         for answer, text in zip(answers or [[]], dialogues or [open_prompt], strict=True):
             self._counts["conversations"] += 1
             scored = [message for message in answer if message["role"] == "assistant"]
@@ -116,7 +117,7 @@ class ChatTemplate:
             left_out, joined = self._count_differing_tokens()
             n_prefixes = len(self._checked) - len(left_out) - len(joined)
             notes.append(
-                f"{origin}: the prompt, as rendered for generation, is a prefix of prompt and response, in tokens, in "
+                f"{origin}: in tokens, the prompt as rendered for generation is a prefix of prompt and response in "
                 f"{n_prefixes:,} of {count(len(self._checked), 'conversation')} checked"
             )
             if left_out:
@@ -126,18 +127,17 @@ class ChatTemplate:
         return notes
 
     def _count_differing_tokens(self) -> tuple[list[int], list[int]]:
-        """Count the tokens of prompts' ends that their conversations lack.
+        """Count the last tokens of prompts that their conversations lack.
 
-        Returns the numbers, if any are lacking, where the text is lacking too, and where tokens alone are.
+        Returns the counts above 0: first where the conversation lacks the text too, then where it has the text.
         """
         texts = list(dict.fromkeys(text for texts in self._checked for text in texts))
         ids = dict(zip(texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
         left_out, joined = [], []
         for prompt, dialogue in self._checked:
-            pairs = enumerate(zip(ids[prompt], ids[dialogue], strict=False))
-            n_shared = next((i for i, (a, b) in pairs if a != b), min(len(ids[prompt]), len(ids[dialogue])))
-            if n_differing := len(ids[prompt]) - n_shared:
-                (joined if dialogue.startswith(prompt) else left_out).append(n_differing)
+            if n_lacking := len(ids[prompt]) - _count_shared(ids[prompt], ids[dialogue]):
+                counts = joined if dialogue.startswith(prompt) else left_out
+                counts.append(n_lacking)
         return left_out, joined
 
 
@@ -152,7 +152,7 @@ class _Conversation:
         options: dict[str, Any] = {"tools": self.tools} if self.tools else {}
         try:
             return apply_template(self.tokenizer, messages, add_generation_prompt=is_open, **options)
-        except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:  # of templates
+        except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
             what = "messages or tools" if self.tools else "messages"
             raise InputError(f"{self.where}: the tokenizer's chat template rejects these {what}: {error}") from error
 
@@ -168,45 +168,45 @@ class _Conversation:
             return open_text, open_text
         closed_text = self.render(prompt)
         if not shared.startswith(closed_text):
-            lost = next((lost for text in dialogues if (lost := _find_dropped(prompt, text))), "")
+            lost = next(filter(None, (_find_dropped(prompt, text) for text in dialogues)), "")
+            change = f", without {lost[:SHOWN]!r}" if lost else ""
             raise InputError(
-                f"{self.where}: the chat template renders the prompt differently once a response follows"
-                f"{f', without {lost[:SHOWN]!r}' if lost else ''}, so it cannot be told where the response starts: "
-                f"{OTHER}, or use text instead"
+                f"{self.where}: the chat template renders the prompt differently once a response follows{change}, so "
+                f"it is not known where the response starts: {FIX}, or use text instead"
             )
         return open_text, shared[: max(len(closed_text), self._find_token_end(open_text, dialogues))]
 
     def _find_token_end(self, text: str, others: Sequence[str]) -> int:
-        """Find where the tokens end that all texts begin with.
+        """Find the end of the tokens with which all texts begin.
 
-        What they have in common may end in the middle of a token, such as <think> where <tool_call> follows.
+        Their common text may end inside a token: <think> and <tool_call> both begin with <t.
         """
-        if not self.tokenizer.is_fast:  # others do not tell where their tokens are
+        if not self.tokenizer.is_fast:  # other tokenizers give no positions of tokens
             return len(common_start(text, *others))
         encoded = self.tokenizer([text, *others], add_special_tokens=False, return_offsets_mapping=True)
-        in_order = zip(*encoded["input_ids"], strict=False)
-        n_shared = next((i for i, ids in enumerate(in_order) if len({*ids}) > 1), min(map(len, encoded["input_ids"])))
+        n_shared = _count_shared(*encoded["input_ids"])
         return encoded["offset_mapping"][0][n_shared - 1][1] if n_shared else 0
 
     def find_cuts(self, prompt: Messages, answer: Messages, dialogue: str, start: int) -> Iterator[int]:
-        """Yield where text that is not scored begins and ends, in turn.
+        """Yield alternately where text that is not scored begins and ends.
 
-        Positions are those in the response, which begins at `start` of the dialogue.
+        Positions count from the beginning of the response, which is `start` in the dialogue.
         """
-        messages, end = prompt + answer, start
+        messages = prompt + answer
+        scored_end = start  # where the last scored turn ends
         for i in range(len(prompt), len(messages)):
             if messages[i]["role"] != "assistant":
                 continue
             begin = start if i == len(prompt) else self._find_boundary(messages, i, dialogue, is_open=True)
-            if begin < end:
-                raise self._cannot_tell(messages[i])
-            if begin > end:
-                yield from (end - start, begin - start)
+            if begin < scored_end:
+                raise self._explain_lost_turn(messages[i])
+            if begin > scored_end:
+                yield from (scored_end - start, begin - start)
             if i < len(messages) - 1:
                 end = self._find_boundary(messages, i + 1, dialogue)
                 # a turn ends with EOS, as the last one does, and not with the space that the template puts after it
                 turn = dialogue[begin:end].rstrip()
-                end = begin + len(turn) if turn.endswith(self.tokenizer.eos_token) else end
+                scored_end = begin + len(turn) if turn.endswith(self.tokenizer.eos_token) else end
 
     def ends_as_call(self, messages: Messages, dialogue: str) -> bool:
         """Return whether a dialogue ends with a token that ends calls.
@@ -226,8 +226,8 @@ class _Conversation:
         """Find where the first messages of a dialogue end.
 
         `is_open` includes the generation prompt, as far as the dialogue has it. The template may render these messages
-        differently once others follow, such as without thinking. Then the end of the last one's content is found in
-        both texts, and what follows it is compared. Raises InputError if the template leaves out or moves the last one.
+        differently once others follow, such as without thinking. Then the end of the last message's content is found in
+        both texts, and what follows it is compared. Raises InputError if the template leaves out or moves that message.
         """
         text = self.render(messages[:n_before], is_open=is_open)
         if dialogue.startswith(text):
@@ -238,22 +238,22 @@ class _Conversation:
         parts = text_ends.keys() & dialogue_ends.keys()
         end = max((text_ends[part] for part in parts), default=0)
         dialogue_end = max((dialogue_ends[part] for part in parts), default=0)
-        # further apart than in a turn of their own: something else is between them
+        # if parts are further apart in the dialogue than in the text, something else is between them
         if not parts or any(dialogue_end - dialogue_ends[part] > end - text_ends[part] for part in parts):
-            raise self._cannot_tell(last)
+            raise self._explain_lost_turn(last)
         tail = text[end:]
-        # of the dialogue a bit more than the tail, as tokenizing the rest for every turn takes long
-        n_shared = self._find_token_end(tail, [dialogue[dialogue_end : dialogue_end + len(tail) + MARGIN]])
+        # the dialogue is cut a bit after the tail, as tokenizing all of it for every turn takes long
+        shared_length = self._find_token_end(tail, [dialogue[dialogue_end : dialogue_end + len(tail) + MARGIN]])
         if is_open:  # the dialogue may lack some of the generation prompt, but nothing of what is before it
             closed_text = self.render(messages[:n_before])
-            if n_shared < self._find_token_end(tail, [closed_text[end:]]):
-                raise self._cannot_tell(last)
-        return dialogue_end + n_shared
+            if shared_length < self._find_token_end(tail, [closed_text[end:]]):
+                raise self._explain_lost_turn(last)
+        return dialogue_end + shared_length
 
     def _find_ends(self, messages: Messages, index: int, text: str, *, is_open: bool = False) -> dict[str, int]:
-        """Find where a message's parts end in the text of all.
+        """Find where the parts of one message end in the rendered text.
 
-        It is where the text changes when something is appended to a part. A part that is not there has no end.
+        A part ends where the text changes when something is appended to it. A part that is left out has no end.
         """
         ends = {}
         for part, longer in _iterate_longer(messages[index]):
@@ -264,18 +264,23 @@ class _Conversation:
                 ends[part] = len(text) - len(common_start(text[::-1], changed[::-1]))
         return ends
 
-    def _cannot_tell(self, message: dict[str, Any]) -> InputError:
-        """The error that a turn is not where it was expected."""
+    def _explain_lost_turn(self, message: dict[str, Any]) -> InputError:
+        """Make the error for a turn that is missing or moved."""
         return InputError(
-            f"{self.where}: the chat template leaves out or moves a turn of the response, so it cannot be told which "
-            f"text is scored: {OTHER}, give responses of one message, or remove {message!r:.100}"
+            f"{self.where}: the chat template leaves out or moves a turn of the response, so it is not known which "
+            f"text is scored: {FIX}, give responses of one message, or remove {message!r:.100}"
         )
 
 
-def _iterate_longer(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a message's parts, each with a copy that has more.
+def _count_shared(*token_ids: Sequence[int]) -> int:
+    """Count the tokens with which all begin."""
+    return sum(1 for _ in takewhile(lambda tokens: len({*tokens}) == 1, zip(*token_ids, strict=False)))
 
-    Content that is empty is NOTHING, and comes last.
+
+def _iterate_longer(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each part of a message, with a copy that has more.
+
+    Empty content is the part NOTHING, and comes last.
     """
     for part in ("content", *THOUGHTS):
         if message.get(part):
@@ -293,8 +298,9 @@ def _iterate_texts(value: Any) -> Iterator[str]:
     """Yield the texts, keys and numbers in a value."""
     if isinstance(value, dict):
         yield from value
-    if isinstance(value, (list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
             yield from _iterate_texts(item)
     elif isinstance(value, (str, int, float)) and not isinstance(value, bool):  # templates may write True or true
         yield str(value)
@@ -318,9 +324,11 @@ def _find_dropped(messages: Messages, rendered: str) -> str:
     def is_there(text: str) -> bool:  # as it is, or as a template writes JSON
         return text in rendered or json.dumps(text, ensure_ascii=False)[1:-1] in rendered
 
-    text = next((text for part in _list_parts(messages) if not is_there(text := part.strip())), "")
-    length = bisect_left(range(len(text)), True, key=lambda start: is_there(text[start:]))
-    return text[:length] + "".join(takewhile(lambda character: not character.isspace(), text[length:]))
+    texts = (text.strip() for text in _list_parts(messages))
+    text = next((text for text in texts if not is_there(text)), "")
+    length = bisect_left(range(len(text)), True, key=lambda start: is_there(text[start:]))  # the rest is there
+    rest_of_word = takewhile(lambda character: not character.isspace(), text[length:])
+    return text[:length] + "".join(rest_of_word)
 
 
 def _remove_final_eos(text: str, eos: str | None) -> str:

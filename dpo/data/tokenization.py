@@ -42,8 +42,8 @@ class TextEncoder:
     def check_vocabulary(self, n_embeddings: float) -> None:
         """Raise InputError for a token id without an embedding.
 
-        It checks the ids of the texts tokenized so far, and later calls check theirs: the model may be loaded before or
-        after texts are tokenized.
+        The texts tokenized so far are checked now, and later texts when they are tokenized: the model may be loaded
+        before or after them.
         """
         self._n_embeddings = n_embeddings
         if self.largest >= n_embeddings:
@@ -77,9 +77,9 @@ def truncate(
 def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
     """Split a response into pieces, scored and not scored in turn.
 
-    The first is scored, and empty if a response begins with what is not. The last is not scored, nor is EOS, if the
-    number of cuts is odd. Pieces are tokenized one by one, as prompt
-    and response are: so no token is partly scored, and a response whose tokens are all scored is one piece.
+    The first piece is scored; it is empty if the response begins with text that is not. If the number of cuts is odd,
+    neither the last piece nor EOS is scored. A response without cuts is one piece. Pieces are tokenized one by one, as
+    prompt and response are, so no token is partly scored.
     """
     return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
 
@@ -104,8 +104,7 @@ def append_eos(
     for kind, text in (("prompt", prompt), *(("response", text) for text in chain(*responses))):
         if eos in ids[text] and not rendered:
             raise InputError(f"EOS token {tokenizer.eos_token!r} inside a {kind}: remove it from {text!r}")
-    joined = (ids[pieces[0]] if len(pieces) == 1 else chain(*(ids[text] for text in pieces)) for pieces in responses)
-    return ids[prompt], [[*token_ids, eos] for token_ids in joined]
+    return ids[prompt], [[*chain(*map(ids.__getitem__, pieces)), eos] for pieces in responses]
 
 
 def encode_texts(

@@ -40,14 +40,14 @@ TRAINS_ON = {
     "lists": ("chosen", *BETWEEN, "rejected"),
 }
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
-AUC = ("rewards_eval/auc", +1)  # ranks the checkpoints of losses of labels; their weights do not change it
+AUC = ("rewards_eval/auc", +1)  # ranks checkpoints for losses of labels, as the weights in such a loss do not change it
 
 
 @dataclass(frozen=True)
 class Loss:
     """A loss, and what it needs.
 
-    `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options, without those of OPTIONS.
+    `fn(scores, **options)` gets the keys of `config/loss/NAME.yaml` as options, except those in OPTIONS.
     """
 
     fn: Callable[..., Losses]
@@ -55,25 +55,25 @@ class Loss:
     reference: bool = True  # whether it needs the reference's log-probabilities
     # the metric that ranks checkpoints, and +1 if higher values are better, -1 if lower ones are
     best: tuple[str, int] = ("rewards_eval/accuracies", +1)
-    # whether it depends on the log-ratios by their difference alone, for which f_divergence is derived
+    # whether it depends only on the difference of the log-ratios, as the derivation of f_divergence assumes
     margin_only: bool = True
     # for a loss that compares the examples of a batch: (scores of the global batch, **options) -> values, (B, k)
     batch_statistic: Callable[..., Any] | None = None
-    # whether the scores of the statistic are those of mismatched examples, in which a response follows another prompt
+    # whether the statistic is computed on mismatched examples, each a prompt with a response to another prompt
     mismatched: bool = False
     # (mean chosen reward, mean rejected reward, beta) -> value, whose average over updates is `Scores.average`
     running_statistic: Callable[[float, float, float], float] | None = None
     takes_offset: bool = False  # whether it is logistic, so that `offset_by_margin` can shift its sigmoid
     takes_weights: bool = True  # whether it is a mean over examples, so that the data may weight them
     needs_label_smoothing: bool = False  # whether it is infinite at label_smoothing=0
-    # whether rewards are means over tokens rather than sums; a text names the option that decides it
+    # whether rewards are means over tokens rather than sums; a string names the option that decides
     per_token: bool | str = False
     # whether it trains a reward model: the policy's architecture with a scalar head, whose rewards are the scores
     scalar_head: bool = False
     # the following are set by `bind`
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    shared_options: Mapping[str, Any] = field(default_factory=dict)  # those of OPTIONS
+    shared_options: Mapping[str, Any] = field(default_factory=dict)  # the options in OPTIONS
 
     def __post_init__(self) -> None:
         if self.reference and self.trains_on == "targets":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORE_INDEX = -100  # label of a token that is not scored: prompt and padding
-LONGEST_LIST = 16  # responses of a ranked list
+LONGEST_LIST = 16  # most responses of a ranked list
 # roles of a ranked list's responses between the best, which is `chosen`, and the worst, which is `rejected`
 BETWEEN = tuple(f"rank{rank}" for rank in range(2, LONGEST_LIST))
 
@@ -77,9 +77,9 @@ class Scores(NamedTuple):
     """Input of a loss: log-probabilities summed over each response's tokens.
 
     Every tensor is (B,) unless noted. If an example has no response of some role, its sum and length of that role are
-    0. The target of SFT is `chosen`; of a labelled example a desirable response is `chosen`, another `rejected`. Of a
-    ranked list the best response is `chosen` and the worst `rejected`; the others are in (B, len(BETWEEN)). For a loss
-    with a scalar head, `chosen` and `rejected` are rewards.
+    0. An SFT target is `chosen`. A labelled response is `chosen` if it is desirable, else `rejected`. In a ranked list
+    the best response is `chosen`, the worst is `rejected`, and the others are in `between`, (B, len(BETWEEN)). For a
+    loss with a scalar head, `chosen` and `rejected` are rewards.
     """
 
     chosen: Tensor
@@ -97,7 +97,7 @@ class Scores(NamedTuple):
     between: Tensor = NOT_NEEDED
     between_lengths: Tensor = NOT_NEEDED
     reference_between: Tensor = NOT_NEEDED
-    offset: Tensor | float = 0.0  # by which rewards should differ at least, if `Loss.takes_offset`
+    offset: Tensor | float = 0.0  # the least difference that rewards should have, if `Loss.takes_offset`
     batch_statistic: Tensor | None = None  # (B, k); None: these examples are the whole global batch
     average: float = 0.0  # running average of `Loss.running_statistic` over updates
 
@@ -113,7 +113,7 @@ class Scores(NamedTuple):
 class Losses(NamedTuple):
     """Output of a loss; each tensor is (B,).
 
-    Rewards and metrics are detached. A loss of anything but targets must give the rewards of chosen and rejected.
+    Rewards and metrics are detached. Only a loss of targets may leave out the rewards of chosen and rejected.
     """
 
     losses: Tensor
@@ -132,9 +132,9 @@ def with_rewards(losses: Tensor, u_w: Tensor, u_l: Tensor, beta: float) -> Losse
 
 
 def _preference_loss(scores: Scores, beta: float, **options: Any) -> Losses:
-    """`preference_loss` on scores; its rewards are those of `with_rewards`."""
+    """Apply `preference_loss` to scores; their offset does not change rewards."""
     losses, _, _ = preference_loss(
-        scores.chosen - scores.offset / beta,  # the offset is one of rewards, which are beta times log-ratios
+        scores.chosen - scores.offset / beta,  # the offset is in units of rewards, which are beta times log-ratios
         scores.rejected,
         scores.reference_chosen,
         scores.reference_rejected,
@@ -198,9 +198,9 @@ def robust(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
     """
     u_w, u_l = scores.log_ratios()
     margin = beta * (u_w - u_l) - scores.offset
-    loss_of_label = _minus_log_sigmoid(margin)
-    loss_of_flipped_label = _minus_log_sigmoid(-margin)
-    losses = (1 - label_smoothing) * loss_of_label - label_smoothing * loss_of_flipped_label
+    label_loss = _minus_log_sigmoid(margin)
+    flipped_label_loss = _minus_log_sigmoid(-margin)
+    losses = (1 - label_smoothing) * label_loss - label_smoothing * flipped_label_loss
     losses = losses / (1 - 2 * label_smoothing)
     return with_rewards(losses, u_w, u_l, beta)
 
@@ -244,8 +244,8 @@ def simpo(scores: Scores, *, beta: float, gamma: float) -> Losses:
 def orpo(scores: Scores, *, beta: float) -> Losses:
     """ORPO (arXiv 2403.07691, eq. 6 and 7).
 
-    The sum of an SFT loss per token and beta times the odds ratio's term, where beta is the paper's lambda. The odds
-    are those of mean log-probabilities per token.
+    An SFT loss per token, plus beta (the paper's lambda) times a term of the odds ratio. The odds are computed from
+    mean log-probabilities per token.
     """
     chosen, rejected = scores.mean_logps()
     log_odds_ratio = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
@@ -290,7 +290,7 @@ def nca(scores: Scores, *, beta: float) -> Losses:
 def bco(scores: Scores, *, beta: float, momentum: float = 1.0) -> Losses:
     """BCO (arXiv 2404.04656) for pairs, without the density ratio.
 
-    The reward shift is an average over earlier updates, `scores.average`, which the trainer takes with `momentum`.
+    The reward shift is `scores.average`, the trainer's running average over earlier updates, with `momentum`.
     """
     u_w, u_l = scores.log_ratios()
     chosen, rejected = beta * u_w - scores.average, beta * u_l - scores.average
@@ -379,7 +379,10 @@ def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
 
 
 def aot_partners(scores: Scores, **_: Any) -> Tensor:
-    """The reference's margins with the ranks of the policy's, (B, 1)."""
+    """Find the partner of each of the policy's margins, (B, 1).
+
+    It is the reference's margin of the same rank.
+    """
     policy_margins = scores.chosen - scores.rejected
     reference_margins = scores.reference_chosen - scores.reference_rejected
     return _take_at_same_rank(policy_margins, reference_margins)[:, None]
@@ -397,9 +400,9 @@ def aot(scores: Scores, *, beta: float, label_smoothing: float) -> Losses:
 
 
 def aot_unpaired_partners(scores: Scores, **_: Any) -> Tensor:
-    """The other role's log-ratios of the same ranks, (B, 2).
+    """Find the partner of each log-ratio, (B, 2).
 
-    Column 0 has the partners of chosen responses, and column 1 those of rejected responses.
+    It is the other role's log-ratio of the same rank. Column 0 is for chosen responses, column 1 for rejected ones.
     """
     import torch
 
@@ -416,8 +419,8 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
     u_w, u_l = scores.log_ratios()
     chosen_losses = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
     rejected_losses = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)
-    # Both have the same sum over the batch, as they compare the same ranks. But partners have no gradient: the first
-    # term gives that of the chosen responses, the second that of the rejected ones. So its value is subtracted again.
+    # Partners have no gradient: only the first term moves chosen responses, only the second moves rejected responses.
+    # Both terms compare the same ranks and have the same sum over the batch. So the second adds its gradient alone.
     return with_rewards(chosen_losses + rejected_losses - rejected_losses.detach(), u_w, u_l, beta)
 
 
@@ -427,8 +430,8 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
 def bradley_terry(scores: Scores, *, centering: float) -> Losses:
     """The loss of a reward model (arXiv 2203.02155, eq. 1).
 
-    The offset is the margin of arXiv 2307.09288 (eq. 2), and the term of `centering` that of arXiv 2312.09244 (eq. 2),
-    which keeps rewards around 0.
+    The offset is the margin of arXiv 2307.09288 (eq. 2). `centering` weighs a term that keeps rewards around 0 (arXiv
+    2312.09244, eq. 2).
     """
     losses = _minus_log_sigmoid(scores.chosen - scores.rejected - scores.offset)
     losses = losses + centering * (scores.chosen + scores.rejected) ** 2
@@ -491,8 +494,8 @@ def apo_zero_unpaired(scores: Scores, *, beta: float, desirable_weight: float, u
 def plackett_luce(scores: Scores, *, beta: float) -> Losses:
     """DPO on ranked lists by the Plackett-Luce model (arXiv 2305.18290, appendix A.3).
 
-    The sum over all responses but the worst of -log of the probability that each is the best of itself and all worse
-    ones. In shapes, K is the number of responses of the longest list.
+    Each response but the worst adds -log P(it is the best among itself and all worse responses). In shapes, K is the
+    number of responses of the longest list.
     """
     import torch
 

@@ -33,7 +33,7 @@ def weigh_tails(scores: Scores, alpha: float) -> Scores:
 def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     """Compute f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1).
 
-    A constant is added so that it is 0 where pi = ref, as the reverse KL's log-ratio is. The alpha divergence has
+    A constant is added, so that it is 0 where pi = ref, like the log-ratio that it replaces. The alpha divergence has
     (1 - (pi / ref)^-alpha) / alpha, and forward KL is its case alpha = 1.
     """
     import torch
@@ -60,8 +60,8 @@ def replace_log_ratios(scores: Scores, divergence: str, alpha: float) -> Scores:
 def find_wpo_weights(scores: Scores) -> Tensor:
     """Weights of WPO (arXiv 2406.11827, eq. 2, sampled alignment), (B,), detached.
 
-    A weight is large if the policy is likely to write both responses. It is the product over the two responses of exp
-    of the mean over tokens of log pi(token) - log sum_v pi(v)^2.
+    A weight is large if the policy is likely to write both responses. It is exp(m_chosen + m_rejected), where
+    m is the mean over a response's tokens of log pi(token) - log sum_v pi(v)^2.
     """
     chosen = (scores.chosen - scores.chosen_squares) / scores.chosen_lengths
     rejected = (scores.rejected - scores.rejected_squares) / scores.rejected_lengths
@@ -82,7 +82,7 @@ def apply_to_scores(
 def apply_to_losses(losses: Tensor, scores: Scores, *, sft_weight: float = 0, wpo: bool = False, **_: Any) -> Tensor:
     """Apply `wpo` and `sft_weight` to losses of pairs.
 
-    `scores` are those before `apply_to_scores`.
+    `scores` have not passed through `apply_to_scores`.
     """
     if wpo:
         losses = losses * find_wpo_weights(scores)

@@ -3,9 +3,10 @@
 So it is the same in every layout, with every split into microbatches, and on any number of processes. Nothing has to be
 saved for a backward pass that recomputes activations, or for a resumed run.
 
-For an input x of an adapted layer, the adapter gets x_i / (1 - p) for kept features i, and 0 for dropped ones. Feature
-i is kept if the signed 32-bit product a * b_i is at least (2 p - 1) 2^31. The odd numbers a and b_i are hashes: a of
-the seed, the update, the layer, and the token with all tokens before it; b_i of the seed, the update and i.
+For an input x of an adapted layer, the adapter gets x_i / (1 - p) for each kept feature i, and 0 for each dropped one.
+Feature i is kept if the signed 32-bit product a * b_i is at least (2 p - 1) 2^31. a and b_i are odd numbers: a is a
+hash of the seed, the update, the layer, and the token with all tokens before it; b_i is a hash of the seed, the update
+and i.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dpo.models.packing import NONE, Packed
 class Pattern(NamedTuple):
     """The features that dropout drops from a layer's input.
 
-    a and b are those of the module's docstring.
+    The module's docstring defines a and b.
     """
 
     a: torch.Tensor  # (..., 1)
@@ -50,7 +51,7 @@ def _fuse_drop(device: torch.device) -> Callable:
     try:  # compiles now, for calls without and with `onto`
         for onto in (None, ones.clone()):
             fused(ones, ones[:, :1].int(), ones[0].int(), 0, onto)
-    except Exception:  # without a C compiler, Python's headers or a GPU that Triton supports, each in its own words
+    except Exception:  # of various classes, if there is no C compiler, no Python headers or no GPU for Triton
         return _drop
     return fused
 
@@ -120,9 +121,9 @@ class AdapterDropout:
 
 
 def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
-    """Hashes of each token with all earlier ones, (R, L) int64.
+    """Hash each token with all tokens before it, to (R, L) int64.
 
-    Earlier tokens are those of the prompt and of the same response, so a hash does not depend on where the layout puts
+    They are the earlier tokens in its prompt and its own response, so a hash does not depend on where the layout puts
     the token. Hashes of padding mean nothing.
     """
     columns = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
@@ -137,10 +138,12 @@ def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
     is_start[:, 1:] = (tree[:, 1:] != tree[:, :-1]) | (branch[:, 1:] != branch[:, :-1])
     start_column = columns.where(is_start, 0).cummax(1).values  # (R, L): the first column of each token's segment
     sums -= (sums - hashes).gather(1, start_column)
-    # add the sum of the whole prompt to each token of its responses; an empty prompt has no last column
+    # add the sum of the whole prompt to each token of its responses, unless their own prompt is empty
     last_prompt_column = columns.where(branch == NONE, 0).cummax(1).values
     is_own_prompt = (branch.gather(1, last_prompt_column) == NONE) & (tree.gather(1, last_prompt_column) == tree)
-    return sums + sums.gather(1, last_prompt_column).where((branch != NONE) & is_own_prompt, 0)
+    prompt_sums = sums.gather(1, last_prompt_column)
+    is_response = branch != NONE
+    return sums + prompt_sums.where(is_response & is_own_prompt, 0)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -158,6 +161,6 @@ def _shift_right(x: torch.Tensor, n: int) -> torch.Tensor:
 def _make_odd(x: torch.Tensor) -> torch.Tensor:
     """The upper 32 bits of int64s as odd int32s.
 
-    Products of odd numbers take every odd value equally often.
+    Products of odd numbers, mod 2^32, take every odd value equally often.
     """
     return (x >> 32).int() | 1

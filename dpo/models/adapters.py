@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save
 from dpo.checkpoint.parts import ModelPart
 from dpo.errors import InputError, explaining
 from dpo.models.adapter_dropout import Dropout, Pattern
-from dpo.models.scalar_head import NAME, WEIGHT, find_scalar_head
+from dpo.models.scalar_head import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import full_state, local_tensor
 from dpo.settings.keys import read_rule
@@ -46,7 +46,7 @@ IGNORED_KEYS = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "fan_in_fan_out", "init_lora_weights"),
 }
-SAVED_HEADS = (NAME, "classifier")  # names of scalar heads that PEFT saves with an adapter; a model has one of them
+SAVED_HEADS = (HEAD, "classifier")  # names of scalar heads that PEFT saves with an adapter; a model has one of them
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that also modify the base
 FACTOR_NAME = re.compile(r"(.+)\.lora_[AB]\.weight")
 
@@ -116,9 +116,9 @@ def read_adapter(directory: Path) -> StoredAdapter:
             f"its base with peft, and give the result as model.name_or_path"
         )
     r, alpha = config["r"], config["lora_alpha"]
-    # check every rank, as PEFT takes memory for matrices of rank r before they are compared with the weights
+    # check the rank of every matrix now: PEFT would allocate matrices of rank r before `load_adapter` compares shapes
     for name, tensor in weights.items():
-        if name == PREFIX + WEIGHT:
+        if name == PREFIX + HEAD_WEIGHT:
             continue
         rank_dim = 0 if ".lora_A." in name else -1
         if tensor.ndim != 2 or tensor.shape[rank_dim] != r:
@@ -133,8 +133,8 @@ def _find_unsupported(config: Mapping[str, Any], weights: Iterable[str]) -> list
     """
     defaults, weights = vars(_import_peft().LoraConfig()), set(weights)
     supported_keys = IGNORED_KEYS | SPECS.keys()
-    if PREFIX + WEIGHT in weights and set(config.get("modules_to_save") or ()) <= {*SAVED_HEADS}:
-        weights.remove(PREFIX + WEIGHT)
+    if PREFIX + HEAD_WEIGHT in weights and set(config.get("modules_to_save") or ()) <= {*SAVED_HEADS}:
+        weights.remove(PREFIX + HEAD_WEIGHT)
         supported_keys |= {"modules_to_save"}
     unsupported = [
         f"{key}={value}"
@@ -181,21 +181,21 @@ def add_adapter(
 ) -> None:
     """Freeze a model and add an adapter in float32, which becomes active.
 
-    The adapter is trainable if it is the policy's, with the scalar head of a reward model. PEFT draws A from the seed
-    and sets B to 0, so a new adapter changes nothing. On the meta device it takes no memory. Its dropout is off until
+    The policy's adapter is trainable, and with it a reward model's scalar head. PEFT draws A from the seed and sets B
+    to 0, so a new adapter changes nothing. On the meta device it takes no memory. Its dropout is off until
     `AdapterDropout` turns it on.
-    Raises InputError if the config names no layer of the model, or one that cannot be adapted; `targets` is the config
-    key or the file that names the layers, for the message.
+    Raises InputError if the config names no layer of the model, or a layer that cannot be adapted; `targets` is the
+    config key or the file that names the layers, for the message.
     """
     config = copy.deepcopy(config)  # PEFT keeps and changes it
     config.inference_mode, config.lora_dropout = name != POLICY, dropout
     scalar_head = find_scalar_head(model)
     if scalar_head is not None:
-        config.task_type = "SEQ_CLS"  # for which PEFT leaves out the scalar head
+        config.task_type = "SEQ_CLS"  # so that PEFT does not adapt the scalar head
         scalar_head.weight.data = scalar_head.weight.data.float()
     _inject(model, config, name, seed, targets)
     if scalar_head is not find_scalar_head(model):
-        raise InputError(f"{targets} names the scalar head `{NAME}`, which is trained as a whole: leave it out")
+        raise InputError(f"{targets} names the scalar head `{HEAD}`, which is trained as a whole: leave it out")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if hasattr(head, "base_layer") and head.weight is embedding.weight:  # merging would change the embedding
         raise InputError(
@@ -210,7 +210,7 @@ def add_adapter(
 
 
 def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) -> None:
-    """Let PEFT put an adapter into a model, drawn from the seed."""
+    """Let PEFT add an adapter, whose weights it draws from the seed."""
     peft = _import_peft()
     model_class, on_meta = type(model).__name__, next(model.parameters()).is_meta
     # for a model on the meta device PEFT would make the factors in memory first
@@ -223,7 +223,7 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
         with explaining(ValueError, lambda why: InputError(f"{targets} cannot be adapted in {model_class}: {why}")):
             peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)
     if isinstance(config.target_modules, set):  # layers by name: PEFT raises only if none of them is in the model
-        # with a leading dot, so that a target is found as whole parts of a name
+        # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
         names = ["." + key.removesuffix(".base_layer") for key, _ in model.named_modules()]
         missing = [target for target in config.target_modules if not any(n.endswith(f".{target}") for n in names)]
         if missing:
@@ -275,7 +275,7 @@ class FactorA(Factor):
 
         The product is (tokens, r).
         """
-        return _MultiplyA.apply(x, self.weight.to(x.dtype), scale, pattern)  # a small copy
+        return _MultiplyA.apply(x, self.weight.to(x.dtype), scale, pattern)
 
 
 class FactorB(Factor):
@@ -285,9 +285,9 @@ class FactorB(Factor):
 
 
 class _MultiplyA(torch.autograd.Function):
-    """`FactorA.forward`, through which x passes on to the base layer.
+    """`FactorA.forward`, which also returns x for the base layer.
 
-    So the gradients of both paths are added up by the product that makes one of them.
+    So x has one gradient: the matrix product that computes the adapter's part adds it to the base layer's part.
     """
 
     @staticmethod
@@ -296,7 +296,7 @@ class _MultiplyA(torch.autograd.Function):
         ctx.save_for_backward(seen, weight)
         ctx.scale, ctx.pattern = scale, pattern
         passed = x.view_as(x)
-        if not ctx.needs_input_grad[0]:  # then the base layer computes no gradient of it either
+        if not ctx.needs_input_grad[0]:  # then the base layer needs no gradient of x either
             ctx.mark_non_differentiable(passed)
         return passed, _multiply(seen.flatten(0, -2), weight.T, scale)
 
@@ -341,8 +341,8 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     Raises InputError if they do not fit.
     """
     parameters = adapter_weights(model, name)
-    if WEIGHT not in stored.weights:  # of a language model: a scalar head keeps the weight that was drawn
-        parameters.pop(WEIGHT, None)
+    if HEAD_WEIGHT not in stored.weights:  # a language model's adapter: a scalar head keeps the weight that was drawn
+        parameters.pop(HEAD_WEIGHT, None)
     shared_keys = parameters.keys() & stored.weights.keys()
     differing = sorted(parameters.keys() ^ stored.weights.keys())
     differing += sorted(key for key in shared_keys if parameters[key].shape != stored.weights[key].shape)
@@ -360,9 +360,9 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
 
 
 def _find_other_targets(model: Any, parameters: Iterable[str], stored: StoredAdapter) -> list[str]:
-    """The `lora.target_modules` of a stored adapter, if it adapts other layers.
+    """The `lora.target_modules` that a stored adapter needs instead of the model's.
 
-    `parameters` names the matrices of the adapter in the model; the list is empty if both adapt the same layers. It has
+    `parameters` names the matrices of the model's adapter. Returns an empty list if both adapt the same layers, else
     the last parts of the layers' names, such as `q_proj`, or full names if not all layers with such a last part are
     adapted.
     """
@@ -393,12 +393,12 @@ def adapter_weights(model: Any, name: str) -> dict[str, torch.Tensor]:
     }
     head = find_scalar_head(model)
     if weights and name == POLICY and head is not None:
-        weights[WEIGHT] = head.weight
+        weights[HEAD_WEIGHT] = head.weight
     return weights
 
 
 def base_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The state dict of a model's base, as without adapters."""
+    """The state dict of a model's base, with its original names."""
     return {
         key.replace(".base_layer.", "."): tensor
         for key, tensor in model.state_dict().items()
@@ -428,7 +428,8 @@ def weights_in_use(model: Any) -> list[torch.Tensor]:
     weights = [parameter for key, parameter in model.named_parameters() if not _is_adapter_weight(key)]
     for name in active_adapters:
         adapter = adapter_weights(model, name)
-        if any(local_tensor(weight).any() for key, weight in adapter.items() if ".lora_B." in key):
+        b_matrices = [local_tensor(weight) for key, weight in adapter.items() if ".lora_B." in key]
+        if any(matrix.any() for matrix in b_matrices):  # if B is 0, the adapter adds nothing
             weights += adapter.values()
     return weights
 
@@ -474,7 +475,7 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Count parameters, trainable and all, with all shards and 4-bit weights."""
+    """Count trainable and all parameters, over all shards, 4-bit weights included."""
     n_trainable = sum(parameter.numel() for parameter in trained_parameters(model))
     n_total = sum(parameter.numel() for parameter in model.parameters())
     for layer in model.modules():
@@ -496,14 +497,14 @@ class AdapterPart(ModelPart):
         return sum(parameter.nbytes for parameter in adapter_weights(self.source, POLICY).values())
 
     def gather(self, *, copy: bool) -> dict[str, torch.Tensor]:
-        release_gathered(self.source)  # gathered weights have another dtype; a state dict would not have them
+        release_gathered(self.source)  # as FSDP's gathered weights have another dtype than the trained parameters
         return full_state({PREFIX + key: p for key, p in adapter_weights(self.source, POLICY).items()}, copy=copy)
 
     def convert(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         config = self.source.peft_config[POLICY].to_dict() | {"inference_mode": True}
         config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        if PREFIX + WEIGHT in state:
-            config["modules_to_save"] = [NAME]
+        if PREFIX + HEAD_WEIGHT in state:
+            config["modules_to_save"] = [HEAD]
         tensors = {key: tensor.contiguous() for key, tensor in state.items()}
         return {
             CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(),

@@ -47,13 +47,13 @@ class Drawn(NamedTuple):
 
     prompt: str
     answers: Sequence[Answer]  # in the order drawn
-    best: int  # the first of the highest score
-    worst: int  # the last of the lowest score, among those with other tokens than the best if there are any
-    is_flipped: bool = False  # by a label drawn at random: the worst answer is the chosen one
+    best: int  # the first answer with the highest score
+    worst: int  # the last with the lowest score, among the answers with other tokens than the best if there are any
+    is_flipped: bool = False  # true if a label drawn at random makes the worst answer the chosen one
 
     @property
     def pair(self) -> tuple[Answer, Answer]:
-        """The chosen answer and the rejected: the online pair."""
+        """The online pair, (chosen, rejected)."""
         best, worst = self.answers[self.best], self.answers[self.worst]
         return (worst, best) if self.is_flipped else (best, worst)
 
@@ -83,8 +83,8 @@ def answer(
     batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)
     prompt_ids = batch["prompt_input_ids"].to(device)
     n_prompt = prompt_ids.shape[1]  # the same for all prompts, which are padded on the left
-    # Of the model's generation config only the end tokens apply. Penalties, for instance, would change the distribution
-    # that answers are drawn from.
+    # Use only the end tokens of the model's generation config. Its penalties, for instance, would change the
+    # distribution that answers are drawn from.
     end_tokens = find_end_tokens(model, tokenizer)
     criteria = []
     if watch is not None:
@@ -97,7 +97,7 @@ def answer(
             do_sample=False,  # `_DrawToken` draws
             eos_token_id=sorted(end_tokens),
             pad_token_id=tokenizer.pad_token_id,
-            logits_processor=choosing(sampling, numbers, n_prompt=n_prompt),
+            logits_processor=make_logits_processors(sampling, numbers, n_prompt=n_prompt),
             stopping_criteria=transformers.StoppingCriteriaList(criteria),
             synced_gpus=in_step,
             cache_implementation=sampling.cache_implementation,
@@ -111,10 +111,12 @@ def answer(
     return answers
 
 
-def choosing(sampling: Sampling, numbers: Sequence[int], *, n_prompt: int) -> transformers.LogitsProcessorList:
-    """Processors of logits (B, V) that leave only the token drawn.
+def make_logits_processors(
+    sampling: Sampling, numbers: Sequence[int], *, n_prompt: int
+) -> transformers.LogitsProcessorList:
+    """Make processors of logits (B, V) that leave only the token drawn.
 
-    For greedy answers there are none. `numbers` has a number for each of the B prompts of `n_prompt` tokens.
+    Greedy answers need none. `numbers` has a number for each of the B prompts of `n_prompt` tokens.
     """
     processors = transformers.LogitsProcessorList()
     if sampling.temperature <= 0:  # greedy

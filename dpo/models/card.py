@@ -24,9 +24,9 @@ from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, read_json
 from dpo.system.redaction import redact
 
-UNKNOWN, OTHER = "unknown", "other"  # the Hub's words for a licence that is not known, and for one without an id
+UNKNOWN, OTHER = "unknown", "other"  # the Hub's words for a licence that is not known, and for a licence without an id
 HUB_SECS = 5  # seconds that the Hub may take to answer
-REWARD_TEXT = "The only output is the reward of a response: of the text's last token, its EOS."
+REWARD_TEXT = "The only output is the reward of a response, computed at the text's last token, its EOS."
 NO_CONFIG = "Not known: no config of the run was found."
 # settings that determine the weights: keys that a resumed run may not change, and the length of training
 SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
@@ -38,7 +38,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     """Write `README.md` for a `model` or for an `adapter` alone."""
     plan, run_dir = origin.plan, origin.run_dir
     checkpoint = read_file(origin.policy) if origin.policy else {}
-    # The values of the run's config. Only model.trust_remote_code is that of the export in `plan.values`.
+    # the run's config; `plan.values` differs from it in model.trust_remote_code, which is the export's
     values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if run_dir else {}
     base, name, loss = plan.model.name_or_path, values.get("exp_name"), plan.values.get("loss.name")
     base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
@@ -46,15 +46,15 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     prompt_format = find_prompt_format(origin) if run_dir else None
     licence = _find_licence(base, plan.run.cache_dir)
     is_adapter = model is None
-    starts_from_base = base_on_hub and not (is_adapter and origin.weights.archive)  # not from a policy.pt
+    has_archive_as_base = is_adapter and origin.weights.archive is not None
     metadata = ModelCardData(
         model_name=name,
-        base_model=base if starts_from_base else None,
+        base_model=base if base_on_hub and not has_archive_as_base else None,
         datasets=[source for source in sources.values() if HUB_ID.fullmatch(source)] or None,
         library_name="peft" if is_adapter else "transformers",
         base_model_relation="adapter" if is_adapter else None,
         pipeline_tag="text-classification" if plan.loss.scalar_head else "text-generation",
-        tags=[tag for tag in (loss, adapter and "lora") if tag] or None,
+        tags=[tag for tag in (loss, "lora" if adapter else None) if tag] or None,
         prompt_format=prompt_format,
         **licence,
     )
@@ -64,7 +64,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     settings = {
         f"`{key}`": f"`{_format_cell(values[key])}`" for key in SETTINGS if key in values and key not in SHOWN_ELSEWHERE
     }
-    # the model's own Python code is in the folder, or beside an adapter's base
+    # the model's own Python code, if it has any, is in the folder of a whole model, or beside an adapter's base
     runs_code = origin.had_own_code if is_adapter else bool(list(folder.glob("*.py")))
     paragraphs = (
         f"---\n{metadata.to_yaml()}\n---",
@@ -133,7 +133,7 @@ def _describe_weights(model: Any, adapter: StoredAdapter | None) -> str:
         return f"The {about_adapter} is merged into it. {about_model}"
     return (
         f"This is the {about_adapter}: peft loads it with its base; keep the dtype below, or the logits differ from "
-        f"training."
+        f"those in training."
     )
 
 
@@ -145,7 +145,7 @@ def _show_loading(plan: Plan, *, is_adapter: bool, runs_code: bool) -> str:
     if is_adapter:
         if plan.loss.scalar_head:
             options += ", num_labels=1"
-        # without it, transformers would load the base in the dtype of its own config, not in that of training
+        # otherwise transformers would load the base in the dtype of its config, which may differ from training's
         options += f', dtype="{plan.compute_dtype}"'
         if plan.quantized:
             imports += ", BitsAndBytesConfig"
@@ -201,9 +201,9 @@ def _describe_licence(licence: Mapping[str, str]) -> str:
 
 
 def _find_licence(base: str, cache_dir: str | None) -> dict[str, str]:
-    """The licence in the base model's card, if on this machine.
+    """A base model's licence, if its card is on this machine.
 
-    Returns metadata for the Hub; `license` is `unknown` without a licence, and `other` for one that has only a name.
+    Returns metadata for the Hub; `license` is `unknown` without a licence, and `other` if it has only a name.
     """
     metadata = read_metadata(base, cache_dir)
     fields = {key: metadata.get(key) for key in ("license", "license_name", "license_link")}
@@ -232,7 +232,7 @@ def find_prompt_format(origin: Origin) -> str | None:
 
 
 def _check_form(form: Any) -> str | None:
-    """The form of prompts that a file names, if it exists."""
+    """A file's entry for the prompt form, or None if unknown."""
     return form if isinstance(form, str) and form in MEANINGS else None
 
 

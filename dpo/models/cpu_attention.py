@@ -53,7 +53,7 @@ def attention_forward(
     return masked_attention(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
 
 
-# Custom operators, as torch.compile does not trace into them. It would compile the code again for every row length.
+# These are custom operators, as torch.compile does not trace into them; it would compile them for every row length.
 
 
 @torch.library.custom_op("dpo::masked_attention", mutates_args=())
@@ -91,8 +91,8 @@ def masked_attention_backward(
     """
     grad_query, grad_key, grad_value = (torch.zeros(x.shape) for x in (query, key, value))  # float32
     with torch.autocast("cpu", enabled=False):
-        # (R * K, H / K, L, D); views, like the next ones
-        g, q, grad_q = (_group_heads(x, key) for x in (grad, query, grad_query))
+        # all are views, so writing to `grad_q` fills `grad_query`
+        g, q, grad_q = (_group_heads(x, key) for x in (grad, query, grad_query))  # (R * K, H / K, L, D)
         k, v, grad_k, grad_v = (x.flatten(0, 1) for x in (key, value, grad_key, grad_value))  # (R * K, L, D)
         # the sum over keys of p * (grad @ value.T), as in FlashAttention: (R * K, H / K, L, 1)
         delta = _group_heads((grad.float() * out).sum(-1, keepdim=True), key)
@@ -132,7 +132,7 @@ def _blocks(mask: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     The mask is (R or 1, 1, L, L). The keys are the shortest range with all keys that any of the queries attends to,
     or all keys if no query attends to any.
     """
-    is_allowed = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): in any row of the batch
+    is_allowed = mask.amax((0, 1)) > torch.finfo(mask.dtype).min / 2  # (L, L): true if any row of the batch allows it
     for start in range(0, len(is_allowed), BLOCK):
         queries = slice(start, start + BLOCK)
         keys = is_allowed[queries].any(0).nonzero()

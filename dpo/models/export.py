@@ -112,7 +112,7 @@ def _find_base_for_peft(origin: Origin) -> str:
         if (exported / "config.json").is_file():
             return str(exported)
         raise InputError(
-            f"the base of {adapter} is {archive}, which PEFT cannot load: give --merge, or export it first: "
+            f"the base of {adapter} is {archive}, which PEFT cannot load: give --merge, or export the base first: "
             f"python -m scripts.export {archive} {exported}"
         )
     if origin.plan.model.random_init:
@@ -133,22 +133,22 @@ def _write_adapter(folder: Path, origin: Origin) -> None:
 
 def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_bytes: int) -> None:
     """Write a whole model, with tokenizer and card."""
-    source, of_rewards = find_source(origin.plan), origin.plan.loss.scalar_head
+    source, is_reward_model = find_source(origin.plan), origin.plan.loss.scalar_head
     adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
-    model = load_structure(**source, dtype=torch.float32, scalar_head=of_rewards)
+    model = load_structure(**source, dtype=torch.float32, scalar_head=is_reward_model)
     _load_weights(model, origin, adapter, dtype)
-    # `load_structure` has set dropout to 0 in its config
-    model.config = config = load_config(**source, scalar_head=of_rewards)
+    # write the base's dropout, which `load_structure` has set to 0
+    model.config = config = load_config(**source, scalar_head=is_reward_model)
     if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers' class is used, not the model's code
         del config.auto_map
     tokenizer = _write_tokenizer(folder, origin)
-    if of_rewards:
+    if is_reward_model:
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
         setattr(config, MARK, "policy")
-    # save_pretrained refuses some published generation configs, so write the base's config as it is, below
+    # save_pretrained refuses some published generation configs, so the base's is written below, as it is
     model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=False)
-    if not of_rewards:
+    if not is_reward_model:
         try:
             generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
         except OSError:  # the base has no such file
@@ -164,7 +164,7 @@ def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dty
     """
     state = read_archive(origin.weights.archive, model, key="") if adapter is None else _merge(origin, adapter, dtype)
     expected = model.state_dict(keep_vars=True)
-    # tied weights are one object with several names, of which the state may have any: take the first that it has
+    # tied weights are one object with several names: take the first name that the state has
     name_in_state: dict[int, str] = {}  # by id of the weight
     for name, weight in expected.items():
         if name in state:
@@ -191,7 +191,7 @@ def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) ->
 def _write_tokenizer(folder: Path, origin: Origin) -> Any:
     """Write the tokenizer as it was published, without training's pad token.
 
-    That of a reward model gets a pad token, as the model takes the last token that is not padding for a text's end.
+    A reward model's tokenizer gets a pad token, as the model reads the reward at the last token that is not padding.
     """
     source, name = find_source(origin.plan), origin.plan.model.tokenizer
     del source["name"]
@@ -208,7 +208,8 @@ def _write_tokenizer(folder: Path, origin: Origin) -> Any:
 def _choose_pad(tokenizer: Any) -> int:
     """A token that can pad: it ends no text, unlike EOS.
 
-    It is the tokenizer's own pad token, or one with "pad" in its name, or UNK, or BOS, or the vocabulary's last token.
+    Returns the first that exists and is not EOS: the tokenizer's own pad token, a token with "pad" in its name, UNK,
+    BOS, the last token of the vocabulary.
     """
     named_pad = [id for id, token in tokenizer.added_tokens_decoder.items() if "pad" in token.content.lower()]
     last_two = sorted(tokenizer.get_vocab().values(), reverse=True)[:2]  # as the last may be EOS

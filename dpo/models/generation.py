@@ -27,7 +27,7 @@ class Continuation(NamedTuple):
 
 
 def find_end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """The tokenizer's EOS, and what the model's generation config has."""
+    """The EOS tokens of a tokenizer and of a model's generation config."""
     model_eos: Any = model.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(model_eos if isinstance(model_eos, list) else [model_eos])} - {None}
 
@@ -43,10 +43,10 @@ def sample(
     in_step: bool = False,
     cache_implementation: str | None = None,
 ) -> list[Continuation]:
-    """Sample one continuation per prompt, without a change of the random state.
+    """Sample one continuation per prompt; leave the random state as it was.
 
     `in_step`: several processes hold shards of the model and sample in lockstep, so each continues until the last one
-    has finished. `cache_implementation` is that of transformers' `generate`.
+    has finished. `cache_implementation` is for transformers' `generate`.
     """
     prompt_ids = batch["prompt_input_ids"]
     gpus = range(torch.cuda.device_count())
@@ -67,7 +67,8 @@ def sample(
         )
     new_ids = ids[:, prompt_ids.shape[1] :]
     texts = tokenizer.batch_decode(new_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    end_tokens = find_end_tokens(model, tokenizer)  # padding, which may be one of them, follows only an end token
+    # the pad token may be an end token too, but there is padding only after an end token
+    end_tokens = find_end_tokens(model, tokenizer)
     ended = [not end_tokens.isdisjoint(row) for row in new_ids.tolist()]
     return [Continuation(*row) for row in zip(texts, ended, strict=True)]
 

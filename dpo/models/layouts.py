@@ -1,10 +1,10 @@
-"""Layouts of examples as rows of a forward pass; models' support.
+"""Layouts of examples in a forward pass, and checks of models' support.
 
 `padded` is the layout of the reference implementation. `shared_prefix` gives the same log-probabilities from fewer
 tokens (see `dpo/models/packing.py`).
 
-In shapes, B is the number of examples, and "sides" the number of responses per example: 2 for pairs, 1 for SFT. If
-examples have different numbers of responses, as ranked lists may, it is the largest of them.
+In shapes, B is the number of examples, and "sides" the largest number of responses of an example: 2 for pairs, 1 for
+SFT. Ranked lists may have different numbers of responses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PaddedRows:
     attention_mask: torch.Tensor  # (rows, T) int64: 1 for tokens, 0 for padding
     labels: torch.Tensor  # (rows, T) int64: token ids of responses, IGNORE_INDEX for prompts and padding
     sides: int  # responses per example
-    # (sides, B) int64: the row of each response, any row where there is none; None: there are sides * B rows
+    # (sides, B) int64: the row of each response, any row where an example lacks one; None if no example lacks any
     row_index: torch.Tensor | None = None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PaddedRows:
@@ -118,7 +118,7 @@ class Microbatch(NamedTuple):
         )
 
     def by_role(self, values: torch.Tensor, roles: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Split one value per response, (sides, B), by role into (B,) each.
+        """Split one value per response, (sides, B), into (B,) for each role.
 
         The value is 0 where an example has no response of the role.
         """
@@ -129,8 +129,8 @@ class Microbatch(NamedTuple):
 class Padded:
     """Each response in its own row, padded to the global batch's longest.
 
-    Padding is on the right, where causal attention does not look: unless `masked`, the model gets no mask. transformers
-    would read a mask's values in every forward, for which the host waits, and attend with slower kernels.
+    Padding is on the right, where causal attention does not look: unless `masked`, the model gets no mask. With a mask,
+    transformers uses slower kernels, and makes the host wait in every forward to read the mask's values.
     """
 
     def __init__(self, *, masked: bool = True) -> None:
@@ -149,7 +149,7 @@ class Padded:
     def forward(self, model: torch.nn.Module, inputs: PaddedRows, *, with_squares: bool = False) -> TokenLogps:
         """Log-probabilities of each example's responses by token, (sides, B, T).
 
-        Of a reward model, their rewards, (sides, B, 1).
+        A reward model gives the responses' rewards instead, (sides, B, 1).
         """
         input_ids, labels = inputs.input_ids, inputs.labels
         attention_mask = inputs.attention_mask if self.masked else None
@@ -195,9 +195,9 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
 class SharedPrefix:
     """Each prompt and each of its distinct responses once, packed into rows.
 
-    `windows` has for each kind of the model's attention layers the number of tokens that they look back, None for all
-    tokens. The length of a row is a multiple of `alignment`. With `by_segments` there is one row, for
-    `varlen_attention`. With `of_rewards` the model is a reward model.
+    `windows` maps each kind of attention layer to the number of tokens that it looks back, None for all tokens. The
+    length of a row is a multiple of `alignment`. With `by_segments` there is one row, for `varlen_attention`. With
+    `gives_rewards` the model is a reward model.
     """
 
     def __init__(
@@ -207,9 +207,9 @@ class SharedPrefix:
         max_length: int,
         alignment: int = 1,
         by_segments: bool = False,
-        of_rewards: bool = False,
+        gives_rewards: bool = False,
     ) -> None:
-        self.windows, self.alignment, self.of_rewards = windows, alignment, of_rewards
+        self.windows, self.alignment, self.gives_rewards = windows, alignment, gives_rewards
         self.max_tree_tokens = None if by_segments else max_tree_tokens(max_length)
 
     def split(self, examples: Sequence[Example], parts: int, *, rank: int = 0, size: int = 1) -> list[Microbatch]:
@@ -222,10 +222,10 @@ class SharedPrefix:
     def pack(self, examples: Sequence[Example], *, length: int | None = None) -> Packed:
         """Pack examples into rows of `length`; None: of the cheapest length."""
         options = {"max_tree_tokens": self.max_tree_tokens, "alignment": self.alignment, "length": length}
-        if not self.of_rewards:
+        if not self.gives_rewards:
             return pack(examples, **options)
-        # The reward is read at a response's last token, which `pack` does not feed, as it predicts nothing. So append a
-        # token, which the last one "predicts".
+        # A reward is read at the last scored token itself, but `pack` lists the tokens before scored tokens, and leaves
+        # out a response's last token. So append a token, and move the cuts by one: each scored token is then listed.
         longer = [
             e._replace(
                 responses=tuple((*response, 0) for response in e.responses),
@@ -238,9 +238,9 @@ class SharedPrefix:
     def forward(self, model: torch.nn.Module, inputs: Packed, *, with_squares: bool = False) -> TokenLogps:
         """Log-probabilities of each example's responses by token, (sides, B, T).
 
-        Of a reward model, their rewards, (sides, B, 1).
+        A reward model gives the responses' rewards instead, (sides, B, 1).
         """
-        if self.of_rewards:
+        if self.gives_rewards:
             rewards = run_as_forward(model, packed_rewards, inputs, self.windows)  # (U,)
             by_response = TokenLogps(rewards[:, None])
         else:
@@ -273,8 +273,8 @@ class Longest(NamedTuple):
 
         `example` is the number of tokens in the longest prompt with one response. An example has up to `n_responses`.
         """
-        all_examples = max(2, n_responses) * n_examples * example  # none shared
-        return cls(example, min(all_examples, 2 * max_tree_tokens(max_length)))
+        n_unshared = max(2, n_responses) * n_examples * example  # tokens if each response had its own prompt
+        return cls(example, min(n_unshared, 2 * max_tree_tokens(max_length)))
 
 
 def choose_layout(
@@ -286,7 +286,7 @@ def choose_layout(
     longest: Longest | None = None,
     on_any_process: Callable[[bool], bool] = bool,
 ) -> tuple[Layout, str | None]:
-    """Choose the layout called `name`, or `Padded` and a message why.
+    """Choose the layout `name`, or `Padded` with a message that says why.
 
     Compares `shared_prefix` with `padded` by running the model on short pairs, and on pairs as long as the `longest` of
     the run (None: as `max_length` allows). `on_any_process(here)` returns whether `here` is true on any process that
@@ -314,8 +314,8 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
         windows_or_reason = find_windows(model, max_length)
     except (AttributeError, TypeError) as error:
         windows_or_reason = f"has a config unlike those of transformers: {one_sentence(error)}"
-    # A model that the rules do not support may look at padding, so it gets a mask. Under flash_attention_2 they support
-    # no model, so that says nothing of this one.
+    # A model that the rules do not support may look at padding, so it gets a mask. Under flash_attention_2 the rules
+    # support no model, so they say nothing about this one.
     is_unsupported = isinstance(windows_or_reason, str)
     needs_mask = is_unsupported and model.config._attn_implementation != "flash_attention_2"
     if name == "padded":
@@ -325,7 +325,7 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     on_gpu = model.get_input_embeddings().weight.device.type == "cuda"
     by_segments = model.config._attn_implementation == VARLEN
     alignment = GPU_ALIGNMENT if on_gpu else 1
-    options = {"by_segments": by_segments, "of_rewards": find_scalar_head(model) is not None}
+    options = {"by_segments": by_segments, "gives_rewards": find_scalar_head(model) is not None}
     return SharedPrefix(windows_or_reason, max_length=max_length, alignment=alignment, **options), None
 
 
@@ -416,13 +416,13 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
     # numbers of tokens in (prompt, chosen, rejected); short prompts are longer than every window
     short_pairs = _make_pairs(vocab_size, [(largest_window + 5, 4, 6), (largest_window + 2, 7, 3)])
     n = max(longest.example, 12)
-    # in half precision rounding may change the sum of three tokens by more than the tolerance, but not a longer one
+    # in half precision rounding may change a sum of three tokens by more than the tolerance, but not a longer sum
     n_second = min(n - 3, 60)
     long_pairs = _make_pairs(vocab_size, [(5, n - 5, n - 6), (2, n_second + 1, n_second)])
     cases = (  # pairs, how to sum their log-probabilities in the padded layout, length of the packed rows
         (short_pairs, _sum_logps, None),
-        # a reward model has no logits, which might not fit into memory
-        (long_pairs, _sum_logps if layout.of_rewards else _sum_logps_in_chunks, max(longest.row, 2 * n)),
+        # logits of the long pairs might not fit into memory; a reward model has none
+        (long_pairs, _sum_logps if layout.gives_rewards else _sum_logps_in_chunks, max(longest.row, 2 * n)),
     )
     device, was_training = next(model.parameters()).device, model.training
     model.eval()
@@ -434,10 +434,10 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
                 expected = sum_padded(model, padded.to(device).inputs)
                 actual = layout.forward(model, packed.map(lambda tensor: tensor.to(device))).logps.sum(-1)
                 error, size = (actual - expected).abs(), expected.abs()
-                if layout.of_rewards:  # which are no sums, in which rounding errors cancel, and may be near 0
+                if layout.gives_rewards:  # a reward may be near 0; it is no sum, in which rounding errors would cancel
                     size = 5 * size.max()
                 if not (error <= tolerance * size).all():  # also if an error is NaN
-                    what = "rewards" if layout.of_rewards else "log-probabilities"
+                    what = "rewards" if layout.gives_rewards else "log-probabilities"
                     return f"gives {what} with shared prefixes that are off by {(error / size).max().item():.2g}"
     except (torch.OutOfMemoryError, InputError):  # a RuntimeError and a ValueError, but not the layout's fault
         raise

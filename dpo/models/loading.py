@@ -96,8 +96,8 @@ def find_weights(plan: Plan) -> Weights:
         raise InputError(f"model.archive={archive} is an adapter: {choose}, or {merge}")
     if weights.adapter is not None and plan.reference == "base":
         raise InputError(
-            f"model.archive={archive} is an adapter, and with lora.reference=base the reference would be its base, "
-            f"without it: choose lora.reference=adapter, or {merge}"
+            f"model.archive={archive} is an adapter, and with lora.reference=base the reference would be the "
+            f"adapter's base alone: choose lora.reference=adapter, or {merge}"
         )
     if weights.archive is not None and not weights.archive.is_file():
         config = weights.adapter / CONFIG
@@ -136,9 +136,9 @@ def find_following(plan: Plan, resume_from: Path | None) -> Path | None:
 
 
 def check_model(plan: Plan) -> Weights:
-    """`find_weights`, after a check that tensor parallelism can cut the model.
+    """Find the weights, and check that tensor parallelism can cut the model.
 
-    Raises InputError if it cannot.
+    Raises InputError if it cannot, or as `find_weights` does.
     """
     weights = find_weights(plan)
     check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
@@ -197,7 +197,7 @@ def load_base(
 ) -> Any:
     """Load a plan's model in one process, without adapters.
 
-    If `dtype` is None, the dtype is that of the model's own config; if `attn_implementation` is None, that of the plan.
+    If `dtype` is None, the model's own config says it; if `attn_implementation` is None, the plan does.
     """
     source = find_source(plan)
     return load_model(
@@ -272,7 +272,7 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: 
     """
     model = unwrap(model) if isinstance(model, torch.nn.Module) else model()
     if plan.loss.scalar_head:
-        install_scalar_head(model)  # in a model of the caller
+        install_scalar_head(model)  # `load_model` has done so already, but `model` may be the caller's own
     if plan.quantized:
         quantize(model, device="cuda" if plan.gpus else None)
     # only rank 0 reads adapters; it will send the weights to the other ranks
@@ -288,8 +288,8 @@ def _prepare(model: Any, plan: Plan, adapters: dict[str, Path | None], *, rank: 
 def _add_adapters(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> None:
     """Add adapters to a model, by name.
 
-    The first of them becomes the active one. Adapters with a directory get the weights in it; raises InputError if
-    these do not fit, or have another r or alpha than the plan.
+    The first adapter becomes active. Adapters with a directory get the weights in it; raises InputError if these do not
+    fit, or have another r or alpha than the plan.
     """
     lora: Any = plan.lora
     for name, directory in reversed(adapters.items()):  # reversed, as the last adapter added is active
@@ -306,7 +306,7 @@ def _add_adapters(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> N
 
 
 def _name_base(plan: Plan, weights: Weights) -> str | None:
-    """A name for an adapter's base that stays valid, for PEFT's config.
+    """A lasting name of an adapter's base, for PEFT's config.
 
     None for a base that was drawn from a seed.
     """

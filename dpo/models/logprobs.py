@@ -1,4 +1,4 @@
-"""Log-probabilities of responses, from padded and from packed rows; rewards likewise."""
+"""Log-probabilities and rewards of responses, from padded and from packed rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def sequence_logps(
 ) -> TokenLogps:
     """Log-probabilities of the labelled tokens of (B, T) inputs.
 
-    The results, (B, T-1), have those of a row side by side, from column 0. The softmax is in float32 or higher.
+    The results are (B, T-1): each row has its labelled tokens, without gaps, and then zeros. The softmax is in float32
+    or higher.
     """
     logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = _log_softmax(logits)
@@ -50,9 +51,9 @@ def sequence_logps(
         by_column.append((2 * logps.detach()).logsumexp(-1))
     # move the scored tokens of each row to its beginning, in their order
     columns = (~is_scored).int().argsort(dim=-1, stable=True)  # (B, T-1)
-    in_response = is_scored.gather(1, columns)
-    columns = columns.where(in_response, 0)
-    return TokenLogps(*(values.gather(1, columns) * in_response for values in by_column))
+    is_filled = is_scored.gather(1, columns)
+    columns = columns.where(is_filled, 0)
+    return TokenLogps(*(values.gather(1, columns) * is_filled for values in by_column))
 
 
 def packed_logps(
@@ -113,20 +114,20 @@ def _by_response(values: torch.Tensor, packed: Packed) -> torch.Tensor:
 def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -> dict[str, Any]:
     """The mask of each kind of attention layer, new or cached.
 
-    FlexAttention takes block masks, attention by segments none; other implementations take additive masks.
+    FlexAttention takes block masks, other implementations additive masks. Attention by segments takes no mask.
     """
     attention, device = model.config._attn_implementation, packed.input_ids.device.type
-    if packed.segments is not None:  # given any tensor of four dims, transformers makes no mask
+    if packed.segments is not None:  # a dummy: given a tensor of four dims, transformers makes no mask itself
         return dict.fromkeys(windows, torch.zeros(1, 1, 1, 1, device=packed.input_ids.device))
     if attention == "flex_attention":
         return packed.cache_masks(
             "block", lambda: {kind: tree_block_mask(packed, window=size) for kind, size in windows.items()}
         )
     if device == "cpu":
-        cpu_attention.register()  # faster with additive masks, which only packed rows have
+        cpu_attention.register()  # replaces SDPA where it is faster: with additive masks, which only packed rows have
     dtype = model.get_input_embeddings().weight.dtype
     if attention == "sdpa" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)  # the compute dtype; otherwise every layer casts the mask
+        dtype = torch.get_autocast_dtype(device)  # the compute dtype, or every layer would cast the mask
     return packed.cache_masks(
         f"additive {dtype}",
         lambda: {kind: _additive(tree_mask(packed, window=size), dtype) for kind, size in windows.items()},
@@ -177,7 +178,7 @@ def _log_sum_squares(logits: torch.Tensor) -> torch.Tensor:
 def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Split all tensors into pieces of equally many rows.
 
-    On a CPU a piece has as many rows of logits as fit into its cache, elsewhere all rows.
+    On a CPU a piece has as many rows of logits as fit into the CPU's cache, elsewhere all rows.
     """
     rows_per_piece = IN_CACHE // logits.shape[1] if logits.device.type == "cpu" else len(logits)
     return zip(*(tensor.split(max(1, rows_per_piece)) for tensor in (logits, *others)), strict=True)

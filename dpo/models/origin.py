@@ -20,7 +20,7 @@ USED_KEYS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datase
 class Origin(NamedTuple):
     """A base model, and weights that replace its own."""
 
-    plan: Plan  # of the run; without a run, `plan.model.name_or_path` and defaults. It names the base.
+    plan: Plan  # the run's; without a run, one of defaults. `plan.model.name_or_path` names the base in both cases.
     weights: Weights = Weights()
     run_dir: Path | None = None  # the run's directory, which contains config.yaml
     had_own_code: bool = False  # whether the run was trained with the model's own Python code
@@ -48,10 +48,9 @@ def find_origin(
     directory; with `hub` also a Hub id.
 
     `model` names the base of an adapter or a `policy.pt`, as a directory or a Hub id. It is needed if no run names the
-    base, or if the base has moved. It also replaces a base that is known, but only if the path is `alone`, the single
-    one that the user gives. `trust_remote_code` says whether the model's own code may be run, whatever the run's config
-    says.
-    Raises InputError if the path names no model, or if `model` is given for a path that is `alone` and a whole model.
+    base, or if the base has moved. It also replaces a base that is known, but only if the path is `alone`: the user
+    gives no other. `trust_remote_code` says whether the model's own code may be run, whatever the run's config says.
+    Raises InputError if the path names no model, or if it names a whole model, is `alone`, and `model` is given.
     """
     path = Path(path).expanduser()
     is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
@@ -74,7 +73,7 @@ def find_origin(
     problem = _find_problem(weights, base)
     if model is not None and (alone or problem):
         base = model
-        # the archive beside an adapter is the base that it names, in place of which comes `model`
+        # `model` replaces the base that an adapter names, which may be an archive
         weights = Weights(None, adapter) if adapter else Weights(weights.archive)
         problem = _find_problem(weights, base)
     if base is None or problem:
@@ -91,7 +90,7 @@ def find_origin(
 
 def _find_run_dir(weights: Weights) -> Path | None:
     """The directory of the run that wrote the weights, if known."""
-    # another program's adapter has no policy.pt, and a config.yaml beside it is not that of a run
+    # another program's adapter has no policy.pt, and a config.yaml beside it is not a run's
     policy_file = weights.adapter / POLICY_FILE if weights.adapter else weights.archive
     if not policy_file.is_file():
         return None

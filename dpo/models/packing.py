@@ -58,7 +58,7 @@ class Packed:
     branch: torch.Tensor  # (R, L): which of the U responses a token belongs to, NONE for the prompt
     scored: torch.Tensor  # (N,): row * L + column of the fed token that predicts a scored token
     targets: torch.Tensor  # (N,): the scored token
-    slots: torch.Tensor  # (N,): response * T + index among the response's tokens, without those that are not scored
+    slots: torch.Tensor  # (N,): response * T + the token's index in the response, where tokens in cuts do not count
     response_index: torch.Tensor  # (sides, B): which of the U responses an example has on each side
     shape: tuple[int, int]  # (U, T)
     segments: Segments | None = None  # of the only row, for attention that takes no mask
@@ -105,7 +105,7 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
     """Split examples into `parts` lists with about equally many fed tokens.
 
     Returns lists of indices. Lists of long examples come first. The last lists are empty if there are fewer examples
-    than lists. Examples of a prompt are neighbours, so that few prompts are fed for two lists.
+    than lists. Examples of a prompt are neighbours, so that few prompts are fed twice.
     """
     order = _sort_by_length(examples)
     costs = _count_new_tokens([examples[i] for i in order])
@@ -120,7 +120,8 @@ def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
         nearest = bisect_left(middles, ends[-1] * part / n_filled)
         latest = len(order) - (n_filled - part)  # leaves one example for this part and for each later one
         starts.append(min(max(nearest, starts[-1] + 1), latest))
-    filled = [sorted(order[start:end]) for start, end in zip(starts, [*starts[1:], len(order)], strict=True)]
+    stops = [*starts[1:], len(order)]
+    filled = [sorted(order[start:stop]) for start, stop in zip(starts, stops, strict=True)]
     return filled + [[]] * n_empty
 
 
@@ -137,7 +138,7 @@ def _sort_by_length(examples: Sequence[Example]) -> list[int]:
 
 
 def _count_new_tokens(examples: Sequence[Example]) -> list[int]:
-    """The tokens of each example that no earlier example feeds already."""
+    """For each example, the number of tokens that no earlier example feeds."""
     prompts: set[tuple] = set()
     branches: set[tuple[tuple, tuple]] = set()  # (prompt, response)
     counts = []
@@ -173,12 +174,12 @@ def pack(
     n_responses = 0
     for example in examples:
         indices = indices_by_prompt.setdefault(example.prompt, {})
-        for response in example.cut_responses:
-            if response not in indices:
-                indices[response] = n_responses
+        for cut_response in example.cut_responses:
+            if cut_response not in indices:
+                indices[cut_response] = n_responses
                 n_responses += 1
     indices_by_example = [[indices_by_prompt[e.prompt][response] for response in e.cut_responses] for e in examples]
-    longest = max(len(response) for indices in indices_by_prompt.values() for response, _ in indices)
+    longest = max(len(response) for example in examples for response in example.responses)
 
     one_row = max_tree_tokens is None
     trees: list[_Tree] = []
@@ -214,7 +215,7 @@ def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
 def _grow_trees(prompt: tuple, indices: dict[tuple[tuple, tuple], int], max_tree_tokens: float) -> list[_Tree]:
     """Make the trees of a prompt, each of at most `max_tree_tokens`.
 
-    `indices` maps its responses to their indices. A tree with a single response may be longer.
+    `indices` maps each response with its cuts to its index. A tree with a single response may be longer.
     """
     trees: list[_Tree] = []
     for (response, cuts), index in indices.items():
@@ -279,12 +280,12 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
             input_ids[row, tree_start:prompt_end] = tree.prompt
             position_ids[row, tree_start:prompt_end] = range(n_prompt)
             start = prompt_end
-            for response, token_ids, cuts in tree.branches:
+            for index, token_ids, cuts in tree.branches:
                 n_fed = len(token_ids) - 1
                 end = start + n_fed
                 input_ids[row, start:end] = token_ids[:-1]
                 position_ids[row, start:end] = range(n_prompt, n_prompt + n_fed)
-                branch_of[row, start:end] = response
+                branch_of[row, start:end] = index
                 # the prompt's last token predicts the first token of a response; without a prompt, nothing does
                 first_scored = 0 if n_prompt else 1
                 predicting_columns = [prompt_end - 1, *range(start, end)][first_scored:]
@@ -295,7 +296,7 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
                     scored_tokens = tuple(compress(scored_tokens, is_scored))
                 scored += [row * length + column for column in predicting_columns]
                 targets += scored_tokens
-                first_slot = response * longest_response + first_scored
+                first_slot = index * longest_response + first_scored
                 slots += range(first_slot, first_slot + len(scored_tokens))
                 start = end
             tree_start = start
@@ -313,9 +314,9 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
 
 
 def _find_segments(trees: list[_Tree], length: int) -> Segments:
-    """The segments of the row of `length` that `_write` makes of trees.
+    """The segments of the single row into which `_write` writes the trees.
 
-    Segments without queries, such as empty prompts, are left out.
+    The row has `length` tokens with padding. Segments without queries, such as empty prompts, are left out.
     """
     query_columns: list[range] = []  # of each segment
     key_columns: list[list[int]] = []  # of each segment
@@ -354,7 +355,7 @@ def tree_mask(packed: Packed, *, window: int | None = None) -> torch.Tensor:
     """
     tree, branch, position = packed.tree, packed.branch, packed.position_ids
     mask = tree[:, :, None] == tree[:, None, :]  # (R, queries, keys)
-    # `&=` works in place: a second mask would be as large, (R, L, L)
+    # `&=` works in place, without memory for a second (R, L, L) mask
     mask &= (branch[:, None, :] == NONE) | (branch[:, :, None] == branch[:, None, :])
     mask &= torch.ones(tree.shape[1], tree.shape[1], dtype=torch.bool, device=tree.device).tril()
     if window is not None:

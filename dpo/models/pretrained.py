@@ -15,7 +15,7 @@ import transformers
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG, count_parameters
-from dpo.models.scalar_head import WEIGHT, draw_head, install_scalar_head
+from dpo.models.scalar_head import HEAD_WEIGHT, draw_head, install_scalar_head
 from dpo.models.weights import read_archive
 from dpo.settings import choices
 
@@ -52,8 +52,8 @@ def _find_auto_class(scalar_head: bool) -> Any:
 def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
     """The wanted attention implementation, or eager if SDPA is not supported.
 
-    GPT-J, for instance, does not support SDPA. Raises InputError if FlashAttention is wanted and not available, or
-    attention by segments and the model does not support it.
+    GPT-J, for instance, does not support SDPA. Raises InputError if FlashAttention is wanted and not available, or if
+    attention by segments is wanted and the model does not support it.
     """
     if wanted == "flash_attention_2" and not transformers.utils.is_flash_attn_2_available():
         raise InputError(
@@ -116,9 +116,9 @@ def load_model(
 ) -> transformers.PreTrainedModel:
     """Load a causal language model in `dtype`, with dropout off.
 
-    The weights are from `archive` (a `policy.pt`) if given, else from the model `name`. With `random_init` the latter
-    gives only the architecture, and weights are drawn from the seed. With `scalar_head` it is a reward model, and a
-    head that the weights lack is drawn from the seed.
+    The weights are from `archive` (a `policy.pt`) if given, else from the model `name`. With `random_init` `name` gives
+    only the architecture, and weights are drawn from the seed. With `scalar_head` a reward model is loaded, and its
+    head is drawn from the seed if the weights lack it.
     Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
     source = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
@@ -130,8 +130,8 @@ def load_model(
     with explaining_load_errors("model", name):
         if archive is not None:
             model = _load_from_archive(name, archive, config_source, placed, seed)
-            if not (random_init or scalar_head):  # settings for sampling belong to a policy's trained weights
-                # from_pretrained does this last, but has not been given the model's name
+            if not random_init and not scalar_head:  # only a trained policy has settings for sampling
+                # from_pretrained loads these last, but has not been given the model's name
                 model.adjust_generation_fn(
                     None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None,
                     revision=None, subfolder="", **source,
@@ -145,8 +145,8 @@ def load_model(
                     name, **source, **placed, **_config_changes(scalar_head), output_loading_info=True
                 )
             model, loading = loaded
-            if scalar_head and WEIGHT in loading["missing_keys"]:  # of a language model
-                loading["missing_keys"].remove(WEIGHT)
+            if scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
+                loading["missing_keys"].remove(HEAD_WEIGHT)
                 with torch.no_grad():
                     model.score.weight.copy_(draw_head(model, seed))
             refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
@@ -154,9 +154,9 @@ def load_model(
 
 
 def _draw_weights(auto_class: Any, config: Any, options: Mapping[str, Any], seed: int, trust_remote_code: bool) -> Any:
-    """A model with weights drawn from the seed, in float32.
+    """A model on the CPU, drawn from the seed in float32.
 
-    So models of the same seed and different dtypes are equal up to rounding. It is on the CPU.
+    So models of the same seed and different dtypes are equal up to rounding.
     """
     float32_options = {**options, "dtype": torch.float32}
     with torch.random.fork_rng():
@@ -173,8 +173,8 @@ def _load_from_archive(
     """
     structure = load_structure(name, dtype=options["dtype"], **source)
     weights = read_archive(archive, structure)  # checked before memory is taken for the model
-    if source["scalar_head"] and WEIGHT not in weights:
-        weights[WEIGHT] = draw_head(structure, seed)
+    if source["scalar_head"] and HEAD_WEIGHT not in weights:
+        weights[HEAD_WEIGHT] = draw_head(structure, seed)
     mapped_storages = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
     model = _load_weights(name, structure, weights, source, options)
     del weights  # frees what the model does not use
@@ -203,7 +203,7 @@ def _load_weights(
 
 @contextlib.contextmanager
 def silenced_reports() -> Iterator[None]:
-    """Silence transformers' reports on loading inside, as problems are raised."""
+    """Silence transformers' reports on loading inside; `refuse_gaps` raises errors instead."""
     logs = transformers.utils.logging
     verbosity, had_bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()

@@ -108,8 +108,8 @@ def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     """Replace a model's linear layers, except its head, by 4-bit ones.
 
     Layers are quantized one by one, on `device` if given, where the rest of the model goes too. So the device never
-    holds the model's own weights. A model without weights gets layers without weights, where they are. Raises
-    InputError as `layers_to_quantize` does.
+    holds the whole model unquantized. A model on the meta device stays there. Raises InputError as
+    `layers_to_quantize` does.
     """
     for name in layers_to_quantize(model):
         layer = model.get_submodule(name)

@@ -27,7 +27,7 @@ from dpo.settings.plan import Plan
 from dpo.system.waiting import after_rank_0
 
 Inputs = dict[str, list[int]]  # input_ids, and token_type_ids where there are any
-FORMATS = {  # values of online.reward_format, as a note says them
+FORMATS = {  # values of online.reward_format, and how a note describes them
     "chat": "in its chat template",
     "pair": "as two segments",
     "text_eos": "as one text, with EOS if the answer ended",
@@ -53,7 +53,7 @@ class RewardModel:
         n_types = getattr(model.config.get_text_config(), "type_vocab_size", 0)
         self.has_types = form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
         self.limit = _count_positions(model, tokenizer)
-        tokenizer.truncation_side = "left"  # of a text that is too long, keep the end with the answer
+        tokenizer.truncation_side = "left"  # keep the end of a long text, which has the answer
         self.pad = model.config.get_text_config().pad_token_id
         model.config.get_text_config().use_cache = False  # nothing is generated
 
@@ -110,7 +110,7 @@ class RewardModel:
         """The scores of B texts, (B,) in float32."""
         pad = self.pad
         if pad is None:
-            # The model scores at the last token that is not `pad`. So without a pad token, take one that ends no text.
+            # the model scores at the last token that is not `pad`: without a pad token, take a token that ends no text
             last_tokens = {text["input_ids"][-1] for text in texts}
             pad = next(token for token in itertools.count() if token not in last_tokens)
         self.model.config.get_text_config().pad_token_id = pad
@@ -137,8 +137,8 @@ class RewardModel:
 def load_reward_model(plan: Plan, device: torch.device, *, rows: int) -> tuple[RewardModel, str]:
     """Load the reward model that `online.reward_model` names, and its digest.
 
-    The digest is that of weights and tokenizer. Every process loads the model, from files that rank 0 has fetched.
-    Raises InputError if it cannot be loaded, has no weights for its head, or does not have exactly one output.
+    The digest covers weights and tokenizer. Every process loads the model, from files that rank 0 has fetched. Raises
+    InputError if the model cannot be loaded, has no weights for its head, or does not have exactly one output.
     """
     reward_model = after_rank_0("the reward model", lambda: _load(plan, device, rows))
     digest = ""
@@ -212,7 +212,7 @@ def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
     """Find the form of a reward model's input, one of FORMATS.
 
     `wanted` is `online.reward_format`, or what the model's config says. Raises InputError if the tokenizer lacks what
-    it takes.
+    the wanted form needs.
     """
     separator = tokenizer.sep_token_id
     separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
@@ -245,6 +245,6 @@ def _count_positions(model: Any, tokenizer: Any) -> int | None:
         for module in model.modules():
             is_position_table = isinstance(module, torch.nn.Embedding) and module.num_embeddings == n_positions
             if is_position_table and module is not token_table and module.padding_idx is not None:
-                n_unused = max(n_unused, module.padding_idx + 1)  # RoBERTa's positions begin after that of padding
+                n_unused = max(n_unused, module.padding_idx + 1)  # RoBERTa's positions begin after the padding's
         limits.append(n_positions - n_unused)
     return min(limits, default=None)

@@ -12,8 +12,8 @@ import torch
 
 from dpo.errors import InputError
 
-NAME, WEIGHT = "score", "score.weight"  # transformers' names
-LM_HEAD = ("lm_head.weight", "lm_head.bias")  # the head that it replaces
+HEAD, HEAD_WEIGHT = "score", "score.weight"  # transformers' names
+LM_HEAD = ("lm_head.weight", "lm_head.bias")  # a language model's head, which a reward model lacks
 
 
 class ScalarHead(torch.nn.Linear):
@@ -28,12 +28,12 @@ class ScalarHead(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return (x.to(dtype) * self.weight.to(dtype)).sum(-1, keepdim=True)  # no matrix product, which autocast rounds
+        return (x.to(dtype) * self.weight.to(dtype)).sum(-1, keepdim=True)  # autocast would round a matrix product
 
 
 def find_scalar_head(model: Any) -> ScalarHead | None:
     """The scalar head of a reward model; None for a language model."""
-    head = getattr(model, NAME, None)
+    head = getattr(model, HEAD, None)
     return head if isinstance(head, ScalarHead) else None
 
 
@@ -42,19 +42,19 @@ def install_scalar_head(model: Any) -> None:
 
     Raises InputError for any other model.
     """
-    head = getattr(model, NAME, None)
+    head = getattr(model, HEAD, None)
     if type(head) is torch.nn.Linear and head.out_features == 1 and head.bias is None:
-        setattr(model, NAME, ScalarHead(head.weight))
+        setattr(model, HEAD, ScalarHead(head.weight))
     elif not isinstance(head, ScalarHead):
         raise InputError(
-            f"loss=bradley_terry needs a sequence classification model whose head is a linear layer `{NAME}` with one "
+            f"loss=bradley_terry needs a sequence classification model whose head is a linear layer `{HEAD}` with one "
             f"output and no bias, and {type(model).__name__} is none: choose another model"
         )
 
 
 def draw_head(model: Any, seed: int) -> torch.Tensor:
     """Draw a head's weight, (1, H) in float32, as transformers initializes it."""
-    head = torch.nn.Linear(getattr(model, NAME).in_features, 1, bias=False)
+    head = torch.nn.Linear(getattr(model, HEAD).in_features, 1, bias=False)
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         model._init_weights(head)
@@ -62,6 +62,6 @@ def draw_head(model: Any, seed: int) -> torch.Tensor:
 
 
 def reward(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The rewards of the hidden states (n, H) of last tokens, (n,)."""
-    head = getattr(model, NAME)
+    """Rewards, (n,), from the hidden states of last tokens, (n, H)."""
+    head = getattr(model, HEAD)
     return head(hidden.to(head.weight.device)).squeeze(-1)  # the layers may be spread over several GPUs

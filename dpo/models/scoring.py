@@ -58,7 +58,7 @@ class Scorer(NamedTuple):
             scores = self.score(prompts, answers)
             if isinstance(scores, (str, bytes, Mapping)):
                 raise TypeError(f"a number for each answer is expected, in a list, and not {scores!r:.80}")
-            # one more than needed shows that there are too many; a user's iterable may be endless
+            # take at most one score too many, as a user's iterable may be endless
             return [float(score) for score in itertools.islice(scores, len(answers) + 1)]
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
@@ -90,8 +90,8 @@ def seeded_generators(*numbers: int) -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-# A function and not a context manager: if the code inside a `@contextmanager` raises StopIteration, contextlib raises
-# it again, in place of the error that the manager raises from it.
+# A function and not a context manager: if the user's code raised StopIteration, contextlib would raise that instead of
+# our `error_class`.
 def _run_users_code(code: Callable[[], T], error_class: type[Exception], problem: str, file: Path | None) -> T:
     """Run a user's code without gradients.
 
@@ -133,7 +133,7 @@ def _describe_error(error: BaseException, file: Path | None) -> str:
     """An error's class, its message, and the last line in `file`."""
     try:
         message = one_sentence(error)
-    except Exception:  # raised by the `__str__` of a user's own class of errors
+    except Exception:  # raised by `__str__` of a user's exception class
         message = "its message cannot be shown"
     frames = traceback.extract_tb(error.__traceback__)
     line_numbers = [frame.lineno for frame in frames if frame.filename == str(file)]

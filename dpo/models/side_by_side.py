@@ -208,8 +208,9 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
             f"warning: {checkpoint} was trained with a reference of other weights or config than the one loaded now: "
             f"{CHOOSE_REFERENCE}"
         )
-    if not all(side.beta for side in sides):
-        log("no beta is known, so there are no rewards: give --beta")
+    without_beta = [side.name for side in sides if not side.beta]
+    if without_beta:
+        log(f"the beta of {' and '.join(without_beta)} is unknown, so rewards are missing: give --beta")
     return Panel([*sides, reference_side], tokenizer, form)
 
 

@@ -19,9 +19,9 @@ from dpo.errors import InputError
 from dpo.models.packing import Segments
 from dpo.settings.choices import VARLEN
 
-# torch 2.11 has no such option, and groups heads without it
+# torch 2.11 groups heads without this option, which it does not know
 GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # what some models' layers ask of their attention, s_aux for sinks
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options that some models' layers pass; s_aux is for sinks
 
 
 def register() -> None:
@@ -43,11 +43,11 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention with the signature of transformers' "sdpa", which it calls without `segments`.
 
-    With them there is one row: query is (1, H, L, D), key and value are (1, K, L, D), the output is (1, L, H, D).
-    Raises InputError for layers that compute more.
+    With `segments` there is one row: query is (1, H, L, D), key and value are (1, K, L, D), the output is (1, L, H, D).
+    Raises InputError for layers that need more than this, such as a mask.
     """
     extras = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
-    if segments is not None and attention_mask.numel() != 1:
+    if segments is not None and attention_mask.numel() != 1:  # not the dummy that segments come with
         extras.append("a mask of its own")
     if extras:
         raise InputError(
@@ -67,7 +67,7 @@ def attention_forward(
         segments.keys,
         *segments.longest,
         scale=scaling,
-        # tokens to the left and to the right; the last query of a segment is that of its last key
+        # tokens to the left and to the right of a query; a segment's last query is at its last key
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **GROUPED,
     )

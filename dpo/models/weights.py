@@ -18,7 +18,7 @@ import torch
 from dpo.checkpoint.files import DamagedCheckpoint, read_state
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG, FACTOR_NAME, POLICY, adapter_weights, base_weights, find_adapter, read_base
-from dpo.models.scalar_head import LM_HEAD, WEIGHT, find_scalar_head
+from dpo.models.scalar_head import HEAD_WEIGHT, LM_HEAD, find_scalar_head
 
 # buffers that transformers stored in 2023, and computes today
 OBSOLETE_BUFFER = re.compile(r"\.(attn|attention|self_attn)\.(bias|masked_bias|embed_positions)$|\.rotary_emb\.\w+$")
@@ -28,7 +28,7 @@ RENAMED = {"embed_out.weight": "lm_head.weight"}  # GPT-NeoX's head, by its name
 class Weights(NamedTuple):
     """Files with weights that replace those of a model's own directory."""
 
-    archive: Path | None = None  # a policy.pt with all weights; with an adapter, those of its base
+    archive: Path | None = None  # a policy.pt with all weights of the model, or of the adapter's base
     adapter: Path | None = None  # a directory in PEFT's format
     base: str | None = None  # the base that the adapter names, if that is a directory or a Hub id
 
@@ -50,7 +50,7 @@ def locate_weights(path: str | Path, *, key: str = "model.archive=") -> Weights:
     if adapter is None:
         return Weights(find_archive(path, key=key))
     base = read_base(adapter)
-    if base is not None and (base.endswith(".pt") or Path(base).is_file()):  # a policy.pt, as runs here name it
+    if base is not None and (base.endswith(".pt") or Path(base).is_file()):  # our runs may name a policy.pt
         return Weights(Path(base), adapter)
     return Weights(None, adapter, base)
 
@@ -72,8 +72,8 @@ def read_archive(
     """Read the weights in a `policy.pt`, with the names of transformers today.
 
     `model` gives the expected names and shapes; its weights are not used. For a reward model the weights of a language
-    model will do: then the scalar head is missing. Raises InputError if the file is missing, is not a `policy.pt`, or
-    is for another architecture.
+    model will do: then the result has no scalar head. Raises InputError if the file is missing, is not a `policy.pt`,
+    or is for another architecture.
     """
     path = find_archive(archive, key=key)
     try:
@@ -92,9 +92,9 @@ def read_archive(
         if old in state and new in expected:
             state = {new if name == old else name: tensor for name, tensor in state.items()}
     state = {name: tensor for name, tensor in state.items() if name in expected or not OBSOLETE_BUFFER.search(name)}
-    if find_scalar_head(model) is not None and WEIGHT not in state:  # the weights of a language model
+    if find_scalar_head(model) is not None and HEAD_WEIGHT not in state:  # the weights of a language model
         state = {name: tensor for name, tensor in state.items() if name not in (*LM_HEAD, *RENAMED)}
-        del expected[WEIGHT]
+        del expected[HEAD_WEIGHT]
     if mismatches := _find_mismatches(state, expected):
         raise InputError(
             f"{key}{path} does not match the architecture of the model ({type(model).__name__}): "
@@ -143,8 +143,8 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
     weights = base_weights(model)
-    for name in adapter_weights(model, POLICY):
-        weights.pop(name, None)  # a scalar head, which is trained with the adapter
+    if HEAD_WEIGHT in adapter_weights(model, POLICY):  # the scalar head, which is trained with the adapter
+        del weights[HEAD_WEIGHT]
     if adapter:
         weights |= adapter_weights(model, adapter)
         adapter_config = model.peft_config[adapter]

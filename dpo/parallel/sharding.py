@@ -48,7 +48,7 @@ def distribute(
 
     Without `reshard_after_forward` blocks stay gathered until their backward pass, as the root unit always does. With
     `frozen_whole` FSDP leaves out the parameters that are not trained: they are whole on every process (or slices along
-    `tensor`), in `compute_dtype`, and a model in which all are frozen has no units.
+    `tensor`), in `compute_dtype`, and a model without trained parameters has no units.
     """
     blocks = find_blocks(model, block_name)
     tensor_parallel_plan = find_plan(model) if mesh.tensor_size > 1 else {}
@@ -70,18 +70,19 @@ def distribute(
         if tensor_parallel_plan:
             cut_modules(modules, tensor_parallel_plan, mesh.device_mesh["tensor"])
         parameters = {parameter for module in modules.values() for parameter in module.parameters(recurse=False)}
-        whole |= {parameter for parameter in parameters if frozen_whole and not parameter.requires_grad}
+        if frozen_whole:
+            whole |= {parameter for parameter in parameters if not parameter.requires_grad}
         sharded = parameters - whole
         n_gathered += sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in sharded)
         has_units_below = unit is model and n_gathered > 0
         if uses_fsdp and (sharded or has_units_below):
-            # the root's inputs are integers; casting would copy them, without the masks that they cache
+            # the root's inputs are integers; casting would replace them by copies without their cached masks
             mixed_precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=unit is not model)
             reshards = None if reshard_after_forward else False  # None: all but the root unit
             fully_shard(
                 unit, mesh=fsdp_mesh, mp_policy=mixed_precision, reshard_after_forward=reshards, ignored_params=whole
             )
-        elif uses_fsdp and unit is not model:  # FSDP casts the inputs of its units, and all must give the same numbers
+        elif uses_fsdp and unit is not model:  # a block without FSDP casts its inputs too, for the same numbers
             unit.register_forward_pre_hook(partial(_cast_inputs, compute_dtype), prepend=True, with_kwargs=True)
         distributed.update(modules.values())
     if isinstance(model, FSDPModule):
@@ -183,8 +184,8 @@ def broadcast(tensor: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
 def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool = False) -> None:
     """Declare whether the next backward pass is the `last` of an update.
 
-    Only the last one reshards the root unit (embeddings and head), and reduces gradients over `replicate`. With
-    `reduce_once` only the last reduces them over `shard` too, and until then every process adds up whole gradients.
+    Only the last one reshards the root unit (embeddings and head), and reduces gradients over `replicate`. Every pass
+    reduces them over `shard`; with `reduce_once` only the last does, and until then processes add up whole gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last, recurse=False)
@@ -202,7 +203,7 @@ def release_gathered(model: Any) -> None:
     units = _list_units(model)
     for unit in units:
         unit.reshard()
-    if not units or not model._get_fsdp_state()._is_root:  # only a forward makes it the root, and sets up the record
+    if not units or not model._get_fsdp_state()._is_root:  # only a forward pass makes it the root, with a record
         return
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()

@@ -27,7 +27,7 @@ def hold_the_same(weights: Iterable[torch.Tensor], other_weights: Iterable[torch
     Every process compares its parts of `other_weights`, in their dtype.
     """
     weights, other_weights = list(weights), list(other_weights)
-    if mesh.any(len(weights) != len(other_weights)):  # on all processes alike, since gathering takes all of them
+    if mesh.any(len(weights) != len(other_weights)):  # all return together, as gathering needs all of them
         return False
     are_equal = all(
         torch.equal(gather_like(weight, other).to(local_tensor(other)), local_tensor(other))
@@ -39,7 +39,7 @@ def hold_the_same(weights: Iterable[torch.Tensor], other_weights: Iterable[torch
 def gather_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor, gathered as far as `other` is.
 
-    `other` has the same mesh without some of its first axes, along which it is whole, or no mesh at all.
+    `other` has no mesh, or the tensor's mesh without some of the first axes, along which `other` is whole.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -90,8 +90,8 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
 def copy_to_host(tensor: torch.Tensor, *, pinned: bool = True) -> torch.Tensor:
     """A GPU's tensor in host memory, copied through a `pinned` buffer.
 
-    The GPU fills the buffer at full speed, and all threads empty it. A copy of the driver's own would do both with one
-    thread, while every process waits.
+    The GPU fills the buffer at full speed, and all threads empty it. The driver alone would do both with one thread,
+    while every process waits.
     """
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     buffer = torch.empty(min(PIECE_BYTES, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)
@@ -105,27 +105,30 @@ def copy_to_host(tensor: torch.Tensor, *, pinned: bool = True) -> torch.Tensor:
 def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Clip a gradient by its global norm; return the norm before clipping.
 
-    As torch does it, but on local shards: DTensor plans every operation on every tensor.
+    As torch does it, but on local shards: DTensor is slow, as it plans every operation anew for every tensor.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    shards = defaultdict(list)  # this process's, by the groups of processes that hold the others
+    # this process's gradient shards, by the process groups over which their parameters are sharded
+    shards_by_groups = defaultdict(list)
     for parameter in parameters:
-        if parameter.grad.placements != parameter.placements:  # still to be summed: tensor parallelism alone
+        # with tensor parallelism and no FSDP, a gradient may still have to be summed over processes
+        if parameter.grad.placements != parameter.placements:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         mesh = parameter.device_mesh
         axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-        shards[tuple(mesh.get_group(axis) for axis in axes)].append(parameter.grad.to_local())
+        groups = tuple(mesh.get_group(axis) for axis in axes)
+        shards_by_groups[groups].append(parameter.grad.to_local())
     total = torch.zeros((), device=parameters[0].device)
-    for groups, local in shards.items():
-        squares = torch.nn.utils.get_total_norm(local).float().square()  # in float16 it could overflow
+    for groups, shards in shards_by_groups.items():
+        squares = torch.nn.utils.get_total_norm(shards).float().square()  # float32, as float16 could overflow
         for group in groups:
             dist.all_reduce(squares, group=group)
         total += squares
     norm = total.sqrt()
-    for local in shards.values():
-        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1))
+    for shards in shards_by_groups.values():
+        torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1))
     return norm
 
 
@@ -133,7 +136,7 @@ def clip_gradient(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer's step on local shards.
 
-    For the optimizer, parameters and states are DTensors before and after it.
+    Before and after the step, the optimizer's parameters and states are DTensors.
     """
     groups, states = optimizer.param_groups, optimizer.state
     shards = {parameter: local_tensor(parameter) for group in groups for parameter in group["params"]}
@@ -162,10 +165,8 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
             if local_tensor(states[parameter].get(key)) is value:  # updated in place
                 continue
             if torch.is_tensor(value) and value.shape == shard.shape:  # sharded, unlike a counter of steps
-                layout = {"shape": parameter.shape, "stride": parameter.stride()}
-                value = DTensor.from_local(
-                    value, parameter.device_mesh, parameter.placements, run_check=False, **layout
-                )
+                sizes = {"shape": parameter.shape, "stride": parameter.stride()}
+                value = DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False, **sizes)
             states[parameter][key] = value
 
 

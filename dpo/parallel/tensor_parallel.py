@@ -41,7 +41,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Add(torch.autograd.Function):
-    """Megatron's g: the sum over processes, which have its whole gradient."""
+    """Megatron's g: the sum over processes; each has the sum's whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ class _Add(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The slices of all processes, which have the whole gradient."""
+    """All processes' slices, joined; each process has the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
@@ -108,7 +108,7 @@ class Style(NamedTuple):
     enter: Callable | None = None  # the conversion of the module's input, before its local forward
     leave: Callable | None = None  # the conversion of the output, after the local forward
     grad_is_partial: bool = False  # for a replicated parameter that sees only this process's slice of the activations
-    divided: str | None = None  # an attribute of the module that holds a size, to be divided by the group's size
+    divided: str | None = None  # name of an attribute of the module, a size, to be divided by the group's size
 
 
 class _SharedInput:
@@ -124,7 +124,7 @@ class _SharedInput:
         self._n_waiting = 0  # modules that have not received the converted input yet
 
     def convert(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """Convert `x` for the first module; return the same to others."""
+        """Convert `x` for the first module; return the result to all."""
         if self._original is not x:
             self._original, self._converted = x, COPIED(x, mesh, x.shape[-1])
             self._n_waiting = self.n_modules
@@ -154,8 +154,8 @@ ADAPTER_STYLES: dict[str | None, tuple[Style, Style]] = {
     "in": (Style("in"), STYLES["replicated_with_grad_allreduce"]),
 }
 
-# For model types without a plan in transformers, by pattern of module names. The names of styles are those of
-# transformers, and fused_qkv, gpt2_attention and gptj_attention.
+# Plans for model types that have none in transformers: names of styles by pattern of module names. The styles are named
+# as in transformers, except our own fused_qkv, gpt2_attention and gptj_attention.
 PLANS = {
     "gpt2": {
         "transformer.h.*.attn": "gpt2_attention",
@@ -198,8 +198,8 @@ def find_plan(model: Any) -> dict[str, Style]:
     if not style_names:
         raise InputError(f"{type(model).__name__} has no tensor-parallel plan; use trainer=FSDPTrainer")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    name_of = {module: name for name, module in model.named_modules()}
-    embedding_name, head_name = name_of[embedding], name_of.get(head, "")  # a reward model has no such head
+    names = {module: name for name, module in model.named_modules()}
+    embedding_name, head_name = names[embedding], names.get(head, "")  # a reward model has no such head
     style_names = {embedding_name: "embedding_rowwise", **style_names}  # the plan may name another style
     if head is not None and head.weight is embedding.weight:  # one matrix, which must be sharded in one way
         style_names |= {embedding_name: "embedding_rowwise", head_name: "colwise_gather_output"}
@@ -212,7 +212,7 @@ def find_plan(model: Any) -> dict[str, Style]:
     plan: dict[str, Style] = {}
     for pattern, style_name in style_names.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-        plan |= {name: STYLES[style_name] for name in name_of.values() if regex.fullmatch(name)}
+        plan |= {name: STYLES[style_name] for name in names.values() if regex.fullmatch(name)}
     _check_cover(model, plan, ignore={embedding_name, head_name})
     return plan | _plan_adapters(model, plan)
 
@@ -322,8 +322,8 @@ def _cut_dim(module: torch.nn.Module, name: str, style: Style) -> int | None:
         return None if style.cut == "in" else 0
     if style.cut == "rows":
         return 0
-    is_conv1d = hasattr(module, "nf")
-    dims = ("in", "out") if is_conv1d else ("out", "in")  # of transformers' Conv1D's weight, and of Linear's
+    is_conv1d = hasattr(module, "nf")  # transformers' Conv1D, whose weight is transposed
+    dims = ("in", "out") if is_conv1d else ("out", "in")
     return dims.index(style.cut)
 
 
@@ -340,9 +340,9 @@ def _slice(parameter: torch.nn.Parameter, dim: int | None, mesh: DeviceMesh) -> 
 
 
 def _local(parameter: Any, name: str, style: Style, rank: int) -> torch.Tensor:
-    """The local tensor of a DTensor parameter, made once, in its memory.
+    """A DTensor parameter's local tensor, made once, in the same memory.
 
-    It stands for the parameter in the graph, and passes its gradient on.
+    It replaces the parameter in the graph, and passes its gradient on to the parameter.
     """
     if not hasattr(parameter, "local"):
         local = parameter.detach().to_local().detach()

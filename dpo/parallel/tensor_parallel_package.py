@@ -112,8 +112,9 @@ class SplitModel(torch.nn.Module):
         optimizer.register_load_state_dict_pre_hook(self._slice_optimizer_state)
 
     def _join_optimizer_state(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """The whole model's state dict, from the one `saved` of slices."""
-        joined: dict[int, dict] = {i: {} for i, _ in enumerate(self.parameter_names) if optimizer.state}
+        """Join an optimizer's state dict of slices into the whole model's."""
+        indices = range(len(self.parameter_names))
+        joined: dict[int, dict] = {i: {} for i in indices} if optimizer.state else {}
         first_state = next(iter(optimizer.state.values()), {})
         for key, first_value in first_state.items():
             if first_value.ndim:
@@ -122,11 +123,11 @@ class SplitModel(torch.nn.Module):
                 by_name = dict.fromkeys(self.parameter_names, first_value)  # a scalar like `step` is equal for all
             for i, state in joined.items():
                 state[key] = by_name[self.parameter_names[i]]
-        groups = [group | {"params": list(range(len(self.parameter_names)))} for group in saved["param_groups"]]
+        groups = [group | {"params": list(indices)} for group in saved["param_groups"]]
         return saved | {"state": joined, "param_groups": groups}
 
     def _slice_optimizer_state(self, optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
-        """Cut the whole model's state dict into that of the slices.
+        """Cut an optimizer's state dict of the whole model into slices.
 
         This reverses `_join_optimizer_state`.
         """
@@ -135,11 +136,10 @@ class SplitModel(torch.nn.Module):
         for name, state in states.items():
             rule = self.rules[name]
             for rank, parameter in enumerate(self._slices(name)):
-                sliced[parameter] = {
-                    # clone, as the optimizer changes values such as `step` in place
-                    key: (rule(value, rank=rank) if rule and value.ndim else value).clone()
-                    for key, value in state.items()
-                }
+                sliced[parameter] = {}
+                for key, value in state.items():
+                    own_value = rule(value, rank=rank) if rule and value.ndim else value
+                    sliced[parameter][key] = own_value.clone()  # the optimizer changes values such as `step` in place
         # the package puts tensors without a rule, such as norms, in one flat parameter, cut among the devices
         manager = self.sliced.sharding_manager
         n_devices = len(manager.flat_shards)

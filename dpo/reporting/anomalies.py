@@ -109,7 +109,7 @@ class InstabilityWarner(Callback):
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
         loss = context.plan.loss
-        # `loss.wpo` (needs_squares) weights losses by the policy, so they cannot be compared with those at the start
+        # `loss.wpo` (needs_squares) weights losses by the policy, so a loss is not comparable with one at the start
         self._checks_collapse = loss.has_margins and not loss.needs_squares
         self._updates_at_start = updates_at_start(loss.reference)
         self._detector = InstabilityDetector(context.plan.data.batch_size)

@@ -75,7 +75,7 @@ class Columns:
         self.width = max(MIN_WIDTH, n_text_cells // len(titles))
         self.texts = dict.fromkeys(titles, "")
         self.n_final = 0  # rows that will not change any more
-        self.n_drawn = 0  # rows below these that are on the screen, and may change
+        self.n_drawn = 0  # rows below the final ones that are on the screen, and may change
         self._print(f"\x1b[1m{self._join(list(titles))}\x1b[0m\n")  # bold
 
     def show(self, title: str, text: str) -> None:
@@ -95,18 +95,17 @@ class Columns:
         return [wrap(text, self.width) for text in self.texts.values()]
 
     def _draw(self, columns: list[list[str]], n_final: int) -> None:
-        """Draw the first `n_final` rows for good, and others below.
+        """Draw the first `n_final` rows for good, and below them changing rows.
 
-        There are at most as many others as the screen has room for, as a terminal cannot go back above its upper edge
-        to replace them.
+        It draws only as many changing rows as the screen has room for, as a terminal cannot go back above its upper
+        edge to replace them.
         """
         rows = [self._join(cells) for cells in zip_longest(*columns, fillvalue="")]
         room = max(0, self.n_screen_rows - 2)
-        drawn = rows[self.n_final : n_final + room]
+        new_final, changing = rows[self.n_final : n_final], rows[n_final : n_final + room]
         erase = f"\x1b[{self.n_drawn}A\r\x1b[J" if self.n_drawn else ""  # goes up, and clears all below
-        self._print(erase + "".join(f"{row}\n" for row in drawn))
-        self.n_drawn = self.n_final + len(drawn) - n_final
-        self.n_final = n_final
+        self._print(erase + "".join(f"{row}\n" for row in new_final + changing))
+        self.n_final, self.n_drawn = n_final, len(changing)
 
     def _join(self, cells: Sequence[str]) -> str:
         """One row of the screen."""

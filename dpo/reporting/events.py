@@ -108,12 +108,12 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; {} if the checkpoint has none.
 
-        "was_off" is true in it if the run has trained without this callback since.
+        `state["was_off"]` is true if the run has trained without this callback since then.
         """
 
 
 class Callbacks:
-    """The callbacks of a process by name; events go in this order."""
+    """A process's callbacks by name, in the order of their calls."""
 
     def __init__(self, callbacks: Mapping[str, Callback]) -> None:
         self.callbacks = dict(callbacks)
@@ -138,7 +138,7 @@ class Callbacks:
         return all(are_allowed)
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
-        """States that are not empty, with those of callbacks that are off."""
+        """The states that are not empty, also of callbacks that are off."""
         states: dict[str, Mapping[str, Any]] = dict(self._idle_states)
         for name, callback in self.callbacks.items():
             state = callback.state_dict()

@@ -62,7 +62,7 @@ class Appender(Callback):
                 aside = self._move_aside(path)
                 self.context.log(f"warning: no checkpoint recorded {path}: it is renamed to {aside.name}")
             return
-        n_bytes_left = min(size, size_now)  # of those logged before the checkpoint
+        n_bytes_left = min(size, size_now)  # of the bytes that were logged before the checkpoint
         end = self.find_end(path, n_bytes_left)
         if end < n_bytes_left:
             aside = self._move_aside(path)

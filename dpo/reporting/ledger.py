@@ -28,8 +28,8 @@ class Ledger(Appender):
     """Callback that records the examples of each update and evaluation.
 
     Skipped updates are recorded too. An update appends some kilobytes to a stream. The whole stream is written as
-    Parquet at the start, at the end, and at an evaluation if its rows have doubled since; all these writes together
-    cost at most three times as much as the last one.
+    Parquet at the start, at the end, and at an evaluation if its rows have doubled since the last write; all writes
+    together cost at most three times as much as the last one.
     """
 
     files, derived = (STREAM,), (PARQUET,)
@@ -39,7 +39,7 @@ class Ledger(Appender):
         self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
         self.online = context.plan.online is not None
         splits = (context.data.report.train, context.data.report.test)
-        # weights or margins: the preflight has None for numbers that the data lacks
+        # the data has weights or margins; for numbers that it lacks the preflight has None
         self.weighted = any(getattr(split, f"largest_{name}") is not None for split in splits for name in NUMBER_FIELDS)
 
     @classmethod
@@ -88,8 +88,8 @@ class Ledger(Appender):
     ) -> None:
         """Append the examples of an update or evaluation.
 
-        `update` is the value of that column (docs/metrics.md): an update's own number, or an evaluation's number of
-        updates before it.
+        `update` is the value of that column (docs/metrics.md): an update's number, or the number of updates before an
+        evaluation.
         """
         from dpo.analysis.ledger_file import DRAWN, append
 
@@ -99,9 +99,9 @@ class Ledger(Appender):
         tokens_by_role = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
 
         def select(metric: str, role: str) -> list[float | None] | None:
-            """Select a metric's values, None for examples without the role.
+            """Select a metric's values, with None for examples without the role.
 
-            None if the metric was not measured.
+            Returns None if the metric was not measured.
             """
             if metric not in table:
                 return None

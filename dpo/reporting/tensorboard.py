@@ -13,7 +13,7 @@ FLUSH_SECS = 10  # a killed run loses the events of at most this time
 
 
 class TensorBoardLogger(Callback):
-    """Writer of TensorBoard's event files, of every update and evaluation.
+    """Writer of every update and evaluation to TensorBoard's event files.
 
     The files are in the directory `tensorboard` of the run. Metrics have the same names as in W&B, and steps are
     examples.
@@ -39,7 +39,7 @@ class TensorBoardLogger(Callback):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{folder} cannot be written: {error}; choose another local_run_dir") from error
-        # TensorBoard hides earlier events from this step on, which were logged after the checkpoint
+        # TensorBoard hides the old events from this step on: they were logged after the checkpoint
         purge_step = None if self._n_examples is None else self._n_examples + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECS)
 
@@ -73,9 +73,9 @@ class TensorBoardLogger(Callback):
 
 
 def _as_markdown(samples: Iterable[Sample], model: str) -> str:
-    """Prompts and continuations by "policy" or "reference", as literal blocks.
+    """Format prompts and a model's continuations as literal blocks.
 
-    The blocks are indented, so that no text in one can end it.
+    `model` is "policy" or "reference". Texts are indented, so that no text can end its block.
     """
     texts = []
     for sample in samples:

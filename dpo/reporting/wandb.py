@@ -63,14 +63,14 @@ class WandbLogger(Callback):
             lambda why: InputError(f"W&B cannot start: {why}; fix this, or set wandb.enabled=false"),
         ):
             self.run = self._start(wandb, settings)
-        # not W&B's own step, which only grows: a run that resumes from an earlier checkpoint logs the same counts again
+        # plot by this counter: W&B's own step can only grow, but a run resumed from an earlier checkpoint goes back
         self.run.define_metric("counters/examples")
         self.run.define_metric("*", step_metric="counters/examples")
         self._upload("preflight.json")
 
     @staticmethod
     def _start(wandb: Any, settings: Mapping[str, Any]) -> Any:
-        """Start a W&B run; offline if that fails or without key."""
+        """Start a W&B run, offline without a key or after an error."""
         init = partial(
             wandb.init,
             **settings,
@@ -79,8 +79,8 @@ class WandbLogger(Callback):
         offline_reason = None
         try:
             has_mode, has_terminal = bool(os.environ.get("WANDB_MODE")), bool(sys.stdin and sys.stdin.isatty())
-            # with a mode wandb itself obeys that, and on a terminal it asks for a key
-            if not (has_mode or has_terminal or wandb.login(prompt=False)):
+            needs_key = not has_mode and not has_terminal  # otherwise wandb obeys the mode, or asks for a key
+            if needs_key and not wandb.login(prompt=False):
                 offline_reason = "no API key and no terminal to ask for one"
             run = init(mode="offline" if offline_reason else None)
         except wandb.Error as error:
@@ -123,7 +123,7 @@ class WandbLogger(Callback):
         self._unless_disabled(self.run.log, {**metrics, "counters/examples": examples, "counters/updates": updates})
 
     def _unless_disabled(self, call: Callable, *arguments: Any) -> None:
-        """Call a function of W&B; after its first error, no more."""
+        """Call a function of W&B, unless an earlier call failed."""
         if self._is_disabled:
             return
         try:
@@ -152,7 +152,7 @@ class WandbLogger(Callback):
         self._unless_disabled(self.run.finish, exit_code)
 
     def _upload(self, name: str) -> None:
-        """Upload a file of the run directory, if it exists and `wandb.artifacts`."""
+        """Upload a run's file, if it exists and `wandb.artifacts` is true."""
         file = self.context.run_dir / name
 
         def copy_and_save() -> None:

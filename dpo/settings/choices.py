@@ -58,7 +58,7 @@ OPTIMIZERS = (  # classes of torch.optim
     "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # optimizers that fail on sharded tensors in torch 2.13
-STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # their steps are about lr, for any gradient
+STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # their steps are about as large as lr
 DTYPES = ("float32", "bfloat16", "float16")
 AUTOCAST_DTYPES = ("bfloat16",)
 REDUCE_DTYPES = ("float32", "bfloat16")
@@ -93,7 +93,7 @@ LABEL_FIELDS = ("prompt", "completion", "label")
 LABELLED_CHAT_FIELDS = ("messages", "label")
 SCORED_FIELDS = ("prompt", "responses", "scores")
 RANKED_FIELDS = ("prompt", "responses")
-# the forms from which examples can be made, by what a loss trains on; "prompts" are those that a policy answers
+# the forms of records from which examples can be made, by what a loss trains on; "prompts" are for online runs
 FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pairs": (PAIR_FIELDS, CHAT_PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS),
     "prompts": (PAIR_FIELDS, CHAT_PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS, PROMPT_FIELDS),
@@ -107,7 +107,7 @@ TOOLS = "tools"  # the tools that a chat may call
 NUMBER_FIELDS = ("weight", "margin")
 OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)
 FIELDS = (*dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form), *OPTIONAL_FIELDS)
-PROMPT_PARTS = ("input", "history")  # of a prompt in Alpaca's data, beside the instruction
+PROMPT_PARTS = ("input", "history")  # parts of a prompt in Alpaca's data, beside the instruction
 DATA_FORMATS = (  # of custom data, in the order in which they are tried
     "hh", "trl_standard", "trl_conversational", "trl_implicit", "ultrafeedback", "openrlhf", "alpaca", "sharegpt",
     "axolotl_chat_template", "axolotl_prompt_pairs", "axolotl_intel", "axolotl_argilla", "axolotl_icr",

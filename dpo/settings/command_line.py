@@ -1,7 +1,7 @@
 """Checks of the command line before Hydra sees it.
 
 Options must be on an allow-list, no secret may be written to disk, and no key may name code to run. Hydra stops at the
-first override that it cannot apply; these checks find all of them, and the problems of the values that others set.
+first override that it cannot apply; these checks find all such overrides, and all invalid values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONFIG_DIR_OPTIONS = ("-cd", "--config-dir")
 SHOWING = ("--hydra-help", "--version", "-sc", "--shell-completion", "-i", "--info")  # with these Hydra runs nothing
 
 NEEDS_QUOTES = re.compile(r"[^\w\s/\\.+$%*@?|:-]|[^\x00-\x7f]")  # characters that Hydra accepts only in quotes
-HYDRA_SYNTAX = re.compile(r"""[\[\]{},'"]""")  # lists, mappings and quotes, which a user may have meant as such
+HYDRA_SYNTAX = re.compile(r"""[\[\]{},'"]""")  # of lists, mappings and quotes
 GLOB = re.compile(r"=\s*glob\(")
 # what Hydra raises if it cannot compose a config. The last four are raised, for example, for a group's option that is a
 # number, for keys inside a value that is not a mapping, and for a file that is not YAML
@@ -59,7 +59,7 @@ ALLOWED_HYDRA_KEYS = (
     "hydra/sweeper",
 )
 SEARCH_PATH = "hydra.searchpath"
-# keys that always differ with --config-dir, as Hydra records there how it composed the config
+# keys whose values differ whenever --config-dir is given: in them Hydra records how it composed the config
 COMPOSITION_RECORDS = ("hydra.runtime.", "hydra.overrides.", SEARCH_PATH, "hydra.job.override_dirname")
 OUR_CODE_KEYS = ("model.trust_remote_code", "online.function")  # keys of this project by which a config can run code
 FIXED_KEYS = "hydra.job.config.override_dirname.exclude_keys"  # tells `sweeps.py` which overrides are not swept
@@ -70,7 +70,7 @@ class CommandLine(NamedTuple):
 
     options: list[str]  # of Hydra, without --config-dir
     overrides: list[str]
-    config_dir: str | None  # of --config-dir
+    config_dir: str | None  # the value of --config-dir
 
     @property
     def is_sweep(self) -> bool:
@@ -94,10 +94,10 @@ class CommandLine(NamedTuple):
         # Hydra first applies the fixed overrides without the swept ones. With `-m loss=dpo,ipo loss.beta=1`, the loss
         # is then the default one, which has no beta, and Hydra refuses loss.beta unless `++` adds it
         swept_groups = tuple(f"{key}." for key in swept_keys)
-        overrides = [
-            f"++{override}" if override.startswith(swept_groups) and parse_key(override) in fixed_keys else override
-            for override in self.overrides
-        ]
+        overrides = []
+        for override in self.overrides:
+            needs_plus = override.startswith(swept_groups) and parse_key(override) in fixed_keys
+            overrides.append(f"++{override}" if needs_plus else override)
         return [*self.options, *overrides, *self.search_path, f"{FIXED_KEYS}={fixed_keys!r}".replace(" ", "")]
 
     @property
@@ -159,7 +159,7 @@ def parse(arguments: list[str]) -> CommandLine:
             continue
         name, equals, value = argument.partition("=")
         if name not in (*FLAGS, *WITH_VALUE):
-            raise ValueError(f"{name} is not an option here; there are {', '.join((*FLAGS, *WITH_VALUE))}")
+            raise ValueError(f"{name} is not an option here; the options are {', '.join((*FLAGS, *WITH_VALUE))}")
         words = [argument]
         if name in WITH_VALUE and not equals:  # the value is the next argument
             value = next(remaining, "")
@@ -183,7 +183,7 @@ def _find_sign(override: str) -> str:
 def _add_path_keys(overrides: list[str]) -> list[str]:
     """Write `dataset_sources.NAME=PATH` as `dataset_sources.NAME.path=PATH` where needed.
 
-    That is where other overrides set keys inside `dataset_sources.NAME`.
+    It is needed if another override sets a key inside `dataset_sources.NAME`.
     """
     keys = [parse_key(override) for override in overrides]
     sources = [key for key in keys if key.startswith("dataset_sources.")]
@@ -238,10 +238,11 @@ def _find_spaced_override(overrides: list[str]) -> str | None:
 def refuse_hydra_key(override: str) -> str | None:
     """Explain why an override of Hydra's own keys is refused.
 
-    Returns None for an override that is not refused, or that does not set Hydra's own keys.
+    Returns None if it is allowed, or sets no key of Hydra's own.
     """
     key = parse_key(override)
-    if re.split("[@./]", key)[0] != "hydra" and "@hydra" not in key:
+    is_hydra_key = re.split("[@./]", key)[0] == "hydra" or "@hydra" in key
+    if not is_hydra_key:
         return None
     is_allowed = key in ALLOWED_HYDRA_KEYS or key.startswith(("hydra.launcher.", "hydra.sweeper."))
     if is_allowed and "_target_" not in override:
@@ -386,7 +387,7 @@ def _explain_refusal(override: str, error: Exception, directories: list[Path]) -
 
 
 def _explain_absent_key(key: str, config_dir: Path) -> str:
-    """Explain which options of its group have a missing key."""
+    """Explain that a key is absent, and which options have it."""
     group, _, name = key.partition(".")
     files = sorted(config_dir.glob(f"{group}/*.yaml"))
     options_with_key = [file.stem for file in files if name in load_file(file)]
@@ -400,9 +401,9 @@ def _explain_absent_key(key: str, config_dir: Path) -> str:
 
 
 def _quote(value: str) -> str | None:
-    """Quote a value for Hydra, if quotes would make it valid.
+    """Quote a value for Hydra; return None if quotes would not help.
 
-    It is quoted only if it is a path that exists, or if it has no lists, mappings or quotes of Hydra.
+    A value with characters that need quotes is quoted if it is a path that exists, or has no other syntax of Hydra.
     """
     text = value.removeprefix("[").removesuffix("]")
     if not NEEDS_QUOTES.search(text):

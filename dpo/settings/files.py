@@ -17,7 +17,7 @@ from dpo.settings.choices import explain_unknown
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 GROUPS = ("loss", "lora", "online")  # groups whose options have different keys
-OPEN_MAPPINGS = ("dataset_sources",)  # whose keys the user chooses
+OPEN_MAPPINGS = ("dataset_sources",)  # mappings whose keys the user chooses
 ABSENT = object()  # stands for the value of a key that is not there
 UNRESOLVED = object()  # stands for a value that depends on an invalid value of another key
 
@@ -39,9 +39,9 @@ def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path
 
 
 def require(config: DictConfig) -> None:
-    """Check the loss, and that keys without a default are set.
+    """Check the loss's name, and that keys without a default are set.
 
-    Raises InputError if not. Only `loss` and `model` have such keys.
+    Raises InputError if a check fails. Only `loss` and `model` have keys without a default.
     """
     from dpo.errors import InputError
 
@@ -113,7 +113,7 @@ def flatten(config: DictConfig) -> dict[str, Any]:
 
 
 def load_aliases() -> dict[str, str]:
-    """Load the names that other libraries have for keys, with ours."""
+    """Load other libraries' names of keys, each with ours."""
     return load_file(CONFIG_DIR / "aliases.yaml")
 
 

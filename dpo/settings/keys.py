@@ -41,7 +41,7 @@ from dpo.settings.choices import (
     TRAINERS,
 )
 
-LARGEST = 3.4e38  # of float32; bounds a number whose spec has no upper bound
+LARGEST = 3.4e38  # of float32; bounds a number whose spec does not
 
 
 def is_int(value: Any) -> bool:

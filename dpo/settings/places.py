@@ -61,11 +61,7 @@ class Source:
             raise InputError(f"{key}.format={data_format} is not one of {', '.join(DATA_FORMATS)}")
         if columns and data_format:
             raise InputError(f"{key} has columns={columns} and format={data_format}, which names columns too: give one")
-        if (
-            not isinstance(columns, Mapping)
-            or set(columns) - set(FIELDS)
-            or not all(is_text(column) or (column is None and of in OPTIONAL_FIELDS) for of, column in columns.items())
-        ):
+        if not _are_columns(columns):
             raise InputError(
                 f"{key}.columns={columns} must map some of {', '.join(FIELDS)} to the names of your columns, such as "
                 f"{{prompt: question, chosen: best}}, or {join_with_or(OPTIONAL_FIELDS)} to null for none"
@@ -74,7 +70,7 @@ class Source:
 
     @property
     def reading(self) -> Mapping[str, str | None]:
-        """Format or columns by which records are read, as JSON."""
+        """Format or columns by which records are read, as a mapping."""
         return {"format": self.format} if self.format else dict(self.columns)
 
     @property
@@ -88,6 +84,18 @@ class Source:
     def has_no_splits(self) -> bool:
         """Return whether one file or saved dataset holds all records."""
         return self.local is not None and (self.local.is_file() or (self.local / SAVED).is_file())
+
+
+def _are_columns(value: Any) -> bool:
+    """Return whether a value maps fields to columns.
+
+    Optional fields may have None instead.
+    """
+    if not isinstance(value, Mapping) or set(value) - set(FIELDS):
+        return False
+    columns = [column for column in value.values() if column is not None]
+    without_column = {name for name, column in value.items() if column is None}
+    return all(map(is_text, columns)) and without_column <= set(OPTIONAL_FIELDS)
 
 
 class Datasets(NamedTuple):
@@ -105,7 +113,7 @@ def list_built_in() -> tuple[str, ...]:
 def name_datasets(datasets: str | Sequence[str], sources: Mapping[str, Any]) -> Datasets:
     """Replace paths and Hub ids in `datasets` by their last parts.
 
-    `sources` is `dataset_sources`; the result also has the sources of these names.
+    `sources` is `dataset_sources`; the result also has the replaced paths and Hub ids, by name.
     """
     names, named_sources, problems = [], dict(sources), []
     values = [datasets] if isinstance(datasets, str) else datasets
@@ -129,7 +137,7 @@ def name_datasets(datasets: str | Sequence[str], sources: Mapping[str, Any]) -> 
             )
         else:
             names.append(name)
-            settings = named_sources.get(name)  # of its columns or revision, if any
+            settings = named_sources.get(name)  # its columns or revision, if set
             named_sources[name] = {**settings, "path": value} if isinstance(settings, Mapping) else value
     return Datasets(names, named_sources, problems)
 

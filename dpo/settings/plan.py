@@ -258,8 +258,8 @@ class Plan:
     def can_hold_frozen_whole(self) -> bool:
         """Return whether `fsdp_frozen_weights=whole` keeps base and reference equal.
 
-        It rounds an adapter's base to the dtype in which it computes. A reference that is a second model still equals
-        the base if the base had this dtype before, or if the reference has it.
+        Held whole, an adapter's base is rounded to the dtype in which it computes. A reference that is a second model
+        still equals the base if the base already had this dtype, or if the reference has it.
         """
         if self.lora is None or self.reference != "model":
             return True
@@ -409,11 +409,13 @@ def _find_loss(values: Mapping[str, Any]) -> Loss:
     weights: dict[str, Any] = {}
     for key, value in values.items():
         group, _, option = key.partition(".")
-        kind, _, loss = option.partition(".")
-        if group == "loss" and kind != "weights":
+        if group != "loss":
+            continue
+        option_name, _, mixed_loss = option.partition(".")
+        if option_name != "weights":
             options[option] = value
-        elif group == "loss" and loss in LOSSES and LOSSES[loss].can_be_mixed:
-            weights[loss] = value
+        elif mixed_loss in LOSSES and LOSSES[mixed_loss].can_be_mixed:
+            weights[mixed_loss] = value
     return find_loss({**options, "weights": weights} if weights else options)
 
 

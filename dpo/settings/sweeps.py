@@ -18,7 +18,7 @@ from dpo.system.run_directory import SWEEP
 
 LONGEST_GROUP = 128  # characters of a group's name that W&B allows
 LONGEST_NAME = 100  # characters; file systems allow 255, but W&B and other programs append some
-# metrics that rank a job's evaluations, and how; the first that the job logged is used
+# metrics that rank a job's evaluations, and whether max or min is best; the first that the job logged is used
 RANKING = (
     (HELD_OUT_SCORE, max),
     ("rewards_eval/accuracies", max),

@@ -67,7 +67,7 @@ def _list_losses(is_listed: Callable[[Loss], bool], separator: str = ", ") -> st
     return separator.join(name for name, loss in LOSSES.items() if is_listed(loss))
 
 
-# what several keys need
+# requirements of several keys
 SEVERAL_PROCESSES = "a trainer of several processes: trainer=FSDPTrainer"
 LOSS_WITH_REFERENCE = f"a loss with a reference: any but {_list_losses(lambda loss: not loss.reference)}"
 LOSS_OF_PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: loss.trains_on != 'pairs' or loss.scalar_head)}"
@@ -78,7 +78,7 @@ LOSS_OF_PAIRS_WITH_REFERENCE = (
 LOSS_OF_LABELS = f"a loss of labels: loss={_list_losses(lambda loss: loss.trains_on == 'labels', ' or loss=')}"
 LOSS_WITH_OFFSET = f"a logistic loss of pairs: loss={_list_losses(lambda loss: loss.takes_offset, ' or ')}"
 LOSS_OF_MARGIN = (
-    "a loss that depends on the log-ratios by their difference alone: "
+    "a loss that depends only on the difference of the log-ratios: "
     f"loss={_list_losses(lambda loss: loss.reference and loss.margin_only, ' or ')}"
 )
 
@@ -95,12 +95,12 @@ CHECKS = (
           lambda v, p: p.dims.shard_size > 1),
     needs("fsdp_reduce_once", "gradient_accumulation_steps above 1 and processes that share weights: "
           "trainer=FSDPTrainer", lambda v, p: p.dims.shard_size > 1 and v["gradient_accumulation_steps"] > 1),
-    needs("fsdp_frozen_weights", "a reference of its own or an adapter, and trainer=FSDPTrainer",
+    needs("fsdp_frozen_weights", "trainer=FSDPTrainer, and an adapter or a reference that is a second model",
           lambda v, p: p.trainer.multi_process and p.has_frozen_weights),
     Check(lambda v, p: v["fsdp_reduce_once"] and p.fsdp.reduce_dtype != "float32"
           and v["gradient_accumulation_steps"] > 1,
           "fsdp_reduce_once=true adds up the gradients of microbatches in fsdp_reduce_dtype={fsdp_reduce_dtype}: leave "
-          "one of the two off, or use gradient_accumulation_steps=1", "warning"),
+          "one of the two out, or use gradient_accumulation_steps=1", "warning"),
     needs("model.fsdp_policy_mp", f"{SEVERAL_PROCESSES}, or use model.autocast",
           lambda v, p: p.trainer.multi_process, "error"),
     needs("tensor_parallel_size", "trainer=TensorParallelTrainer",
@@ -122,8 +122,8 @@ CHECKS = (
     needs("loss.f_divergence", LOSS_OF_MARGIN, lambda v, p: p.loss.reference and p.loss.margin_only, "error"),
     Check(lambda v, p: v["online.name"] == "online" and v["online.labels"] == "bradley_terry"
           and v["online.ties"] == "skip",
-          "online.labels=bradley_terry with online.ties=skip leaves out pairs that hold the probabilities of equally "
-          "good answers together: use online.ties=keep", "warning"),
+          "online.labels=bradley_terry needs ties to keep equally good answers equally probable, and online.ties=skip "
+          "leaves them out: use online.ties=keep", "warning"),
     needs("unpair", LOSS_OF_LABELS, lambda v, p: p.loss.trains_on == "labels", "error"),
     needs("loss.offset_by_margin", LOSS_WITH_OFFSET, lambda v, p: p.loss.takes_offset, "error"),
     Check(lambda v, p: v["online.name"] == "online" and v["loss.offset_by_margin"],
@@ -131,7 +131,7 @@ CHECKS = (
     needs("list_pairs", LOSS_OF_PAIRS, lambda v, p: p.loss.trains_on == "pairs"),
     Check(lambda v, p: p.loss.trains_on == "labels"
           and not (v["loss.desirable_weight"] or v["loss.undesirable_weight"]),
-          "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: give one of them"),
+          "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: set one of them above 0"),
     needs("loss.f_alpha", "loss.f_divergence=alpha", lambda v, p: v["loss.f_divergence"] == "alpha"),
     needs("cache_reference_logps lora.reference", LOSS_WITH_REFERENCE, lambda v, p: p.loss.reference),
     needs("model.reference_dtype",
@@ -155,13 +155,15 @@ CHECKS = (
           "CUDA_VISIBLE_DEVICES= to run on the CPU"),
     Check(lambda v, p: v["optimizer"] in NEED_WHOLE_TENSORS and p.trainer.multi_process,
           "optimizer={optimizer} cannot update shards: use another with trainer={trainer}"),
-    Check(lambda v, p: not _is_divided(p),
+    Check(lambda v, p: not _tensor_size_fits(p),
           lambda v, p: f"tensor_parallel_size={p.dims.tensor_size} does not divide the {p.dims.world_size} processes: "
           f"try {_list_divisors(p.dims.world_size)}"),
-    Check(lambda v, p: p.trainer.multi_process and _is_divided(p) and p.dims.data_size % (v["fsdp_shard_size"] or 1),
+    Check(lambda v, p: p.trainer.multi_process and _tensor_size_fits(p)
+          and p.dims.data_size % (v["fsdp_shard_size"] or 1),
           lambda v, p: f"fsdp_shard_size={v['fsdp_shard_size']} does not divide the {p.dims.data_size} processes: "
           f"try {_list_divisors(p.dims.data_size)}"),
-    Check(lambda v, p: _is_divided(p) and v["batch_size"] % (v["gradient_accumulation_steps"] * p.dims.data_size),
+    Check(lambda v, p: _tensor_size_fits(p)
+          and v["batch_size"] % (v["gradient_accumulation_steps"] * p.dims.data_size),
           lambda v, p: _explain_batch_size(v["batch_size"], v["gradient_accumulation_steps"], p.dims.data_size)),
     # --- trainers, packages and hardware
     Check(lambda v, p: v["sample_during_eval"] and p.trainer is PACKAGE,
@@ -184,7 +186,7 @@ CHECKS = (
           "whose processes each hold the 4-bit base, or set CUDA_VISIBLE_DEVICES=0"),
     Check(lambda v, p: v["lora.name"] in QUANTIZED and find_spec("bitsandbytes") is None,
           "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora"),
-    # whole, the base is rounded to the dtype in which it computes, and the start of a run compares both models
+    # a base held whole is rounded to the dtype in which it computes, and the self-test compares it with the reference
     Check(lambda v, p: v["fsdp_frozen_weights"] == "whole" and not p.can_hold_frozen_whole,
           lambda v, p: f"fsdp_frozen_weights=whole rounds the base to {p.compute_dtype}, and a separate reference in "
           f"{p.reference_dtype} would differ from it: set model.reference_dtype={p.compute_dtype}, or "
@@ -203,7 +205,7 @@ CHECKS = (
     Check(lambda v, p: v["model.cache_implementation"] and (p.dims.world_size > 1 or p.gpus > 1),
           "model.cache_implementation={model.cache_implementation} compiles sampling for a model on one device, and "
           "this run has {processes} processes and {gpus} GPUs: use null, or set CUDA_VISIBLE_DEVICES=0"),
-    # its block masks read tensors that stay on the first GPU
+    # FlexAttention's block masks read tensors that stay on the first GPU
     Check(lambda v, p: v["model.attn_implementation"] == "flex_attention"
           and p.gpus > 1 and not p.trainer.multi_process,
           "model.attn_implementation=flex_attention with trainer={trainer} takes one GPU, and this machine has {gpus}: "
@@ -219,7 +221,7 @@ CHECKS = (
     Check(lambda v, p: p.gpus and v["model.autocast"] and p.reference == "model"
           and p.reference_dtype not in ("float32", v["model.autocast"]),
           "model.reference_dtype={model.reference_dtype} is cast to {model.autocast} in every forward pass: "
-          "model.reference_dtype={model.autocast} is rounded once, and with null the first rewards are 0", "warning"),
+          "model.reference_dtype={model.autocast} rounds weights once, and null makes the first rewards 0", "warning"),
     # autograd keeps autocast's copies, which FSDP cannot free
     Check(lambda v, p: v["model.autocast"] and p.trainer.multi_process and p.dims.data_size > 1
           and p.compute_dtype == "float32",
@@ -245,12 +247,12 @@ CHECKS = (
     Check(lambda v, p: v["lr"] < 1e-6 and v["lora.name"] in ADAPTED and v["optimizer"] in STEPS_OF_LR,
           "lr={lr} is a learning rate for training all weights; for an adapter, try about ten times as much: 5e-6 to "
           "2e-4", "warning"),
-    # a step is about lr, and bfloat16 rounds a step of less than 1/512 to 1/256 of a weight away; adapters are float32
+    # a step is about lr; bfloat16 weights lose steps below 1/512 to 1/256 of their size; adapters are float32
     Check(lambda v, p: v["lr"] < 1e-5 and v["model.policy_dtype"] == "bfloat16" and v["lora.name"] not in ADAPTED
           and v["optimizer"] in STEPS_OF_LR,
           "lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
           "with model.autocast=bfloat16, or an lr of 1e-5 or more", "warning"),
-    # --- losses. An unknown loss in loss.weights counts as one of pairs here, because it is reported itself
+    # --- losses. An unknown loss in loss.weights counts as a loss of pairs here, as it is reported itself
     Check(lambda v, p: v["loss.name"] == "mix" and not any(w and _may_weigh_pairs(key) for key, w in v.items()),
           "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
     Check(lambda v, p: p.loss.needs_label_smoothing and v["loss.label_smoothing"] == 0,
@@ -270,11 +272,11 @@ CHECKS = (
     Check(lambda v, p: v["online.name"] == "online" and p.loss.trains_on != "pairs",
           "online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
     Check(lambda v, p: v["online.name"] == "online" and v["cache_reference_logps"] == "all",
-          "cache_reference_logps=all needs pairs that are known before: leave it out with online=online"),
+          "cache_reference_logps=all needs pairs that are known before training: leave it out with online=online"),
     Check(lambda v, p: v["online.mix_offline"] and not 0 < p.n_offline < v["batch_size"],
           lambda v, p: f"online.mix_offline={v['online.mix_offline']} of batch_size={v['batch_size']} gives "
-          f"{p.n_offline} pairs of the data per batch; it must leave 1 to {v['batch_size'] - 1}: give another "
-          f"share, or 0"),
+          f"{p.n_offline} pairs of the data per batch, which must be 1 to {v['batch_size'] - 1}: give another "
+          f"fraction, or 0"),
     Check(lambda v, p: v["online.scorer"] == "reward_model" and v["online.reward_model"] is None,
           "online.scorer=reward_model needs online.reward_model: give online.reward_model=DIR_OR_HUB_ID"),
     Check(lambda v, p: v["online.scorer"] == "function" and v["online.function"] is None,
@@ -284,7 +286,7 @@ CHECKS = (
     Check(lambda v, p: v["online.scorer"] == "function" and v["online.function"] and not _find_script(v).is_file(),
           lambda v, p: f"online.function={v['online.function']}: there is no file {_find_script(v)}"),
     Check(lambda v, p: v["max_prompt_length"] + v["online.max_new_tokens"] > v["max_length"],
-          "max_prompt_length={max_prompt_length} and online.max_new_tokens={online.max_new_tokens} are more than "
+          "max_prompt_length={max_prompt_length} and online.max_new_tokens={online.max_new_tokens} add up to more than "
           "max_length={max_length}: lower one of them, or raise max_length"),
 )
 # fmt: on
@@ -295,7 +297,8 @@ def _name_compute_key(plan: Plan) -> str:
     return "model.fsdp_policy_mp" if plan.trainer.multi_process else "model.autocast"
 
 
-def _is_divided(plan: Plan) -> bool:
+def _tensor_size_fits(plan: Plan) -> bool:
+    """Return whether `tensor_parallel_size` divides the number of processes."""
     return plan.dims.world_size % plan.dims.tensor_size == 0
 
 
@@ -333,7 +336,10 @@ def _explain_missing(key: str, v: Values) -> str:
 
 
 def _may_weigh_pairs(key: str) -> bool:
-    """Return whether a key weighs a loss of pairs or unknown loss."""
+    """Return whether a key weighs a loss of pairs.
+
+    An unknown loss counts as a loss of pairs.
+    """
     loss = LOSSES.get(key.removeprefix(WEIGHTS))
     return key.startswith(WEIGHTS) and (loss is None or (loss.trains_on == "pairs" and not loss.scalar_head))
 
@@ -371,10 +377,10 @@ def find_problems(values: Values, plan: Plan) -> list[Problem]:
             valid[key] = values[key]
         else:
             invalid.append(Problem(key, sentence))
-    # a check asks which losses a mix names, even those with invalid weights
+    # a check reads which losses a mix names, whether or not their weights are valid
     valid |= {key: value for key, value in values.items() if key.startswith(WEIGHTS)}
     return [
-        *_find_removed(values),
+        *_find_absent(values),
         *invalid,
         *_run_checks(valid, plan, "error"),
         *find_dataset_problems(valid.get("datasets", []), values.get("dataset_sources", {})),
@@ -421,8 +427,11 @@ def _fill(sentence: str, values: Values) -> str:
     return re.sub(r"\{([\w.]+)\}", lambda match: str(_as_typed(values[match[1]])), sentence)
 
 
-def _find_removed(values: Values) -> Iterator[Problem]:
-    """Yield a problem for each key that was removed, as with `~KEY`."""
+def _find_absent(values: Values) -> Iterator[Problem]:
+    """Yield problems of absent keys.
+
+    They are absent because of `~KEY`, or of `GROUP.name=OPTION` instead of `GROUP=OPTION`.
+    """
     for key in KEYS:
         if key not in values and not key.startswith(tuple(f"{group}." for group in GROUPS)):
             yield Problem(key, f"{key} was removed from the config: give {key}=VALUE instead of ~{key}")
@@ -467,9 +476,9 @@ def _explain_weight(key: str) -> str:
     loss = LOSSES.get(name)
     reason = ""
     if loss is not None and loss.scalar_head:
-        reason = f"{name} trains a reward model and a mix a policy"
+        reason = f"{name} trains a reward model, and a mix trains a policy"
     elif loss is not None and loss.trains_on in ("labels", "lists"):
-        reason = f"{name} trains on {loss.trains_on} and a mix on pairs"
+        reason = f"{name} trains on {loss.trains_on}, and a mix trains on pairs"
     elif loss is not None and loss.batch_statistic is not None:
         reason = f"{name} compares the examples of a batch with each other"
     explanation = f"{reason}, so it is trained alone, as loss={name}" if reason else f"no loss is called {name}"

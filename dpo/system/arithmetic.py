@@ -36,7 +36,7 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Turn TF32 off inside, which rounds inputs of float32 products."""
+    """Turn off TF32 inside: it rounds inputs of float32 products."""
     was_allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -47,16 +47,17 @@ def without_tf32() -> Iterator[None]:
 
 @contextmanager
 def for_generation(*, cache_implementation: str | None = None) -> Iterator[None]:
-    """Run compiled code eagerly inside, and only warn of nondeterministic operations.
+    """Run code eagerly inside, unless the cache is static; allow nondeterministic operations.
 
     With a cache that grows, generation would compile a graph for every length, and so use up the recompile limit that
-    training needs; with a static one transformers compiles decoding. Top-p sampling needs a cumulative sum, which is
-    not deterministic on CUDA.
+    training needs. With a static cache transformers compiles decoding, so compiled code stays on. Top-p sampling needs
+    a cumulative sum, which is not deterministic on CUDA; inside it only gives a warning.
     """
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
-        if cache_implementation is None and "torch._dynamo" in sys.modules:  # otherwise nothing was compiled
+        # if torch._dynamo was not imported, nothing was compiled
+        if cache_implementation is None and "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
         try:

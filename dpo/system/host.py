@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of NVIDIA's driver, of the same under WSL, of AMD's driver
+DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of the GPU drivers of NVIDIA, NVIDIA under WSL, AMD
 
 
 def is_rank_0() -> bool:
-    """Return whether no launcher gave this process a rank above 0."""
+    """Return whether this process is rank 0, or no launcher started it."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
@@ -40,7 +40,7 @@ def open_standard_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # the system gives the lowest free descriptor, and this is the one of the closed stream
+            # the system gives the lowest free descriptor, which is the closed stream's
             descriptor = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
             stream = os.fdopen(descriptor, mode, encoding="utf-8")
@@ -60,10 +60,9 @@ class _Log(io.FileIO):
 
 
 def print_whatever_happens() -> None:
-    """Replace the standard streams by ones that never fail.
+    """Make printing never fail.
 
-    Printing then ends no run, even on a full disk, in a pipe that nobody reads, and for characters that cannot be
-    encoded.
+    Otherwise a full disk, a pipe that nobody reads, or a character that cannot be encoded would end the run.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -127,7 +126,7 @@ def keep_freed_memory() -> None:
     """Make glibc reuse freed memory, for speed on a CPU.
 
     By default glibc returns the memory of large tensors to the system. When it is needed again, each page costs a page
-    fault, which take a tenth of the time of an update.
+    fault; together these take a tenth of an update's time.
     """
     # the largest values that glibc accepts
     _set_malloc(M_MMAP_THRESHOLD, 2**25)
@@ -202,7 +201,7 @@ def count_gpus(devices: tuple[str, ...] = DEVICES) -> int:
 
 
 def list_own_gpus(*, multi_process: bool) -> list[int]:
-    """The GPUs of this process: its own under `multi_process`, else all."""
+    """The GPUs that this process uses: one under `multi_process`, else all."""
     import torch
 
     return [torch.cuda.current_device()] if multi_process else list(range(torch.cuda.device_count()))

@@ -94,7 +94,7 @@ class RankEnv(NamedTuple):
     local_rank: int  # among the ranks of its machine; the index of its GPU
     address: str
     port: int
-    hosts: bool = False  # whether this process serves the rendezvous store
+    serves_store: bool = False  # whether this process serves the rendezvous store
 
 
 def find_rank_env() -> RankEnv | None:
@@ -111,7 +111,7 @@ def find_rank_env() -> RankEnv | None:
             local_rank=_read_number("LOCAL_RANK", rank),
             address=environ.get("MASTER_ADDR", "localhost"),
             port=_read_number("MASTER_PORT", 29500),
-            hosts=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            serves_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         )
     if _read_number("SLURM_STEP_NUM_TASKS", 1) > 1:  # not SLURM_NTASKS, which a batch script has too
         rank = _read_number("SLURM_PROCID")
@@ -122,7 +122,7 @@ def find_rank_env() -> RankEnv | None:
             local_rank=_read_number("SLURM_LOCALID"),
             address=environ.get("MASTER_ADDR") or _first_node(environ.get("SLURM_STEP_NODELIST", "")),
             port=_read_number("MASTER_PORT", job_port),
-            hosts=rank == 0,
+            serves_store=rank == 0,
         )
     return None
 
@@ -189,7 +189,7 @@ def init_distributed(
 
     Without a store, processes meet at `MASTER_ADDR` and `MASTER_PORT` of the environment, or at `master_addr` and
     `port`. `timeout` is the longest wait of a collective; None is torch's default. `local_rank`, by default `rank`, is
-    the rank among those of the machine, and under NCCL the index of its GPU.
+    the rank within the machine, and under NCCL the index of its GPU.
     """
     import torch
     import torch.distributed as dist
@@ -218,13 +218,17 @@ def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, t
     tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker
     rank, store = rank_env.rank, None
     try:
-        # a stop signal kills this process, as the calls inside would not let a handler in Python run
+        # let a stop signal kill this process: during the calls inside no handler in Python could run
         with handling_signals(signal.SIG_DFL):
             timeout = timedelta(seconds=timeout_secs)
             server = dist.TCPStore(
-                rank_env.address, rank_env.port, is_master=rank_env.hosts, wait_for_workers=False, timeout=timeout
+                rank_env.address,
+                rank_env.port,
+                is_master=rank_env.serves_store,
+                wait_for_workers=False,
+                timeout=timeout,
             )
-            # torchrun's store outlives an attempt to run the workers, with its records
+            # torchrun keeps its store when it restarts workers, so each attempt needs keys of its own
             store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
             init_distributed(
                 rank,
@@ -265,7 +269,7 @@ def _record_failure(store: dist.Store, rank_env: RankEnv, timeout_secs: float, *
     """Record in the store that this rank failed or lost contact.
 
     A rank that lost contact waits, so that the rank that caused the loss exits first. Then it reads what other ranks
-    have recorded, and returns a text that names the cause. Other ranks return "".
+    have recorded, and returns a text that names the cause. A rank that failed returns "" at once.
     """
     import torch.distributed as dist
 
@@ -366,7 +370,7 @@ class _Workers:
         self.processes: list[Any] = []
         self.stop_signals: list[int] = []  # received by this process
         self._pipes: list[Any] = []  # by rank, each with the message of a worker
-        # of workers that have exited, by rank, in the order in which they exited
+        # by rank, for workers that have exited, in the order of their exits
         self._messages: dict[int, str | None] = {}  # None: the worker was killed before it could send a message
         self._outcomes: dict[int, Outcome] = {}
 
@@ -399,18 +403,18 @@ class _Workers:
     def wait(self) -> None:
         """Wait until all workers are done.
 
-        Raises the error of a worker that failed, Stopped, or WorkerFailed for workers that did not exit.
+        Raises a failed worker's error, or Stopped, or WorkerFailed if workers did not exit.
         """
         running = self._wait_for_exits()
-        outcomes = {*self._outcomes.values()}
+        outcomes = set(self._outcomes.values())
         if not running and outcomes <= {Outcome.DONE}:
             return
         if Outcome.STOPPED in outcomes and Outcome.FAILED not in outcomes:
-            if self.stop_signals:  # then workers that did not stop may be waiting for stopped ones, and are no failure
+            if self.stop_signals:  # workers that did not stop may be waiting for stopped ones: that is no failure
                 raise Stopped(self.stop_signals[0])
             if not running and Outcome.LOST_CONTACT not in outcomes:
                 raise Stopped
-        if not outcomes & {Outcome.STOPPED, Outcome.FAILED}:
+        if running and not outcomes & {Outcome.STOPPED, Outcome.FAILED}:
             for process in running.values():  # at least one of them hangs: make them print their stacks
                 os.kill(process.pid, signal.SIGABRT)
             wait_for_any([process.sentinel for process in running.values()], GRACE_SECS)
@@ -454,7 +458,7 @@ class _Workers:
         return Outcome.FAILED
 
     def _find_time_left(self) -> float:
-        """The seconds that workers which still run get to exit."""
+        """The number of seconds that running workers have to exit."""
         outcomes = self._outcomes.values()
         if Outcome.FAILED in outcomes:
             return FAILURE_SECS

@@ -50,7 +50,7 @@ def read_json(path: Path) -> Any:
 def read_yaml(path: Path) -> Any:
     """Read an untrusted YAML file.
 
-    Raises InputError if it is invalid or has aliases, a few lines of which can expand to gigabytes.
+    Raises InputError if it is invalid, or has aliases, as a few lines with aliases can expand to gigabytes.
     """
     return _read(path, "YAML", _parse_yaml)
 
@@ -125,11 +125,11 @@ def move_aside(path: Path, name: str | None = None) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a path by what the body writes to another.
+    """Replace a path atomically by what the body writes.
 
-    The body writes a file or a directory to the yielded path. This path is beside `path` and has the name of this host
-    and process, as other processes may be replacing `path` too. Removes the temporary files of killed processes of this
-    host.
+    The body writes a file or a directory to the yielded path, which is beside `path`. Its name contains this host and
+    process, as other processes may be replacing `path` too. Removes temporary files that killed processes of this host
+    left.
     """
     prefix = f".{path.name}.{socket.gethostname()}."
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):

@@ -89,7 +89,7 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
 
 @contextmanager
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
-    """Call `act` on the first of each signal; print its message.
+    """Call `act` on stop signals, and print its message.
 
     `act` gets the signal's number. A second Ctrl-C raises PressedAgain. If Ctrl-C was ignored before, it stays ignored.
     """
@@ -141,7 +141,7 @@ def _list_handled() -> list[int]:
 
 
 def _prints_for_run() -> bool:
-    """Return whether this process, of all processes of the run, prints messages."""
+    """Return whether it is this process that prints the run's messages."""
     return multiprocessing.parent_process() is None and is_rank_0()
 
 

@@ -116,7 +116,7 @@ def after_rank_0(place: str, act: Callable[[], T]) -> T:
         return act()
     with sending_heartbeats():
         result = act()
-    meet_rank_0(place)  # the others go on
+    meet_rank_0(place)  # lets the other ranks go on
     return result
 
 
@@ -154,6 +154,6 @@ def identify_machine() -> str:
 
 
 def leave_together() -> None:
-    """Wait for all ranks, as rank 0 may serve the store."""
+    """Wait for all ranks, as rank 0's exit may end the store."""
     if is_shared():
         dist.barrier()

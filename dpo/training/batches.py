@@ -96,8 +96,8 @@ class Batches:
         self.rank, self.size = rank, size
         self.loss = plan.loss
         self.states: dict[str, Any] = {}  # objects whose states are saved in checkpoints, by name
-        # the reference's cache has a row per example of train, then of test, then per mismatched example of both; these
-        # are each prompt's first rows
+        # the reference's cache has a row for each training example, then for each test example, then for the mismatched
+        # example of each of these; `first_rows` has the first row of each prompt
         n_examples = np.concatenate([data.train.counts, data.test.counts])  # per prompt
         first_rows = np.cumsum(n_examples) - n_examples
         self._first_train_rows, self._first_test_rows = np.split(first_rows, [len(data.train.counts)])
@@ -129,7 +129,7 @@ class Batches:
     def held_out_examples(self) -> list[list[Example]]:
         """Held-out prompts with placeholder answers, in groups.
 
-        Only `OnlineBatches` has them, whose data may have no pairs.
+        Only `OnlineBatches` has any, as its data may have no pairs.
         """
         return []
 
@@ -196,6 +196,7 @@ class Batches:
         *,
         n_microbatches: int,
     ) -> Batch:
+        """Make a batch; add its mismatched batch if the loss needs it."""
         texts = read_examples(prompts, example_ids)
         cache_rows = [int(first_rows[prompt_index]) + index for prompt_index, index in example_ids]
         batch = self._make_batch(texts, cache_rows, n_microbatches)

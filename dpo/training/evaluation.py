@@ -83,7 +83,7 @@ class Evaluator:
     def samples(self, *, n_examples: int) -> list[Sample]:
         """Sample continuations of the first `n_eval_model_samples` prompts.
 
-        They are rounded down to whole batches, at least one. `n_examples`, the number of examples the policy was
+        Their number is rounded down to whole batches, at least one. `n_examples`, the number of examples the policy was
         trained on, is part of the random seed.
         """
         n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
@@ -97,7 +97,10 @@ class Evaluator:
             prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
             by_model.append(sample_batches(model, continue_prompts, prompts, self.mesh))
         texts = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.encode)]
-        samples = [Sample(text, said.text, None, said.ended) for text, said in zip(texts, by_model[0], strict=True)]
+        samples = [
+            Sample(text, said.text, reference=None, policy_ended=said.ended)
+            for text, said in zip(texts, by_model[0], strict=True)
+        ]
         if len(by_model) == 1:
             return samples
         return [

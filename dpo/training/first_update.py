@@ -35,7 +35,7 @@ class FirstUpdate(NamedTuple):
         tasks, warnings = [], []
         n_trained = data.report.updates * plan.data.batch_size
         n_held_out = min(plan.data.n_eval_examples, data.report.test.prompts) if plan.online else 0
-        # an online run may have no evaluation batches: it samples held-out prompts in batches of that size
+        # an online run may have no evaluation batches: it samples held-out prompts, `eval_batch_size` at a time
         size = plan.data.eval_batch_size
         sampled_sizes = sizes or [min(size, n_held_out - start) for start in range(0, n_held_out, size)]
         n_tested = min(2 * plan.dims.data_size, sampled_sizes[0]) if plan.training.self_test else 0
@@ -62,8 +62,8 @@ class FirstUpdate(NamedTuple):
                 f"answers of {models} to {count(n_held_out, 'held-out prompt')}, up to {count(n_tokens, 'token')} "
                 f"(n_eval_examples; do_first_eval=false leaves them out)"
             )
-        draws_first = evaluation.sample_during_eval and evaluation.do_first_sampling is not False
-        if evaluation.do_first_eval and sampled_sizes and draws_first:
+        may_sample_now = evaluation.sample_during_eval and evaluation.do_first_sampling is not False
+        if evaluation.do_first_eval and sampled_sizes and may_sample_now:
             draws_samples, message = _decide_on_samples(plan, data, sampled_sizes, n_trained)
             if draws_samples:
                 tasks.append(message)
@@ -78,8 +78,8 @@ class FirstUpdate(NamedTuple):
 def _decide_on_samples(plan: Plan, data: TrainingData, sizes: Sequence[int], n_trained: int) -> tuple[bool, str]:
     """Decide whether samples are drawn before the first update.
 
-    Returns the decision and a message: the task to announce, or a warning why there are no samples. `sizes` are those
-    of the batches that would be sampled, `n_trained` is the number of examples that the run trains on.
+    Returns the decision and a message: the task to announce, or a warning why there are no samples. `sizes` are the
+    sizes of the batches to sample, `n_trained` is the number of examples that the run trains on.
     """
     n_batches = max(1, plan.evaluation.n_eval_model_samples // plan.data.eval_batch_size)
     n_prompts = sum(sizes[:n_batches])
@@ -104,9 +104,10 @@ def _decide_on_samples(plan: Plan, data: TrainingData, sizes: Sequence[int], n_t
 
 
 def _count_trained_tokens(plan: Plan, data: TrainingData) -> int:
-    """Tokens that a run trains on; online, its cost in such tokens.
+    """Count the tokens that a run trains on, plus its sampling.
 
-    A prompt counts once, however many responses it has.
+    A prompt counts once, however many responses it has. Only online training samples; a sampled token counts
+    SAMPLED_COST times.
     """
     train = data.report.train
     if plan.online:
@@ -117,6 +118,7 @@ def _count_trained_tokens(plan: Plan, data: TrainingData) -> int:
         if plan.loss.trains_on == "labels":  # an example has one of the two responses
             chosen *= (train.desirable or 0) / train.examples
             rejected *= (train.undesirable or 0) / train.examples
-        between = ((train.mean_responses or 2) - 2) * (chosen + rejected) / 2  # responses of ranked lists
+        n_between = (train.mean_responses or 2) - 2  # other responses of a ranked list
+        between = n_between * (chosen + rejected) / 2
         per_example = train.mean_prompt_tokens + chosen + rejected + between
     return round(data.report.updates * plan.data.batch_size * per_example)

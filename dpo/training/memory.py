@@ -24,7 +24,7 @@ from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
 from dpo.errors import InputError, RunError, one_sentence
 from dpo.models.adapters import POLICY, REFERENCE, adapter_weights, find_adapter, trained_parameters
-from dpo.models.answers import Sampling, choosing
+from dpo.models.answers import Sampling, make_logits_processors
 from dpo.models.layouts import Layout, Microbatch, layout_by_rules
 from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations, choose_attention
@@ -48,7 +48,7 @@ PURPOSES = (  # in the order in which they are printed
     "reference",  # a separate model, or a second adapter
     "scorer",  # a reward model, whole on every process
     "gathered",  # weights gathered from other processes' shards
-    "reduced",  # a unit's gradients while they are reduced; all that wait for it with `fsdp_reduce_once`
+    "reduced",  # a unit's gradients while they are reduced; with `fsdp_reduce_once` all that wait for it
     "activations",
     "logits",
     "kv_cache",  # keys and values of the tokens so far, while answers are sampled
@@ -58,15 +58,15 @@ PURPOSES = (  # in the order in which they are printed
 )
 # purposes whose memory is allocated while training, and so fragments the heap of a process on a CPU
 ALLOCATED_IN_TRAINING = ("gradients", "optimizer", "activations", "logits", "kv_cache")
-# memory lost to fragmentation, as a share of the memory above; measured on SmolLM2 in one process on a CPU
+# memory lost to fragmentation, as a share of the memory for these purposes; measured on SmolLM2 in one process
 KEPT_SHARE = 0.2
 SPARE_SHARE = 0.15  # of a GPU's memory, for what is not predicted: the CUDA context, NCCL's buffers, fragmentation
-# values of keys `fsdp_` that take more memory, so that processes send less
+# settings of `fsdp_` keys that take more memory, so that processes send less
 COMMUNICATION_SAVERS = {"reshard_after_forward": False, "reduce_once": True}
-MIN_SAVED_BYTES = 1e8  # sent per update, for such a value to be recommended
+MIN_SAVED_BYTES = 1e8  # such a setting is recommended if each update sends at least so much less
 UPDATES_ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters, or shards, at once on a GPU
-MIN_SAVED_SHARE = 0.03  # of the memory other than that of Python and libraries, for a setting to be suggested
-MAX_FILLED_SHARE = 0.85  # of a GPU's memory, by larger microbatches that are suggested
+MIN_SAVED_SHARE = 0.03  # a setting is suggested if it saves at least this share of the memory without `process`
+MAX_FILLED_SHARE = 0.85  # larger microbatches are suggested if they fill at most this share of a GPU's memory
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
 
 
@@ -114,8 +114,8 @@ def run_passes(plan: Plan, data: TrainingData) -> Passes:
     if plan.training.activation_checkpointing:
         checkpoint_activations(policy)
     layout, _ = layout_by_rules(plan.data.layout, policy, max_length=plan.data.max_length)
-    if policy.config._attn_implementation not in ("eager", "sdpa"):  # kernels that fake tensors cannot run
-        policy.set_attn_implementation(choose_attention(policy.config, "sdpa"))  # takes about as much, with its masks
+    if policy.config._attn_implementation not in ("eager", "sdpa"):  # fake tensors cannot run other kernels
+        policy.set_attn_implementation(choose_attention(policy.config, "sdpa"))  # takes about as much memory
     train_microbatches, eval_batches = _find_batches(plan, data, layout)
     # the second backward pass runs while gradients are held; further ones need no more memory
     n_backwards = min(plan.data.gradient_accumulation_steps, 2)
@@ -128,7 +128,7 @@ def run_passes(plan: Plan, data: TrainingData) -> Passes:
     if plan.online:
         sampling_peaks["sampling"], scoring_peak = _find_online_peaks(plan, data, policy, reward, fake)
     return Passes(
-        policy=find_policy_structure(plan, plan.model.policy_dtype),  # anew, in its own dtype
+        policy=find_policy_structure(plan, plan.model.policy_dtype),  # anew, as the one above may have `gathered_dtype`
         update=update_peak,
         evaluation=eval_peak,
         sampling=sampling_peaks,
@@ -168,7 +168,7 @@ def sum_phases(plan: Plan, passes: Passes) -> dict[str, Bytes]:
 
 
 def _find_samples_peak(plan: Plan, policy: Any, fake: FakeTensorMode, eval_batches: Sequence[Batch]) -> Bytes:
-    """Peak of the passes of an evaluation that draws samples."""
+    """Peak while an evaluation draws samples."""
     # at least 2 tokens, as `_find_sampling_peak` feeds the last two one by one
     n_prompt_tokens = max(2, *(len(example.prompt) for batch in eval_batches for example in batch.examples))
     sampling = Sampling(limit_new_tokens(plan, n_prompt_tokens))
@@ -181,7 +181,7 @@ def _find_samples_peak(plan: Plan, policy: Any, fake: FakeTensorMode, eval_batch
 def _find_online_peaks(
     plan: Plan, data: TrainingData, policy: Any, reward: Any, fake: FakeTensorMode
 ) -> tuple[Bytes, Bytes | None]:
-    """Peaks of the passes that sample, and that score, answers.
+    """Peaks while answers are sampled, and while they are scored.
 
     The second is None without a reward model.
     """
@@ -227,18 +227,20 @@ def _count_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _count_held(plan: Plan, policy: Any) -> Bytes:
     """The memory that follows from the policy's parameters, by purpose.
 
-    It is held throughout training, but for what FSDP gathers and reduces, and an optimizer's temporaries (`update`).
+    It is held throughout training, except `gathered`, `reduced` and `update`.
     """
-    dims, fsdp = plan.dims, plan.fsdp
+    dims = plan.dims
     n_shards = dims.shard_size * dims.tensor_size
-    is_whole = fsdp.frozen_weights == "whole"
+    is_whole = plan.fsdp.frozen_weights == "whole"
 
     def count_frozen(n_bytes: int, n_elements: int, dtype: str) -> int:
         """Bytes of frozen weights on a process.
 
         Whole ones are in the `dtype` in which they compute, shards in the dtype in which they were loaded.
         """
-        return n_elements * DTYPES[dtype].itemsize // dims.tensor_size if is_whole else n_bytes // n_shards
+        if is_whole:
+            return n_elements * DTYPES[dtype].itemsize // dims.tensor_size
+        return n_bytes // n_shards
 
     weights, trained = list(policy.parameters()), trained_parameters(policy)
     buffer_bytes = _count_bytes(policy.buffers())  # buffers are not sharded
@@ -256,7 +258,7 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
         policy_adapter = list(adapter_weights(policy, POLICY).values())
         n_elements = _count_elements(weights) - _count_elements(policy_adapter)
         n_bytes = n_elements * DTYPES[plan.reference_dtype].itemsize
-        if find_adapter(plan.model.archive):  # the reference is loaded from it too: an adapter of the policy's size
+        if find_adapter(plan.model.archive):  # the reference loads this adapter too, which has the size of the policy's
             n_elements += _count_elements(policy_adapter)
             n_bytes += _count_bytes(policy_adapter)
         held["reference"] = count_frozen(n_bytes, n_elements, plan.reference_dtype) + buffer_bytes
@@ -265,22 +267,31 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
             _count_bytes(reference_adapter), _count_elements(reference_adapter), plan.compute_dtype
         )
     if dims.shard_size > 1:
-        root, *blocks = _list_units(plan, policy)
-        block_sizes = [_count_elements(block) for block in blocks]
-        # the running block and the next, which is prefetched; or all, which stay until their backward pass
-        n_in_blocks = 2 * max(block_sizes) if fsdp.reshard_after_forward else sum(block_sizes)
-        gathered = (_count_elements(root) + n_in_blocks) * DTYPES[plan.compute_dtype].itemsize
-        if plan.reference == "model" and not is_whole:  # the reference's root unit stays until the update ends
-            gathered += _count_elements(root) * DTYPES[plan.reference_dtype].itemsize
-        held["gathered"] = gathered // dims.tensor_size
-        reduce_itemsize = DTYPES[fsdp.reduce_dtype].itemsize
-        n_reduced = max(_count_elements(p for p in unit if p.requires_grad) for unit in (root, *blocks))
-        held["reduced"] = n_reduced * reduce_itemsize // dims.tensor_size
-        if fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1:  # whole ones, until they are reduced
-            held["reduced"] += _count_elements(trained) * reduce_itemsize // dims.tensor_size
+        held["gathered"], held["reduced"] = _count_gathered(plan, policy), _count_reduced(plan, policy)
     if plan.gpus and plan.training.optimizer not in UPDATES_ONE_BY_ONE:
         held["update"] = int(trained_bytes * temporary_ratio)
     return held
+
+
+def _count_gathered(plan: Plan, policy: Any) -> int:
+    """Bytes of the weights that FSDP holds gathered at a time."""
+    root, *blocks = (_count_elements(unit) for unit in _list_units(plan, policy))
+    # the running block and the prefetched next one; without resharding, all blocks until their backward pass
+    n_in_blocks = 2 * max(blocks) if plan.fsdp.reshard_after_forward else sum(blocks)
+    gathered = (root + n_in_blocks) * DTYPES[plan.compute_dtype].itemsize
+    if plan.reference == "model" and plan.fsdp.frozen_weights != "whole":
+        gathered += root * DTYPES[plan.reference_dtype].itemsize  # its root unit stays until the update ends
+    return gathered // plan.dims.tensor_size
+
+
+def _count_reduced(plan: Plan, policy: Any) -> int:
+    """Bytes of the gradients that FSDP holds whole at a time."""
+    itemsize = DTYPES[plan.fsdp.reduce_dtype].itemsize
+    trained_units = [[p for p in unit if p.requires_grad] for unit in _list_units(plan, policy)]
+    reduced = max(map(_count_elements, trained_units)) * itemsize // plan.dims.tensor_size
+    if plan.fsdp.reduce_once and plan.data.gradient_accumulation_steps > 1:  # all wait until the last microbatch
+        reduced += _count_elements(trained_parameters(policy)) * itemsize // plan.dims.tensor_size
+    return reduced
 
 
 def _list_units(plan: Plan, policy: Any) -> list[list[torch.Tensor]]:
@@ -344,8 +355,8 @@ def _find_batches(plan: Plan, data: TrainingData, layout: Layout) -> tuple[list[
 class LongestBatches(Batches):
     """Batches of an online run with the longest possible sequences.
 
-    All answers have `max_new_tokens`. In each training batch `n_offline` prompts have their longest pair of the data in
-    place of two answers. They are the prompts for which this adds the most tokens.
+    All answers have `max_new_tokens`. In each training batch `n_offline` prompts get their longest pair from the data
+    instead of two answers: the prompts for which this adds the most tokens.
     """
 
     def test(self) -> Iterator[Batch]:
@@ -372,12 +383,11 @@ class LongestBatches(Batches):
         if plan.n_offline:
             pairs_by_prompt = [self.encode(list_examples(prompt)) for prompt in prompts]
             longest_pairs = [max(pairs, key=lambda pair: pair.n_tokens) for pairs in pairs_by_prompt]
-            indices = sorted(
-                range(len(prompts)),
-                key=lambda index: longest_pairs[index].n_tokens - examples[index].n_tokens,
-                reverse=True,
-            )
-            for index in indices[: plan.n_offline]:
+            added_tokens = [
+                pair.n_tokens - example.n_tokens for pair, example in zip(longest_pairs, examples, strict=True)
+            ]
+            by_added_tokens = sorted(range(len(prompts)), key=added_tokens.__getitem__, reverse=True)
+            for index in by_added_tokens[: plan.n_offline]:
                 examples[index] = longest_pairs[index]
         microbatches = self.split(examples, plan.data.gradient_accumulation_steps)
         return Batch(examples, [1.0] * len(examples), microbatches, cache_rows=())
@@ -454,10 +464,10 @@ def _find_sampling_peak(
         torch.no_grad(),
         torch.autocast(device.type, dtype=DTYPES.get(autocast), enabled=autocast is not None),
     ):
-        choose = choosing(sampling, range(n_rows), n_prompt=n_prompt_tokens)
+        process_logits = make_logits_processors(sampling, range(n_rows), n_prompt=n_prompt_tokens)
 
         def forward(n_tokens: int, n_cached: int, cache: Any) -> Any:
-            """Run the policy on `n_tokens`, draw the next; return the cache.
+            """Run the policy on `n_tokens`, draw the next token; return the cache.
 
             `cache` has keys and values of `n_cached` tokens. Only the memory in use matters, so token ids are zeros,
             and the drawn token is not used.
@@ -466,14 +476,14 @@ def _find_sampling_peak(
             only_last_logits = {"logits_to_keep": 1} if policy._supports_logits_to_keep() else {}
             out = policy(input_ids=token_ids, past_key_values=cache, use_cache=True, **only_last_logits)
             ids_so_far = torch.zeros(n_rows, n_cached + n_tokens, dtype=torch.long, device=device)
-            choose(ids_so_far, out.logits[:, -1].to(copy=True, dtype=torch.float32)).argmax(-1)
+            process_logits(ids_so_far, out.logits[:, -1].to(copy=True, dtype=torch.float32)).argmax(-1)
             return out.past_key_values
 
         with MemoryTracker.of(policy) as tracker:
             cache = forward(n_prompt_tokens, 0, None)
         peaks = [_separate_cache(tracker.peak, cache)]
         if n_new_tokens > 1:
-            # before the last two forwards, of one token each; the last token drawn is never read
+            # tokens before the last two forwards, of one token each; the last token drawn is never read
             n_cached = n_prompt_tokens + n_new_tokens - 3
             cache = forward(n_cached, 0, None)
             with MemoryTracker.of(policy) as tracker:
@@ -519,9 +529,11 @@ class Communication(NamedTuple):
 def decide_communication(plan: Plan, data: TrainingData) -> Communication:
     """Decide `fsdp_frozen_weights` by the predicted memory.
 
-    Also recommends keys that fit and save communication. Nothing is predicted on CPUs, nor if no key could save any.
+    Also recommends keys that fit and save communication. On CPUs, or if there is nothing to decide or to recommend, no
+    memory is predicted.
     """
-    is_sharded, savers = plan.dims.shard_size > 1, {}
+    is_sharded = plan.dims.shard_size > 1
+    savers = {}  # settings that this run could change to communicate less
     if is_sharded:
         savers = {name: value for name, value in COMMUNICATION_SAVERS.items() if getattr(plan.fsdp, name) != value}
     if plan.data.gradient_accumulation_steps == 1:  # gradients are reduced once per update anyway
@@ -548,7 +560,7 @@ def decide_communication(plan: Plan, data: TrainingData) -> Communication:
             added = peak - _find_peak(plan, passes)
             sizes = f"{saved / 1e9:.3g} GB per update, for {added / 1e9:.3g} GB of memory"
             recommended.append(f"fsdp_{name}={str(value).lower()} ({sizes})")
-            plan = changed_plan  # the next must fit beside it
+            plan = changed_plan  # the next setting must fit beside this one
     if recommended:
         notes.append(f"there is memory to communicate less, with {', or '.join(recommended)}")
     return Communication(frozen_weights, notes)
@@ -565,16 +577,17 @@ def _decide_frozen_weights(plan: Plan, passes: Passes) -> Plan:
     if not _memory_decides(plan):
         return plan
     whole, sharded = _change_fsdp(plan, frozen_weights="whole"), _change_fsdp(plan, frozen_weights="sharded")
+    # without memory to gather all weights once, sampling gathers them for every token
     if _gathers_to_sample(sharded, passes) and not _gathers_to_sample(whole, passes):
         return sharded
-    # however little memory there is, whole weights are chosen if they take no more than sharded ones. They do not where
-    # a process shares its weights with no other, as whole weights are then not copied
+    # however little memory there is, whole weights are chosen if they take no more than sharded ones, as is the case
+    # with shard_size=1, where whole weights are not copied
     most = max((1 - SPARE_SHARE) * _find_device_memory(plan), _find_peak(sharded, passes))
     return whole if _find_peak(whole, passes) <= most else sharded
 
 
 def _gathers_to_sample(plan: Plan, passes: Passes) -> bool:
-    """Return whether sampling has memory for all of the policy's weights."""
+    """Return whether all of the policy's weights are gathered for sampling."""
     phases, all_gathered = sum_phases(plan, passes), _count_all_gathered(plan, passes.policy)
     return all(phases[phase]["gathered"] >= all_gathered for phase in passes.sampling)
 
@@ -603,13 +616,13 @@ def _change_fsdp(plan: Plan, **fields: Any) -> Plan:
 def count_communication(plan: Plan) -> Bytes:
     """Bytes that FSDP sends from each process in an update.
 
-    Counts the passes over an update's microbatches, none of which is in the reference's cache. Leaves out passes for a
+    Counts the passes over an update's microbatches, as if none were in the reference's cache. Leaves out passes for a
     loss's statistic of the batch.
     """
     dims, fsdp, n_microbatches = plan.dims, plan.fsdp, plan.data.gradient_accumulation_steps
     policy = find_policy_structure(plan, plan.model.policy_dtype)
     root, *blocks = (_count_elements(unit) for unit in _list_units(plan, policy))
-    # a reference that is the policy without its adapter, or with another, has a forward pass by the same weights
+    # a reference that is the policy without its adapter, or with another, runs one more forward pass of its weights
     n_passes = 3 if plan.reference in ("base", "adapter") else 2  # forward and backward
     n_gathers = n_microbatches * (n_passes if fsdp.reshard_after_forward else 1)
     gathered = (root + sum(blocks) * n_gathers) * DTYPES[plan.compute_dtype].itemsize
@@ -636,7 +649,7 @@ def _find_small_reference(plan: Plan) -> str | None:
     return "adapter" if find_adapter(plan.model.archive) else "base"
 
 
-SUGGESTIONS = (  # settings that may save memory: the key, and a function of the plan with the value to try, or None
+SUGGESTIONS = (  # settings that may save memory: a key, and a function that returns the value to try, or None
     ("gradient_accumulation_steps", lambda plan: 2 * plan.data.gradient_accumulation_steps),
     ("activation_checkpointing", lambda plan: True),
     ("model.attn_implementation", lambda plan: "sdpa"),
@@ -664,7 +677,7 @@ SUGGESTIONS = (  # settings that may save memory: the key, and a function of the
 def suggest_settings(plan: Plan, data: TrainingData) -> list[str]:
     """Find the three settings that save most, with the memory then needed.
 
-    The memory of each is that of the plan with this setting alone changed.
+    Each setting is tried alone.
     """
     memory, suggestions = predict_peak(plan, data), []
     min_saved = MIN_SAVED_SHARE * (memory.total() - memory["process"])
@@ -750,7 +763,7 @@ def _advise(plan: Plan, data: TrainingData) -> str:
             f"try {_join_suggestions(plan, data)}"
         )
     except Exception as error:  # a model that cannot be predicted has run out of memory all the same
-        return f"what a process needs could not be predicted ({one_sentence(error)})"
+        return f"the memory that a process needs could not be predicted ({one_sentence(error)})"
 
 
 def notes_on_free_memory(plan: Plan) -> list[str]:
@@ -775,7 +788,7 @@ def notes_on_free_memory(plan: Plan) -> list[str]:
 def find_fewest_steps(steps: int, *, held: int, peak: int, total: int) -> int:
     """The fewest accumulation steps that should fit, a divisor of `steps`.
 
-    Memory beyond what is `held` between updates is taken to grow as microbatches do.
+    Memory beyond what is `held` between updates is assumed to grow with the microbatches.
     """
     for n in range(1, steps):
         predicted = held + (peak - held) * steps / n
@@ -791,7 +804,7 @@ def _join_suggestions(plan: Plan, data: TrainingData) -> str:
 def _find_device_memory(plan: Plan) -> int:
     """Bytes available to one process.
 
-    With GPUs, the memory of its GPU, or of all GPUs if it is the only process; without, its share of host memory.
+    With GPUs, the memory of its GPU, or of all GPUs if it is the only process. Without GPUs, its share of host memory.
     """
     if torch.cuda.is_available():
         return sum(map(_find_gpu_memory, list_own_gpus(multi_process=plan.trainer.multi_process)))

@@ -50,9 +50,9 @@ class Reduced(NamedTuple):
         return means
 
     def find_kl(self, indices: Sequence[int]) -> dict[str, float]:
-        """`online/kl`, KL(policy || reference) on the responses of some examples.
+        """Compute `online/kl`: KL(policy || reference) on some examples' responses.
 
-        `indices` are those of the examples in the batch. Returns {} without any, or without a reference.
+        `indices` are the indices of these examples in the batch. Returns {} without examples, or without a reference.
         docs/metrics.md describes the estimator.
         """
         if not indices or f"{REFERENCE}chosen" not in self.examples:
@@ -77,7 +77,7 @@ def reduce_metrics(
 
     Takes one collective and one copy to the host, which waits for the device. Each process fills the rows of its own
     examples in a table of zeros, and `add` sums the tables and `scalars` over the processes. Where several processes
-    see the same examples, `counts` is true on one of them, so that they are counted once.
+    see the same examples, `counts` is true on one process only, so that each example counts once.
     """
     _, first_columns = metrics[0]
     names = list(first_columns)

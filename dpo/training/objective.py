@@ -72,8 +72,9 @@ def name_scores(
 
 
 def make_scores(columns: NamedTensors) -> Scores:
-    """Make a loss's input of columns that `name_scores` named."""
+    """Make a loss's input of the columns that `name_scores` returns."""
     fields = dict(columns)
+    # the columns of all roles between best and worst become one field
     for form in ("{}", "{}_lengths", "reference_{}"):
         names = [form.format(role) for role in BETWEEN if form.format(role) in fields]
         if names:
@@ -84,17 +85,17 @@ def make_scores(columns: NamedTensors) -> Scores:
 def find_shares_ranked_right(
     chosen: torch.Tensor, rejected: torch.Tensor, is_chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Find the share of the other kind that each example ranks right.
+    """Find the share of opposite labels that each example ranks right.
 
-    All are (B,). A labelled example has one reward, in `chosen` if `is_chosen`, else in `rejected`. A chosen example
-    ranks right the rejected ones with lower rewards, and a rejected example the chosen ones with higher rewards. Shares
-    are by weight, and a tie counts half. Their weighted mean is the area under the ROC curve.
+    All are (B,). A labelled example has one reward, in `chosen` if `is_chosen`, else in `rejected`. Two examples with
+    opposite labels are ranked right if the chosen one has the higher reward; equal rewards count half. Shares are by
+    weight. Their weighted mean is the area under the ROC curve.
     """
 
     def find_share_below(values: torch.Tensor, others: torch.Tensor, other_weights: torch.Tensor) -> torch.Tensor:
         """The share of `others`, (N,), below each of `values`, (B,)."""
         others, order = others.sort()
-        sums = torch.cat([weights.new_zeros(1), other_weights[order].cumsum(0)])  # (N + 1,): of the k lowest, at k
+        sums = torch.cat([weights.new_zeros(1), other_weights[order].cumsum(0)])  # (N + 1,): entry k for the k lowest
         below = sums[torch.searchsorted(others, values)]  # (B,)
         below_or_equal = sums[torch.searchsorted(others, values, right=True)]  # (B,)
         return (below + below_or_equal) / (2 * sums[-1])
@@ -110,7 +111,7 @@ class BatchContext(NamedTuple):
     B is the number of examples of the global batch. Tensors are on the device.
     """
 
-    weights: torch.Tensor  # (B,), `Batch.weights` over the largest of them
+    weights: torch.Tensor  # (B,), `Batch.weights` divided by the largest
     total_weight: float  # the sum of `weights`, or 1 if all are 0
     reference: torch.Tensor | None = None  # (B, columns of `Loss.reference_columns`): log-probabilities, if known
     statistic: torch.Tensor | None = None  # (B, k): `Scores.batch_statistic`
@@ -139,9 +140,9 @@ class Objective:
     - `autocast`: the dtype in which float32 weights are multiplied; None: their own.
     - `models_are_equal`: policy and reference have the same weights. Their rewards differ only by rounding, so
       accuracies are 0.
-    - `follow_every`: the number of updates after which the reference becomes a copy of the policy. Then no accuracies
-      are logged while the models are equal.
-    - `seed`: of the dropout of the policy's adapter, which is on only in updates.
+    - `follow_every`: the number of updates after which the reference becomes a copy of the policy. If it is set, no
+      accuracies are logged while the models are equal.
+    - `seed`: the seed of the dropout in the policy's adapter, which is on only in updates.
     """
 
     def __init__(
@@ -203,8 +204,8 @@ class Objective:
         columns, reference = self._compute_scores(microbatch, cached_reference, with_reference=loss.reference)
         statistic = None
         if context is not None:
-            # Examples of weight 0, such as an online run's ties, are detached: multiplied by 0 alone, the gradient of
-            # an infinite loss would be NaN.
+            # examples of weight 0, such as an online run's ties, are detached, as 0 times the gradient of an infinite
+            # loss would be NaN
             has_weight = context.weights[microbatch.indices] > 0
             with_gradient = {name: values for name, values in columns.items() if values.requires_grad}
             columns |= {name: values.where(has_weight, values.detach()) for name, values in with_gradient.items()}
@@ -219,14 +220,17 @@ class Objective:
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
         if output.rewards and self.loss.has_margins:
             chosen, rejected = output.rewards["chosen"], output.rewards["rejected"]
-            accuracies = (chosen > rejected).to(chosen) if output.accuracies is None else output.accuracies
             if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
                 accuracies = torch.zeros_like(chosen)
+            elif output.accuracies is None:
+                accuracies = (chosen > rejected).to(chosen)
+            else:
+                accuracies = output.accuracies
             if not (self.models_are_equal and self.follow_every):
                 metrics[f"rewards_{split}/accuracies"] = accuracies
             metrics[f"rewards_{split}/margins"] = chosen - rejected
         if not self.loss.scalar_head:  # the scores of a reward model are its rewards
-            roles = list(output.rewards) or ["chosen"]  # a loss without rewards is that of SFT
+            roles = list(output.rewards) or ["chosen"]  # only SFT has no rewards
             for role in reversed(roles):  # rejected first, as in the reference implementation's logs
                 metrics[f"logps_{split}/{role}"] = getattr(scores, role).detach()
         metrics |= {f"{name}/{split}": values for name, values in output.metrics.items()}
@@ -263,9 +267,9 @@ class Objective:
         largest = max(batch.weights) or 1.0
         relative_weights = [weight / largest for weight in batch.weights]  # float32 may not hold the weights themselves
         weights, total_weight = self._to_device(torch.tensor(relative_weights)), sum(relative_weights) or 1.0
-        # a loss that gets the whole batch at once computes its statistic itself
-        is_one_microbatch = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
-        if self.loss.batch_statistic is not None and batch.mismatched is None and not is_one_microbatch:
+        # a loss that gets the whole batch at once computes its statistic itself, but would count ties in it
+        loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
+        if self.loss.batch_statistic is not None and batch.mismatched is None and not loss_finds_statistic:
             scores, reference_logps = self._compute_all_scores([batch], update=update)
             reference = self._to_device(self._stack_reference(reference_logps)) if reference_logps else None
             return BatchContext(weights, total_weight, reference, self._compute_statistic(scores, batch.weights))
@@ -286,7 +290,7 @@ class Objective:
         if not any(weights):
             return None
         has_weight = torch.tensor([weight > 0 for weight in weights])
-        # fields of `Scores` that are not tensors are None, or the running average
+        # fields of `Scores` that are not tensors have no values per example
         weighted = Scores(*(field[has_weight] if torch.is_tensor(field) else field for field in scores))
         values = self.loss.find_batch_statistic(weighted._replace(average=self.average.value))
         statistic = values.new_zeros(len(weights), values.shape[1])
@@ -298,8 +302,8 @@ class Objective:
         """Evaluate all examples of the batches, as one batch.
 
         A running average is replaced by the statistic of this batch, so that the loss depends only on the model and the
-        examples. With `loss.momentum=1`, which disables the average, it stays 0. `mismatched` are those of the batches,
-        if the loss needs them; `weights` are those of all examples.
+        examples. With `loss.momentum=1`, which disables the average, it stays 0. `mismatched` are the mismatched
+        batches, if the loss needs them; `weights` are the weights of all examples.
         """
         scores, reference = self._compute_all_scores(batches)
         if self.loss.mismatched:
@@ -348,12 +352,13 @@ class Objective:
                 with self.dropout.on(microbatch.inputs, update=update):
                     scores, reference = self._compute_scores(microbatch, cached, with_reference=with_reference)
                 columns = {name: values.double() for name, values in (scores | reference).items()}
-                microbatch_scores.append((microbatch.indices + n_examples, columns))  # indices in all batches
+                microbatch_scores.append((microbatch.indices + n_examples, columns))  # indices over all batches
             n_examples += len(batch.examples)
             cache_rows += batch.cache_rows
-        columns = self.reduce(microbatch_scores, n_examples, cache_rows if needs_caching else ()).examples
-        reference = {name: values for name, values in columns.items() if name.startswith(REFERENCE)}
-        return make_scores({name: values for name, values in columns.items() if name not in reference}), reference
+        all_columns = self.reduce(microbatch_scores, n_examples, cache_rows if needs_caching else ()).examples
+        reference = {name: values for name, values in all_columns.items() if name.startswith(REFERENCE)}
+        score_columns = {name: values for name, values in all_columns.items() if name not in reference}
+        return make_scores(score_columns), reference
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Update running values after a step of the optimizer.

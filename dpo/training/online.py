@@ -106,7 +106,7 @@ class OnlineBatches(Batches):
         answer are the pair. Raises ScorerFailed on every process.
         """
         prompts = item
-        # examples and answers go by the prompt's index in the batch
+        # examples and answers are keyed by the prompt's index in the batch
         offline_pairs = self._choose_offline_pairs(prompts, update)
         examples = dict(zip(offline_pairs, self.encode(list(offline_pairs.values())), strict=True))
         encoded_prompts = {
@@ -126,9 +126,8 @@ class OnlineBatches(Batches):
                 seed = (self.seed, update, LABEL_STREAM, prompts[index].index_in_split)
                 drawn[index] = draw_label(drawn[index], seed)
             if drawn[index].is_tie and self.online.ties != "keep":
-                weights[index] = (
-                    0.0  # it stays in the batch, so that every process has as many forwards as without ties
-                )
+                # it stays in the batch, so that every process has as many forwards as without ties
+                weights[index] = 0.0
             examples[index] = _add_pair(encoded_prompt, drawn[index])
         in_order = [examples[index] for index in range(len(prompts))]
         microbatches = self.split(in_order, self.plan.data.gradient_accumulation_steps)
@@ -145,8 +144,8 @@ class OnlineBatches(Batches):
     def evaluate(self) -> dict[str, float]:
         """Evaluate the policy's answers to held-out prompts (docs/metrics.md).
 
-        Policy and reference give an answer to each. Their random numbers depend only on the seed, the prompt, and which
-        of the two it is, so every evaluation draws the same ones. Raises ScorerFailed on every process.
+        Policy and reference give one answer to each prompt. Random numbers depend only on the seed, the prompt, and the
+        model, so every evaluation draws the same numbers. Raises ScorerFailed on every process.
         """
         objective, reference = self.objective, self.objective.reference
         answers = self._answer_held_out(objective.policy, POLICY)
@@ -176,7 +175,7 @@ class OnlineBatches(Batches):
 
         `who` is POLICY or REFERENCE.
         """
-        # policy and reference have a number each: with the same one the win rate would compare correlated answers
+        # other numbers for the reference: with the policy's numbers, the win rate would compare correlated answers
         numbers = {index: FIRST_HELD_OUT + 2 * index + who for index in self.held_out}
         answers = self._sample(model, self._encoded, numbers, n_samples=1)
         release_gathered(model)
@@ -216,7 +215,7 @@ class OnlineBatches(Batches):
     def _answer(self, encoded_prompts: Mapping[int, Example], update: int) -> dict[int, list[Answer]]:
         """Sample `n_samples` answers of the policy per prompt.
 
-        Prompts and answers go by the prompt's index in the batch.
+        Prompts and answers are keyed by the prompt's index in the batch.
         """
         n_before, n_samples = update * self.plan.data.batch_size, self.online.n_samples
         numbers = {index: (n_before + index) * n_samples for index in encoded_prompts}
@@ -228,7 +227,7 @@ class OnlineBatches(Batches):
         """Sample a model's answers to prompts; every process gets all.
 
         `numbers` has the number of each prompt's first answer in the run. Prompts are sorted by length and dealt out in
-        turn, so each process has about as many, and about as long ones.
+        turn, so that all processes have about equally many prompts, of about equal lengths.
         """
         by_length = sorted(encoded_prompts, key=lambda index: len(encoded_prompts[index].prompt))
         own_indices = by_length[self.rank :: self.size]
@@ -274,7 +273,7 @@ class OnlineBatches(Batches):
         return _group(answers, n_samples)
 
     def _score(self, answered: Sequence[AnsweredPrompt], *, seed: Sequence[int]) -> list[list[Answer]]:
-        """Score all answers, on every process; returns those of each prompt.
+        """Score all answers; return them by prompt, on every process.
 
         `missing_eos_penalty` is subtracted from the score of an answer that was cut off.
         """
@@ -353,13 +352,13 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
 def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> Drawn:
     """Choose the best and the worst of a prompt's scored answers.
 
-    The worst is chosen among the answers that differ from the best, if there are any. Of equal scores the first is the
-    best and the last is the worst, so that even a tie has two answers.
+    The worst is chosen among the answers that differ from the best, if there are any. Among equal scores the first is
+    the best and the last is the worst, so that even a tie has two answers.
     """
-    best = max(range(len(answers)), key=lambda i: answers[i].score)  # the first of them
+    best = max(range(len(answers)), key=lambda i: answers[i].score)  # the first of equal scores
     others = [i for i in range(len(answers)) if i != best]
     different = [i for i in others if answers[i].tokens != answers[best].tokens]
-    worst = min(reversed(different or others), key=lambda i: answers[i].score)  # the last of them
+    worst = min(reversed(different or others), key=lambda i: answers[i].score)  # the last of equal scores
     return Drawn(prompt.text, answers, best, worst)
 
 

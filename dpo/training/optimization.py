@@ -14,7 +14,7 @@ from dpo.settings import choices
 from dpo.settings.plan import TrainingPlan
 
 OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
-SCHEDULES = {  # fraction of the decay that is left after the fraction `done` of the updates after the warm-up
+SCHEDULES = {  # fraction of the decay still to come, once a fraction `done` of the updates after the warm-up is over
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: (1.0 + math.cos(math.pi * done)) / 2,
@@ -66,7 +66,7 @@ class Schedule(LambdaLR):
 
     The rate depends only on how many updates were applied, so a resumed run has the rates of one that was never
     stopped. If the length of the run was changed, it continues on the curve of the new length. The base rate stays the
-    one the run began with, even if `lr_scaling` gives another one for the present number of processes.
+    one that the run began with, even if `lr_scaling` gives another for the present number of processes.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Schedule(LambdaLR):
     def of(cls, training: TrainingPlan, optimizer: torch.optim.Optimizer, *, updates: int, size: int) -> Schedule:
         """Scale the optimizer's rate, and make the schedule of a run.
 
-        The run has so many `updates`, and `size` processes that see different examples.
+        `updates` is the length of the run, `size` the number of processes that see different examples.
         """
         for group in optimizer.param_groups:
             group["lr"] *= LR_SCALINGS[training.lr_scaling](size)

@@ -1,7 +1,7 @@
 """The frozen reference, and a cache of its log-probabilities.
 
-Each example is scored once. The cache can be saved, for other runs with the same reference, data and lengths, which may
-have another beta or loss.
+Each example is scored once. The cache can be saved for other runs with the same reference, data and lengths; their
+beta and loss may differ.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ReferenceLogps:
         """Cache all examples of the batches; return how many were scored.
 
         Values come from `stored`, the table in the file at `path` if there is one, else from `score`. To check the
-        file, one batch that it has completely is scored too, drawn at random. Raises InputError if values differ.
+        file, one random batch that it has completely is scored too. Raises InputError if values differ.
         """
         if stored is not None:
             self._table = np.where(np.isnan(self._table), stored, self._table)  # values of this run take precedence

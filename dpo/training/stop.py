@@ -5,7 +5,7 @@ from __future__ import annotations
 from dpo.parallel.mesh import Mesh
 from dpo.system.signals import Stopped
 
-TOKENS_BETWEEN_CHECKS = 8  # of several processes, as each check is a collective that waits for the device
+TOKENS_BETWEEN_CHECKS = 8  # with several processes, as each check is a collective that waits for the device
 
 
 class StopRequest:

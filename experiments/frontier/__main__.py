@@ -78,8 +78,8 @@ def tune(out: Path, size: Size, overrides: Sequence[str]) -> None:
     print(format_trials(rows))
 
 
-def read_rows(files: Sequence[Path]) -> str:
-    """Format the tables of the rows of sweeps."""
+def read_tables(files: Sequence[Path]) -> str:
+    """Read the rows of sweeps, and make their tables."""
     from experiments.frontier.reading import tables
 
     rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
@@ -100,9 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out",
         type=Path,
         metavar="DIR",
-        help="where to write (default: .cache/frontier, and -quick, -night, -tune)",
+        help="where to write (default: .cache/frontier, or .cache/frontier-quick, -night or -tune)",
     )
-    parser.add_argument("--settings", type=Path, metavar="FILE", help="learning rates and passes, of --tune")
+    parser.add_argument("--settings", type=Path, metavar="FILE", help="learning rates and passes that --tune wrote")
     parser.add_argument(
         "--label-noise",
         type=float,
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     default_out = OUT if options.size == "default" else OUT.with_name(f"{OUT.name}-{options.size}")
     out = (options.out or default_out).expanduser().resolve()
     if options.read:
-        return run_command(lambda: print(read_rows(options.read)))
+        return run_command(lambda: print(read_tables(options.read)))
     return run_command(lambda: run(out, options), out)
 
 

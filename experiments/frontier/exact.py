@@ -14,7 +14,7 @@ import numpy as np
 from experiments.frontier.task import NONE, Task
 
 AT_ONCE = 3  # prompts whose trees are computed together, so few that a CPU's cache holds them
-IN_ROW = 2  # symbols in which the texts of one row of a tree differ; fewer make more rows, more make longer ones
+IN_ROW = 2  # symbols in which the texts of one row of a tree differ; fewer make more rows, more make longer rows
 OPTIMAL_BETAS = np.geomspace(50, 0.02, 61)  # of pi*, close together, as the curve is interpolated between them
 
 
@@ -31,9 +31,9 @@ class Point(NamedTuple):
 class Tree:
     """All texts of up to `depth` symbols after prompts, in few rows.
 
-    A row starts with the prompt and `branch` symbols, and there is a row for every choice of these symbols. The texts
-    of a row begin with them, and share their tokens: the row goes on with the last symbol of each longer text, which
-    sees only the tokens of its own text. With `ends`, every text but the longest is also followed by EOS.
+    A row starts with a prompt and `branch` symbols, and there is a row for every choice of these symbols. The texts of
+    a row share these tokens. For each longer text the row has one more token, its last symbol, which sees only the
+    tokens of its own text. With `ends`, every text but the longest is also followed by EOS.
     """
 
     def __init__(self, task: Task, *, depth: int, ends: bool) -> None:
@@ -41,22 +41,22 @@ class Tree:
         self._tokens: list[int] = []  # of a row, after its prompt and first symbols
         n_first = self.n_prompt + self.branch
         self._seen = [*np.tril(np.ones((n_first, n_first), dtype=bool))]  # which tokens each token of a row sees
-        # places in a row: of the last tokens of texts of 0, 1, ... symbols, and of EOS after each of these texts
+        # places in a row, by number of symbols: the last tokens of the texts, and EOS after the texts
         self._last_places = [[self.n_prompt - 1 + t] for t in range(self.branch + 1)]
         self._end_places: list[list[int]] = []
         for _ in range(self.branch, depth):
-            texts = self._last_places[-1]
-            self._last_places.append([self._add(text, symbol) for text in texts for symbol in range(self.n)])
+            places = self._last_places[-1]
+            self._last_places.append([self._add(place, symbol) for place in places for symbol in range(self.n)])
         if ends:
-            self._end_places = [[self._add(text, self.n) for text in texts] for texts in self._last_places[:-1]]
+            self._end_places = [[self._add(place, self.n) for place in places] for places in self._last_places[:-1]]
 
-    def _add(self, text: int, token: int) -> int:
-        """Add a token after the text whose last token is at `text`.
+    def _add(self, last: int, token: int) -> int:
+        """Add a token after the text whose last token is at `last`.
 
         Returns the token's place in the row.
         """
         seen = np.zeros(len(self._seen) + 1, dtype=bool)
-        seen[: len(self._seen[text])] = self._seen[text]
+        seen[: len(self._seen[last])] = self._seen[last]
         seen[-1] = True
         self._seen.append(seen)
         self._tokens.append(token)
@@ -83,14 +83,14 @@ class Tree:
         )
 
     def take_last(self, values: Any, t: int) -> Any:
-        """Values at ends of texts of t symbols, (prompts, n**t, ...).
+        """Take values at last tokens of t-symbol texts, (prompts, n**t, ...).
 
         `values` (rows, length, ...) are those of all tokens.
         """
         return self._take(values, t, self._last_places[t])
 
     def take_ends(self, values: Any, t: int) -> Any:
-        """Values at EOS after texts of t symbols, (prompts, n**t, ...)."""
+        """Take values at EOS after t-symbol texts, (prompts, n**t, ...)."""
         return self._take(values, t, self._end_places[t])
 
     def _take(self, values: Any, t: int, places: list[int]) -> Any:
@@ -141,7 +141,7 @@ def compute_scores(trunk: Any, head: Any, task: Task, prompts: Any, *, per_token
 
 
 def leaf_values(compute: Any, prompts: np.ndarray) -> np.ndarray:
-    """Values of all leaves, (prompts, leaves), for few prompts at once."""
+    """Compute values of all leaves, (prompts, leaves), few prompts at once."""
     import torch
 
     with torch.no_grad():
@@ -205,7 +205,7 @@ def optimum(beta: float, reference: np.ndarray, rewards: np.ndarray) -> np.ndarr
 def reweight(scale: float, logps: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """Log-probabilities of reference * (policy / reference)^scale, normalized.
 
-    That is pi* of beta 1 / scale of the reward log(policy / reference).
+    That is pi* for the reward log(policy / reference) with beta = 1 / scale.
     """
     return optimum(1 / scale, reference, logps - reference)
 
@@ -215,8 +215,9 @@ def best_of_n(n: int, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
 
     They are -inf for probability 0. Ties are decided at random.
 
-    Let p(w) be the reference's probability of a reward w, and F(w) that of at most w. The best draw has reward w with
-    probability F(w)^n - (F(w) - p(w))^n. The responses with that reward share it in proportion to the reference.
+    Let p(w) be the reference's probability of a reward w, and F(w) its probability of at most w. The best draw has
+    reward w with probability F(w)^n - (F(w) - p(w))^n, which the responses with this reward share in proportion to the
+    reference.
     """
     best_logps = np.empty_like(reference)
     for i, (logps, prompt_rewards) in enumerate(zip(reference, rewards, strict=True)):
@@ -251,9 +252,9 @@ class Limit:
     def most_reward(self, kl: float) -> float:
         """Highest expected reward of any policy with this mean KL.
 
-        The bound holds for any beta: pi* of beta maximizes E[r] - beta KL over all policies, so every policy is on or
-        below the line of slope beta through its point. It is tight if this pi* has about this KL, as the line then
-        touches the frontier close by.
+        For any beta, pi* maximizes E[r] - beta KL over all policies, so every policy is on or below the line of slope
+        beta through the point of pi*. This bound is tight if pi* has about this KL, as the line then touches the
+        frontier close by.
         """
         kls = np.array([point.kl for point in self.optima])  # they rise as beta falls
         if kl <= 0:
@@ -263,14 +264,11 @@ class Limit:
         else:
             beta = np.exp(np.interp(np.log(kl), np.log(kls), np.log(OPTIMAL_BETAS)))
         point = self.find_optimum(float(beta))
-        # far beyond the smallest beta the reward of the best responses alone is the tighter bound
+        # at a very high KL the mean reward of the best responses is the tighter bound
         return min(point.reward + beta * (kl - point.kl), float(self.rewards.max(-1).mean()))
 
     def measure(self, logps: np.ndarray, task: Task, *, optimal: bool = False) -> dict[str, float]:
-        """Measure a policy, for its row in the tables.
-
-        `optimal`: the policy is pi*.
-        """
+        """Measure a policy, for its row; `optimal` if it is pi*."""
         point = make_point(logps, self.reference, self.rewards)
         probabilities, lengths = np.exp(logps), (task.leaves != NONE).sum(-1)
         return {

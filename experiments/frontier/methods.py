@@ -18,7 +18,7 @@ class Method(NamedTuple):
 
     label: str
     overrides: tuple[str, ...]
-    betas: tuple[float | None, ...]  # values of `knob`, from the one that holds the policy the strongest
+    betas: tuple[float | None, ...]  # values of `knob`, the strongest constraint first
     lr: float
     passes: int = 4  # over the pairs
     knob: str = "beta"
@@ -40,7 +40,7 @@ class Method(NamedTuple):
         return tuple(text.format(**values) for text in self.overrides)
 
     def count_passes(self, beta: float | None) -> int:
-        """Number of passes over the pairs, which fix the number of updates."""
+        """Count the passes over the pairs, which fix the number of updates."""
         if self.knob == "passes":
             return self.passes * int(beta or 1)
         return self.passes
@@ -134,7 +134,7 @@ PLANNED = (
 
 
 class PlannedFall(NamedTuple):
-    """A comparison: a method's reward at `smaller` less that at `beta`."""
+    """A comparison: a method's reward with `smaller` less its reward with `beta`."""
 
     method: str
     beta: float

@@ -14,7 +14,7 @@ from experiments.reading import add_legend, new_picture, style_axis, to_png
 from experiments.runs import Row
 
 SOLID, DASHED, DOTTED = "-", (0, (5, 1.5)), (0, (1, 1.5))
-STYLES = {  # colour's index in the theme, marker, line; methods that are not here have tables alone
+STYLES = {  # colour's index in the theme, marker, line; other methods are only in the tables
     "dpo": (0, "o", SOLID),
     "dpo_reweighted": (0, "s", DASHED),
     "cdpo": (6, "s", DOTTED),
@@ -41,7 +41,8 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
     Dots are policies along the runs of the first seed. Both panels have the same scales. They show the task of fixed
     length, if it was run.
     """
-    theme, fixed_length = DARK if dark else LIGHT, any(row["fixed_length"] for row in rows)
+    theme = DARK if dark else LIGHT
+    fixed_length = any(row["fixed_length"] for row in rows)
     last = select(rows, fixed_length=fixed_length)
     methods = [method for method in STYLES if method in list_methods(last)]
     along = [row for row in rows if "share" in row and row["fixed_length"] == fixed_length]

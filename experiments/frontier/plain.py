@@ -1,4 +1,4 @@
-"""Methods in plain torch, which train.py does not have.
+"""Methods that train.py does not have, in plain torch.
 
 They are Unlikelihood, REINFORCE, exact RL, and reward models. They train on the sweep's pairs or prompts from its
 reference, with the optimizer and the schedule of the other methods.
@@ -20,14 +20,14 @@ from experiments.frontier.task import NONE, Pairs, Task
 
 WARMUP = 10  # updates, as in the runs of train.py
 MAX_GRAD_NORM = 10.0
-Loss = Callable[[np.ndarray], torch.Tensor]  # of some rows of the pairs
+Loss = Callable[[np.ndarray], torch.Tensor]  # computes the loss of these rows of the pairs
 
 
 class Setting(NamedTuple):
     """Settings of a run."""
 
     method: str
-    beta: float | None  # alpha of Unlikelihood
+    beta: float | None  # for Unlikelihood, alpha
     seed: int
     lr: float
     updates: int
@@ -35,7 +35,7 @@ class Setting(NamedTuple):
 
 
 class RewardModel(torch.nn.Module):
-    """The reference without its head, and a number for each token.
+    """The reference with a new head, which gives each token a number.
 
     A response's score is that of its last token, or the sum over its tokens if `per_token`.
     """
@@ -58,7 +58,7 @@ class RewardModel(torch.nn.Module):
     def leaf_scores(self, task: Task, prompts: np.ndarray) -> np.ndarray:
         """Score of every response to every prompt, (prompts, leaves)."""
 
-        def compute(part: Any) -> Any:  # some of the prompts
+        def compute(part: Any) -> Any:  # for a part of the prompts
             return exact.compute_scores(self.trunk, self.head, task, part, per_token=self.per_token)
 
         return exact.leaf_values(compute, prompts)
@@ -84,7 +84,7 @@ def train(reference: Any, task: Task, pairs: Pairs, setting: Setting, watch: Cal
 
 
 def _draw_batches(n: int, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield the rows of batches, in another order in each pass."""
+    """Yield each batch's rows, in a new order in each pass."""
     while True:
         rows = rng.permutation(n)
         for start in range(0, n - size + 1, size):
@@ -112,7 +112,7 @@ def token_logps(model: Any, token_ids: torch.Tensor, is_scored: torch.Tensor) ->
     It is 0 where a token is not scored.
     """
     n = is_scored.shape[1]
-    logits = model(token_ids, use_cache=False).logits[:, -n - 1 : -1]  # each of the token after, (rows, n, vocabulary)
+    logits = model(token_ids, use_cache=False).logits[:, -n - 1 : -1]  # for the next token, (rows, n, vocabulary)
     logps = logits.log_softmax(-1).gather(-1, token_ids[:, -n:, None]).squeeze(-1)
     return logps.where(is_scored, 0.0)
 
@@ -120,7 +120,7 @@ def token_logps(model: Any, token_ids: torch.Tensor, is_scored: torch.Tensor) ->
 def make_unlikelihood(reference: Any, task: Task, pairs: Pairs, setting: Setting) -> tuple[Any, Loss]:
     """Make a policy and the loss of Unlikelihood.
 
-    It is -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)). The second term is that of arXiv 1908.04319.
+    It is -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)). The second term is from arXiv 1908.04319.
     """
     policy, alpha = copy.deepcopy(reference).train(), setting.beta or 0.0
 
@@ -137,7 +137,7 @@ def make_unlikelihood(reference: Any, task: Task, pairs: Pairs, setting: Setting
 def make_reinforce(reference: Any, task: Task, pairs: Pairs, setting: Setting) -> tuple[Any, Loss]:
     """Make a policy and the loss of REINFORCE.
 
-    It maximizes true reward - beta KL. Each prompt has two samples, and the value of one is the baseline of the other.
+    Training maximizes true reward - beta KL. Each prompt has two samples; the value of one is the other's baseline.
     """
     policy, beta = copy.deepcopy(reference).train(), setting.beta or 0.0
     rng = np.random.default_rng([task.seed, 9, setting.seed])

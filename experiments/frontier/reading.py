@@ -14,9 +14,9 @@ from experiments.runs import Row
 
 REWARD_KLS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)  # columns of the table of rewards at equal KL
 BUDGETS = np.linspace(0, 5, 51)  # of KL; --tune averages over them
-# 0.975 quantiles of Student's t with 1, 2, ... 9 degrees of freedom; with more, that of 9 makes an interval too wide
+# 0.975 quantiles of Student's t with 1 to 9 degrees of freedom; with more, the last makes intervals slightly too wide
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-COVERED = 0.9  # of the seeds must have policies of about a KL for a mean at this KL
+COVERED = 0.9  # share of the seeds that must have a value for a mean to be shown
 Unit = tuple[int, int]  # task and seed
 
 
@@ -39,7 +39,7 @@ def list_methods(rows: Sequence[Row]) -> list[str]:
 
 
 def select(rows: Sequence[Row], *, fixed_length: bool) -> list[Row]:
-    """Select fixed or free length, without policies along runs."""
+    """Select rows of fixed or free length, but not policies along runs."""
     return [row for row in rows if row["fixed_length"] == fixed_length and "share" not in row]
 
 
@@ -67,8 +67,8 @@ def most_reward(rows: Sequence[Row], kl: float, task: int = 0) -> float:
 def find_gaps(curve: Curve, kl: float) -> np.ndarray:
     """Interpolate each unit's gap to pi* at this KL, (units,).
 
-    Gaps are interpolated, because interpolated rewards would lie below a concave frontier. The gap is NaN beyond the
-    highest KL of the policies, and below nine tenths of their lowest, where it rises steeply from 0.
+    Gaps are interpolated, because interpolated rewards would lie below a concave frontier. The gap is NaN above the
+    highest KL of the unit's policies, and below 0.9 times their lowest KL, where it rises steeply from 0.
     """
     gaps = []
     for kls, own_gaps in zip(curve.kl, curve.limit - curve.reward, strict=True):
@@ -80,7 +80,7 @@ def find_gaps(curve: Curve, kl: float) -> np.ndarray:
 
 
 def at_equal_kl(curve: Curve, rows: Sequence[Row], kl: float) -> np.ndarray:
-    """Reward of each unit at this KL, (units,): pi*'s less the gap."""
+    """Compute each unit's reward at this KL, (units,): pi*'s less its gap."""
     limits = {task: most_reward(rows, kl, task) for task in {task for task, _ in curve.units}}
     return np.array([limits[task] for task, _ in curve.units]) - find_gaps(curve, kl)
 
@@ -94,7 +94,7 @@ def within_budget(curve: Curve, reference: Row, budgets: np.ndarray) -> np.ndarr
     scores = []
     for rewards, kls in zip(curve.reward, curve.kl, strict=True):
         policies = sorted(zip((0.0, *kls), (reference["reward"], *rewards), strict=True))  # (KL, reward) of each
-        mixtures = []  # the reward of each pair's mixture with the KL of each budget, (budgets,)
+        mixtures = []  # by pair of policies: the reward of its mixture at each budget, (budgets,)
         for (kl_1, reward_1), (kl_2, reward_2) in itertools.combinations(policies, 2):
             mixtures.append(np.interp(budgets, (kl_1, kl_2), (reward_1, reward_2), left=-np.inf))
         scores.append(np.max(mixtures, axis=0).mean())
@@ -124,7 +124,7 @@ def summarize(values: np.ndarray, units: Sequence[Unit], sign: str = "") -> str:
     """Format the mean over units and its interval.
 
     With several tasks the interval is over the tasks' means, since seeds of a task have its reward and reference in
-    common. If a few units have no value, the others' number is given.
+    common. If a few units have no value, the number of units that have one is given.
     """
     is_there = ~np.isnan(values)
     if not is_there.any() or is_there.mean() < COVERED:
@@ -155,7 +155,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def _make_planned_table(rows: Sequence[Row]) -> str:
-    """Tabulate the planned differences of which both methods were run."""
+    """Tabulate the planned differences whose two methods were run."""
     lines = [["difference of rewards", "length", *(f"KL {kl:g}" for kl in PLANNED_KLS), "each beta at its KL"]]
     for first, second, fixed_length in PLANNED:
         own_rows = select(rows, fixed_length=fixed_length)
@@ -212,7 +212,7 @@ def _make_reward_table(rows: Sequence[Row], name: str) -> str:
         cells = [summarize(at_equal_kl(curve, rows, kl), curve.units) for kl in REWARD_KLS]
         if set(cells) != {"-"}:
             lines.append([method, *cells])
-    # a row of best-of-N is known without a run: N takes the place of beta
+    # best-of-N needs no run; in its rows N takes the place of beta
     best_rows = [row for row in rows if row["method"].startswith("best_of")]
     best_of = collect_curve([{**row, "method": "best", "beta": row["n"]} for row in best_rows], "best")
     lines.append(["best of N", *(summarize(at_equal_kl(best_of, rows, kl), best_of.units) for kl in REWARD_KLS)])

@@ -47,7 +47,7 @@ def write_model(directory: Path, task: Task) -> None:
     tokenizer.save_pretrained(directory)
     end = None if task.fixed_length else vocabulary[EOS]
     special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": end}
-    config = transformers.LlamaConfig(**MODEL, **special, vocab_size=task.symbols + (not task.fixed_length))
+    config = transformers.LlamaConfig(**MODEL, **special, vocab_size=task.symbols + (0 if task.fixed_length else 1))
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(directory)
 
@@ -99,5 +99,5 @@ def load_policy(root: Path, archive: Path) -> Any:
 
     from dpo.models.pretrained import load_model
 
-    # root/model has a config and no weights: all of them are the archive's
+    # root/model has a config and no weights; the archive has all of them
     return load_model(str(root / "model"), dtype=torch.float32, archive=str(archive), random_init=True).eval()

@@ -129,7 +129,7 @@ class Sweep:
 
     @property
     def prompts(self) -> np.ndarray:
-        """Those on which policies are measured."""
+        """Prompts on which policies are measured."""
         return self.task.tuning_prompts if self.tuning else self.task.test_prompts
 
     @cached_property
@@ -143,7 +143,8 @@ class Sweep:
 
         Datasets of one seed have the same responses, and differ in the share of flipped labels.
         """
-        for run in {run.data: run for run in wanted}.values():
+        run_by_data = {run.data: run for run in wanted}
+        for run in run_by_data.values():
             rng = np.random.default_rng([self.task.seed, 6, run.seed])
             write = partial(exact.draw, self.reference, self.task, rng=rng)
             train, test = (
@@ -182,7 +183,7 @@ class Sweep:
         return [part * i for i in range(1, COURSE)] if run.course and part else []
 
     def finish(self, job: Job, run: Run) -> None:
-        """Measure a run and write its rows; train first if by `plain.py`."""
+        """Train by `plain.py` if need be, measure, and write the rows."""
         method, n_updates, course = METHODS[run.method], self.count_updates(run), self.list_course(run)
         rows: list[Row] = []
 
@@ -217,7 +218,7 @@ class Sweep:
     def _measure_reweighted(self, run: Run, logps: np.ndarray) -> Iterator[Row]:
         for scale in SCALES:
             reweighted = exact.reweight(scale, logps, self.limit.reference)
-            # a log-ratio times `scale` is that of a policy trained with beta / scale, if both were optimal
+            # if both policies were optimal, training with beta / scale would give `scale` times the log-ratio
             yield self.make_row("dpo_reweighted", run, reweighted, beta=REWEIGHTED_BETA / scale, scale=scale)
 
     def _measure_reward_model(self, run: Run, scores: np.ndarray) -> Iterator[Row]:
@@ -271,7 +272,7 @@ class Sweep:
 
 
 def _read_ties(job: Job) -> dict[str, float]:
-    """Share of prompts of an online run that gave no pair."""
+    """Read the share of an online run's prompts that gave no pair."""
     file = job.directory / "metrics.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     ties = [metrics["online/ties"] for metrics in map(json.loads, lines) if "online/ties" in metrics]
@@ -284,12 +285,14 @@ def _read_ties(job: Job) -> dict[str, float]:
 def list_runs(size: Size, task: Task, noise: float, settings: dict[str, dict[str, Any]] | None = None) -> list[Run]:
     """List a sweep's runs; without `noise`, noisy methods are left out.
 
-    `settings` has learning rates and passes by method, as `--tune` wrote them; others are those of `methods.py`.
+    `settings` has learning rates and passes by method, as `--tune` wrote them; the default is those of `methods.py`.
     """
     wanted = []
     for seed in size.seeds:
         for name, method in METHODS.items():
-            if (method.noisy and noise == 0) or not (method.control or task.fixed_length):
+            if method.noisy and noise == 0:
+                continue
+            if not task.fixed_length and not method.control:
                 continue
             tuned = (settings or {}).get(name.removesuffix("_noisy"), {})
             betas = method.core if size.core else (*method.betas, *method.between)

@@ -1,8 +1,8 @@
 """Short strings, a known true reward, and labelled pairs.
 
-A prompt is a string of a few symbols. A response is a string of `response_length` symbols, or of at most so many if
-`fixed_length` is false; then a shorter one is ended by EOS. So a prompt has finitely many responses, the leaves of a
-tree, on which `exact.py` evaluates models. docs/frontier.md has the formulas. Imports no torch.
+A prompt is a string of a few symbols. A response is a string of `response_length` symbols; if `fixed_length` is false,
+EOS may end it earlier. So a prompt has finitely many responses, the leaves of a tree, on which `exact.py` evaluates
+models. docs/frontier.md has the formulas. Imports no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Task:
     response_length: int = 5
     fixed_length: bool = True  # every response has `response_length` symbols, and there is no EOS
     held_out: int = 500  # number of prompts on which policies are measured
-    for_tuning: int = 129  # number of prompts on which settings are chosen; the remaining ones are trained on
+    for_tuning: int = 129  # number of prompts on which settings are chosen; training uses the remaining prompts
     seed: int = 0
 
     @property
@@ -74,7 +74,7 @@ class Task:
         """All responses, shorter ones first, (leaves, response_length)."""
         leaves = []
         for length in range(self.shortest, self.response_length + 1):
-            shape = self.symbols**length, length  # without it, the empty response would have no axis of symbols
+            shape = self.symbols**length, length  # also for the empty response
             responses = np.array([*itertools.product(range(self.symbols), repeat=length)], dtype=int).reshape(shape)
             n_missing = self.response_length - length
             leaves.append(np.pad(responses, ((0, 0), (0, n_missing)), constant_values=NONE))
@@ -93,7 +93,7 @@ class Task:
         return rng.normal(size=(n, n)), rng.normal(size=(n, n)), rng.normal(size=(n, n, n))
 
     def _raw_reward(self, prompts: np.ndarray, responses: np.ndarray) -> np.ndarray:
-        """The reward before it is normalized; shapes are those of `reward`."""
+        """Compute the reward before it is normalized, with shapes as in `reward`."""
         by_prompt, by_one_before, by_two_before = self._reward_tables
         shape = np.broadcast_shapes(prompts.shape[:-1], responses.shape[:-1])
         x = np.broadcast_to(prompts, (*shape, self.prompt_length))
@@ -102,7 +102,7 @@ class Task:
         middle, last = x[..., self.prompt_length // 2, None], x[..., -1:]
         one_before = np.concatenate((last, y[..., :-1]), axis=-1)
         two_before = np.concatenate((middle, one_before[..., :-1]), axis=-1)
-        symbol_rewards = (  # (..., response_length); where y is NONE, any entry: it is masked below
+        symbol_rewards = (  # (..., response_length); arbitrary where y is NONE, and masked below
             SYMBOL_REWARD
             + (by_prompt[x[..., :1], y] + by_one_before[one_before, y] + by_two_before[two_before, one_before, y] / 2)
         )
@@ -116,14 +116,14 @@ class Task:
         rng = np.random.default_rng([self.seed, 3])
         prompts = self.train_prompts[rng.integers(len(self.train_prompts), size=20_000)]
         first, second = (self._raw_reward(prompts, self.demonstrate(prompts, rng)) for _ in range(2))
-        variance = ((first - second) ** 2).mean() / 2  # of two draws for the same prompt
+        variance = ((first - second) ** 2).mean() / 2  # within a prompt
         return float((first + second).mean() / 2), float(np.sqrt(variance))
 
     def reward(self, prompts: np.ndarray, responses: np.ndarray) -> np.ndarray:
-        """True reward of responses to prompts, (...).
+        """Compute the true rewards of responses to prompts, (...).
 
         `prompts` (..., prompt_length) and `responses` (..., response_length) broadcast. The rewards of the
-        demonstrator's responses have mean 0 and, for the same prompt, standard deviation 1.
+        demonstrator's responses have mean 0 and, within a prompt, standard deviation 1.
         """
         mean, spread = self._mean_and_spread
         return (self._raw_reward(prompts, responses) - mean) / spread
@@ -133,8 +133,8 @@ class Task:
     def demonstrate(self, prompts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Draw a response of the demonstrator to each prompt, (prompts, response_length).
 
-        The demonstrator is a Markov chain: the next symbol depends on the one before and on the prompt's first, but not
-        on the reward. Unless all responses have the same length, it may stop after each symbol.
+        The demonstrator is a Markov chain: the next symbol depends on the symbol before and on the prompt's first
+        symbol, not on the reward. Unless all responses have the same length, it may stop after each symbol.
         """
         table_rng, n = np.random.default_rng([self.seed, 4]), self.symbols
         by_one_before, by_prompt = table_rng.normal(size=(n, n)), table_rng.normal(size=(n, n))
@@ -153,7 +153,7 @@ class Task:
         return "".join(SYMBOLS[symbol] for symbol in symbols if symbol != NONE)
 
     def read(self, text: str, length: int) -> np.ndarray:
-        """Symbols of a text, (length,), NONE after its end."""
+        """Read the symbols of a text, (length,), with NONE after its end."""
         symbols = [SYMBOLS.index(letter) for letter in text]
         return np.array(symbols + [NONE] * (length - len(symbols)))
 
@@ -169,7 +169,7 @@ def draw_pairs(
     """Draw two different responses to each prompt with `write`, and label them.
 
     By Bradley and Terry's model y is chosen over z with probability sigmoid(r(y) - r(z)). Then each label is flipped
-    with probability `noise`; the responses and the other labels stay the same for every `noise`.
+    with probability `noise`. The responses, and the labels before the flips, are the same for every `noise`.
     """
     y, z = write(prompts), write(prompts)
     while (is_same := (y == z).all(-1)).any():
@@ -184,8 +184,8 @@ def draw_pairs(
 def noisy_scorer(task: Task, seed: int) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
     """Make a scorer for online DPO: true rewards with Gumbel noise.
 
-    The difference of two such noises is logistic: of two responses y is above z with probability sigmoid(r(y) - r(z)),
-    so that online pairs are labelled like those drawn beforehand.
+    The difference of two such noises is logistic, so y scores above z with probability sigmoid(r(y) - r(z)): online
+    pairs are labelled like the pairs of `draw_pairs`.
     """
     rng = np.random.default_rng([task.seed, 7, seed])
 

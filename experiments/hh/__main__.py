@@ -27,7 +27,7 @@ QUICK = Size(folds=1, pairs=60, batch=8, kl_prompts=4, kl_tokens=16)
 def run(
     out: Path, model: Path, files: Sequence[Path], size: Size, methods: Sequence[str], overrides: Sequence[str]
 ) -> None:
-    """Make all runs, and write rows, pictures and tables after each."""
+    """Make all runs; write rows and pictures after each, and print tables."""
     from experiments.hh.reading import Data, draw, format_tables
 
     sweep = Sweep(out / "hh-runs", model, read_pairs(files)[: size.pairs], size, overrides)

@@ -40,20 +40,20 @@ class Pair(NamedTuple):
     @property
     def digests(self) -> dict[str, tuple[str, ...]]:
         """Digests of the pair and of its unpaired responses, by role."""
-        of_pair = text_digest(self.prompt, {"chosen": self.chosen, "rejected": self.rejected})
-        return {
-            role: (of_pair, text_digest(self.prompt, {role: getattr(self, role)})) for role in ("chosen", "rejected")
-        }
+        responses = {"chosen": self.chosen, "rejected": self.rejected}
+        pair_digest = text_digest(self.prompt, responses)
+        return {role: (pair_digest, text_digest(self.prompt, {role: text})) for role, text in responses.items()}
 
 
 def read_pairs(files: Sequence[Path]) -> list[Pair]:
     """Read the distinct pairs of files in HH's form.
 
-    They have JSON lines, and may be gzipped. Raises InputError for a file or row in another form.
+    A file has JSON lines, and may be gzipped. Raises InputError for a file or row in another form.
     """
     pairs: dict[Pair, None] = {}
     for file in files:
-        with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
+        opener = gzip.open if file.suffix == ".gz" else open
+        with opener(file, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     row = json.loads(line)
@@ -85,8 +85,8 @@ def split_folds(first_turns: Sequence[str], n_folds: int) -> np.ndarray:
 def predict_by_length(tokens: Any, folds: np.ndarray) -> np.ndarray:
     """Margins of chosen over rejected by a regression on length, (pairs,).
 
-    `tokens` are those of chosen and rejected, (pairs, 2). A response's score is a weighted sum of its length, log
-    length, and squared log length. The weights are those of a logistic regression on the pairs of the other folds.
+    `tokens` are the lengths of chosen and rejected, (pairs, 2). A response's score is a weighted sum of its length, log
+    length, and squared log length. A logistic regression on the pairs of the other folds fits the weights.
     """
     tokens = np.asarray(tokens, float)
     features = np.stack((tokens, np.log(tokens), np.log(tokens) ** 2), axis=-1)  # (pairs, 2, 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +13,10 @@ from experiments.hh.sweep import METHODS, ROLES
 from experiments.reading import Estimate, add_legend, estimate_mean, format_table, new_picture, style_axis, to_png
 from experiments.runs import Row
 
-COMPARED = "dpo-0.1"  # the method from which the others' differences at equal KL were planned
+COMPARED = "dpo-0.1"  # with which the other methods are compared at equal KL, as planned
 MARKERS = {"dpo-0.1": "o", "ipo-0.1": "^", "dpo-0.5": "s", "kto-0.1": "D", "dpo-0.05": "v"}
 WIDTH, HEIGHT = 6.4, 5.2  # inches
+Scores = dict[int, float]  # by the number of the pair
 
 
 class Evaluation(NamedTuple):
@@ -27,7 +28,7 @@ class Evaluation(NamedTuple):
     kl: Estimate
 
     @property
-    def is_right(self) -> np.ndarray:
+    def scores(self) -> np.ndarray:
         """Scores of the pairs, (n,); see `judge`."""
         return judge(self.chosen - self.rejected)
 
@@ -55,28 +56,29 @@ def collect(rows: Sequence[Row], method: str) -> dict[float, Evaluation]:
     return evaluations
 
 
-def balance(is_right: np.ndarray, pairs: np.ndarray, differences: np.ndarray, data: Data) -> Estimate:
-    """Average the accuracies where chosen is shorter and where longer.
+def balance(scores: np.ndarray, pairs: np.ndarray, differences: np.ndarray, data: Data) -> Estimate:
+    """Average the accuracies where chosen is shorter and where it is longer.
 
-    `differences` are chosen minus rejected tokens of the pairs; those of equal lengths do not count. The interval is
-    clustered by first turn.
+    `scores` (n,) belong to `pairs` (n,); `differences` are chosen minus rejected tokens, by the number of the pair.
+    Pairs of equal lengths do not count. The interval is clustered by first turn.
     """
-    counts = differences != 0
-    turns = [data.first_turns[pair] for pair in pairs[counts]]
-    return estimate_mean(is_right[counts], turns, strata=differences[counts] > 0)
+    own = differences[pairs]
+    is_counted = own != 0
+    turns = [data.first_turns[pair] for pair in pairs[is_counted]]
+    return estimate_mean(scores[is_counted], turns, strata=own[is_counted] > 0)
 
 
 def interpolate(evaluations: Sequence[Evaluation], kl: float) -> np.ndarray | None:
     """Interpolate the score of each pair at this KL, (n,).
 
-    The interpolation is linear in KL along the runs, so the mean is the interpolated accuracy. None if the KL is below
-    or above those of the evaluations.
+    The interpolation is linear in KL along the runs, so the mean is the interpolated accuracy. None if all evaluations
+    have a higher KL, or all a lower one.
     """
     ordered = sorted(evaluations, key=lambda evaluation: evaluation.kl.mean)
     kls = [evaluation.kl.mean for evaluation in ordered]
     if not kls[0] <= kl <= kls[-1]:
         return None
-    scores = np.array([evaluation.is_right for evaluation in ordered])  # (evaluations, n)
+    scores = np.array([evaluation.scores for evaluation in ordered])  # (evaluations, n)
     return np.array([np.interp(kl, kls, pair_scores) for pair_scores in scores.T])
 
 
@@ -100,8 +102,8 @@ class Baselines(NamedTuple):
 def make_baselines(rows: Sequence[Row], data: Data) -> Baselines:
     """Make the baselines from the rows of the method with most folds."""
     last = [row for row in rows if row["share"] == 1.0]
-    most = max(list_methods(rows), key=lambda method: sum(row["method"] == method for row in last))
-    own = sorted((row for row in last if row["method"] == most), key=lambda row: row["fold"])
+    method = max(list_methods(rows), key=lambda method: sum(row["method"] == method for row in last))
+    own = sorted((row for row in last if row["method"] == method), key=lambda row: row["fold"])
 
     def join(key: str) -> np.ndarray:
         return np.concatenate([row[key] for row in own])
@@ -122,35 +124,55 @@ def make_baselines(rows: Sequence[Row], data: Data) -> Baselines:
 
 def format_tables(rows: Sequence[Row], data: Data) -> str:
     """Make the tables of methods and of planned differences."""
-    kl = choose_kl(rows)
-    ranked, differences, baseline_margins = make_baselines(rows, data)
-    scores_at_kl: dict[str, dict[int, float]] = {}  # by method and number of the pair
+    kl, baselines = choose_kl(rows), make_baselines(rows, data)
+    scores = {method: _find_scores(rows, method, kl) for method in list_methods(rows)}
+    tables = (
+        _make_method_lines(rows, data, baselines, scores, kl),
+        _make_difference_lines(data, baselines, scores, kl),
+    )
+    return "\n\n".join(format_table(lines) for lines in tables if len(lines) > 1)
+
+
+def _find_scores(rows: Sequence[Row], method: str, kl: float) -> Scores:
+    """Find a method's scores at this KL; none beyond its runs."""
+    evaluations = collect(rows, method)
+    scores = interpolate([*evaluations.values()], kl)
+    return {} if scores is None else dict(zip(evaluations[1.0].pairs.tolist(), scores, strict=True))
+
+
+def _make_method_lines(
+    rows: Sequence[Row], data: Data, baselines: Baselines, scores: Mapping[str, Scores], kl: float
+) -> list[list[str]]:
+    """Make the lines of the table of baselines and methods."""
+    ranked, differences, baseline_margins = baselines
     lines = [["", "KL", "balanced accuracy", f"at KL {kl:.2f}", "change of log pi, chosen / rejected", "pairs"]]
     for name, margins in baseline_margins.items():
-        accuracy = balance(judge(margins), ranked, differences[ranked], data)
+        accuracy = balance(judge(margins), ranked, differences, data)
         lines.append([name, "", f"{accuracy:.3f}", "", "", f"{len(ranked)}"])
-    for method in list_methods(rows):
-        along = collect(rows, method)
-        end = along[1.0]
-        own = differences[end.pairs]
-        accuracy = balance(end.is_right, end.pairs, own, data)
-        scores = interpolate([*along.values()], kl)
-        if scores is None:
-            cell = "-"
-        else:
-            scores_at_kl[method] = dict(zip(end.pairs.tolist(), scores, strict=True))
-            cell = f"{balance(scores, end.pairs, own, data):.3f}"
+    for method, own_scores in scores.items():
+        end = collect(rows, method)[1.0]
+        accuracy = balance(end.scores, end.pairs, differences, data)
+        cell = "-"
+        if own_scores:
+            cell = f"{balance(np.array([*own_scores.values()]), end.pairs, differences, data):.3f}"
         changes = f"{end.chosen.mean():.1f} / {end.rejected.mean():.1f}"
         lines.append([METHODS[method].label, f"{end.kl}", f"{accuracy:.3f}", cell, changes, f"{len(end.pairs)}"])
-    planned = [["difference of balanced accuracies", f"KL {kl:.2f}", "pairs"]]
-    compared = scores_at_kl.get(COMPARED, {})
-    for method, scores_of_pair in scores_at_kl.items():
-        pairs = np.array(sorted(scores_of_pair.keys() & compared.keys()))
+    return lines
+
+
+def _make_difference_lines(
+    data: Data, baselines: Baselines, scores: Mapping[str, Scores], kl: float
+) -> list[list[str]]:
+    """Make the lines of the table of planned differences."""
+    lines = [["difference of balanced accuracies", f"KL {kl:.2f}", "pairs"]]
+    compared = scores.get(COMPARED, {})
+    for method, own_scores in scores.items():
+        pairs = np.array(sorted(own_scores.keys() & compared.keys()))
         if method != COMPARED and len(pairs):
-            change = np.array([scores_of_pair[pair] - compared[pair] for pair in pairs])
-            difference = balance(change, pairs, differences[pairs], data)
-            planned.append([f"{method} - {COMPARED}", f"{difference:+.3f}", f"{len(pairs)}"])
-    return "\n\n".join(format_table(table) for table in (lines, planned) if len(table) > 1)
+            changes = np.array([own_scores[pair] - compared[pair] for pair in pairs])
+            difference = balance(changes, pairs, baselines.differences, data)
+            lines.append([f"{method} - {COMPARED}", f"{difference:+.3f}", f"{len(pairs)}"])
+    return lines
 
 
 def draw(rows: Sequence[Row], data: Data, *, dark: bool) -> bytes:
@@ -161,16 +183,16 @@ def draw(rows: Sequence[Row], data: Data, *, dark: bool) -> bytes:
         axis: Any = picture.subplots()
         styles = ((0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
         for line, (name, margins) in zip(styles, baseline_margins.items(), strict=True):
-            accuracy = balance(judge(margins), ranked, differences[ranked], data)
+            accuracy = balance(judge(margins), ranked, differences, data)
             axis.axhline(accuracy.mean, color=theme.muted, linewidth=1.2, linestyle=line, label=name)
         for color, method in zip(theme.colors, METHODS, strict=False):
             if method in list_methods(rows):
                 along = [*collect(rows, method).values()]
-                found = [balance(e.is_right, e.pairs, differences[e.pairs], data) for e in along]
+                accuracies = [balance(e.scores, e.pairs, differences, data) for e in along]
                 axis.errorbar(
                     [e.kl.mean for e in along],
-                    [accuracy.mean for accuracy in found],
-                    yerr=[accuracy.half_width for accuracy in found],
+                    [accuracy.mean for accuracy in accuracies],
+                    yerr=[accuracy.half_width for accuracy in accuracies],
                     xerr=[e.kl.half_width for e in along],
                     **{"color": color, "marker": MARKERS[method], "markersize": 5, "elinewidth": 1},
                     label=METHODS[method].label,

@@ -45,8 +45,8 @@ METHODS = {  # the most informative first
 class Size(NamedTuple):
     """Size of the experiment."""
 
-    folds: int  # that are trained; there are always N_FOLDS
-    pairs: int | None  # only so many; None: all
+    folds: int  # number of the N_FOLDS folds for which policies are trained
+    pairs: int | None  # number of pairs used; None: all
     batch: int  # pairs of an update
     kl_prompts: int  # held-out prompts of a fold whose answers estimate KL
     kl_tokens: int  # of an answer
@@ -103,9 +103,9 @@ class Sweep:
         return Job(self.root / "runs" / f"{method}-fold-{fold}", overrides)
 
     def train_all(self, methods: Sequence[str]) -> Iterator[list[Row]]:
-        """Train methods on all folds; yield the rows of each run.
+        """Train methods for each fold; yield the rows of each run.
 
-        Those of other methods that are there already are yielded too.
+        The rows of other methods' runs that were finished before are yielded too.
         """
         runs = {self.make_job(method, fold): (method, fold) for method in METHODS for fold in range(self.size.folds)}
 
@@ -124,7 +124,7 @@ class Sweep:
     def make_rows(self, job: Job, method: str, fold: int) -> list[Row]:
         """Make a row for the policy after each part of the run.
 
-        A row's `pairs` are the numbers of the fold's pairs; its lists by role have a value for each of them.
+        A row's `pairs` are the numbers of the fold's pairs; its lists by role have a value for each pair.
         """
         pairs, rows = np.flatnonzero(self.folds == fold).tolist(), []
         per_pair = METHODS[method].examples_per_pair
@@ -166,10 +166,10 @@ def read_evaluation(
 ) -> dict[tuple[int, str], tuple[float, float, int]]:
     """Read an evaluation's log-probabilities from the ledger.
 
-    Returns the policy's and the reference's log-probability and the number of tokens, by (pair, role). An example of
-    the ledger is a pair, or under KTO a single response.
+    Returns the policy's and the reference's log-probability and the number of tokens, by (number of the pair, role). An
+    example of the ledger is a pair, or under KTO a single response.
     """
-    numbers: dict[tuple[str, str], list[int]] = {}  # of the pairs, by the example's digest and role
+    numbers: dict[tuple[str, str], list[int]] = {}  # numbers of pairs, by an example's digest and role
     for number, pair in enumerate(pairs):
         for role, digests in pair.digests.items():
             for digest in digests:

@@ -24,7 +24,7 @@ QUICK = Size(pairs=64, validation=16, held_out=16, samples=2, reference_samples=
 
 
 def run(out: Path, sweep: Sweep, methods: Sequence[str]) -> None:
-    """Make all runs, and write rows, pictures and tables after each."""
+    """Make all runs; write rows and pictures after each, and print tables."""
     from experiments.sentiment.reading import draw, format_tables
 
     sweep.prepare()

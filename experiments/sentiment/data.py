@@ -74,7 +74,7 @@ def write_scorer(root: Path, scale: Scale) -> str:
 
 
 def keep_prompt(tokens: Sequence[int], encode: Callable[[str], list[int]], decode: Callable[..., str]) -> str | None:
-    """Decode a prompt; None if it is short or encoded otherwise."""
+    """Decode a prompt; None if short, or its text has other tokens."""
     if len(tokens) < PROMPT_TOKENS:
         return None
     prompt = [*tokens[:PROMPT_TOKENS]]

@@ -23,7 +23,7 @@ PLANNED = (  # the first method's reward less the second's at equal KL, planned 
 )
 MARKERS = {"dpo": "o", "online_dpo": "s", "ipo": "^", "sft_chosen": "P"}
 WIDTH, HEIGHT = 6.4, 5.2  # inches
-KL_TICKS = (0, 0.25, 1, 2, 4, 6, 8, 12, 16, 24, 32)  # those beyond the last policy are not drawn
+KL_TICKS = (0, 0.25, 1, 2, 4, 6, 8, 12, 16, 24, 32)  # ticks beyond the last policy are not drawn
 
 
 def list_policies(rows: Sequence[Row], method: str) -> list[Row]:
@@ -34,14 +34,14 @@ def list_policies(rows: Sequence[Row], method: str) -> list[Row]:
 def at_kl(rows: Sequence[Row], method: str, kl: float) -> np.ndarray | None:
     """Interpolate a method's rewards at this KL, (prompts,).
 
-    The interpolation is linear in KL between the reference and the method's policies. None beyond their KLs.
+    The interpolation is linear in KL between the reference and the method's policies. None above their highest KL.
     """
     own = [*list_policies(rows, REFERENCE), *list_policies(rows, method)]
     kls = [row["kl"] for row in own]
     if len(own) < 2 or kl > max(kls):
         return None
     rewards = np.array([row["rewards"] for row in own]).T  # (prompts, policies)
-    return np.array([np.interp(kl, kls, of_prompt) for of_prompt in rewards])
+    return np.array([np.interp(kl, kls, prompt_rewards) for prompt_rewards in rewards])
 
 
 def format_tables(rows: Sequence[Row]) -> str:
@@ -52,7 +52,7 @@ def format_tables(rows: Sequence[Row]) -> str:
             estimates = [Estimate(row[key], row[f"{key}_half_width"]) for key in ("kl", "reward", "gain")]
             cells = [f"{estimate}" for estimate in estimates]
             if method in (REFERENCE, BEST):
-                cells[0] = f"{row['kl']:.2f}"  # by a formula
+                cells[0] = f"{row['kl']:.2f}"  # from a formula, without an interval
             lines.append([method, f"{row['knob']:g}", *cells, f"{row['length']:.1f}" if "length" in row else ""])
     planned = [["difference of rewards", *(f"KL {kl:g}" for kl in PLANNED_KLS)]]
     for first, second in PLANNED:

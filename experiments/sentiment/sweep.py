@@ -42,7 +42,7 @@ ONLINE = (
 )  # fmt: skip
 BATCH = 16  # pairs or prompts of an update
 SAVE_EVERY = 512  # pairs between checkpoints, from which a killed run goes on
-OVERSAMPLED = 1.4  # times the prompts and pairs needed are drawn: the text of some has other tokens than were sampled
+OVERSAMPLED = 1.4  # factor on the needed prompts and pairs, as some texts have other tokens than were sampled
 PROMPTS_OF_A_JOB = 256
 # seeds of the sampling
 PROMPT_SEED, PAIR_SEED, HELD_OUT_SEED, LABEL_SEED, POLICY_SEED = range(5)
@@ -96,7 +96,7 @@ class Sweep:
         import_all("experiments.language")
         if not (self.root / "prompts.json").exists():
             write_whole(self.root / "prompts.json", json.dumps(self.draw_prompts(), indent=0))
-        jobs: dict[Job, tuple[int, int, int, int]] = {}  # first prompt, end, samples of a prompt, and seed of each
+        jobs: dict[Job, tuple[int, int, int, int]] = {}  # arguments of `draw_answers`
         for name, start, end, n_samples, seed in (
             ("held_out", 0, self.size.held_out, self.size.reference_samples, HELD_OUT_SEED),
             ("pairs", self.size.held_out, len(self.prompts), 2, PAIR_SEED),
@@ -106,24 +106,27 @@ class Sweep:
                 jobs[job] = first, min(first + PROMPTS_OF_A_JOB, end), n_samples, seed
 
         def draw(job: Job) -> None:
-            first, end, n_samples, seed = jobs[job]
-            answers = self.answer(self.reference, self.prompts[first:end], n_samples, seed=seed, first=first)
-            rows = [
-                {
-                    "prompt": prompt,
-                    "texts": [answer.text for answer in own],
-                    "ended": [answer.ended for answer in own],
-                    "canonical": all(map(self.is_canonical, own)),
-                }
-                for prompt, own in zip(self.prompts[first:end], answers, strict=True)
-            ]
-            write_rows(job.result, rows)
+            write_rows(job.result, self.draw_answers(*jobs[job]))
 
         done = dict(iterate_rows([*jobs], draw, lambda job, rows: f"{len(rows)} prompts answered", name="reference"))
         for name in ("held_out", "pairs"):
             rows = [row for job in jobs if job.directory.name.startswith(name) for row in done[job]]
             write_rows(self.root / f"{name}.json", rows)
         self.write_pairs()
+
+    def draw_answers(self, first: int, end: int, n_samples: int, seed: int) -> list[Row]:
+        """Draw the reference's answers to the prompts from `first` to `end`."""
+        prompts = self.prompts[first:end]
+        answers = self.answer(self.reference, prompts, n_samples, seed=seed, first=first)
+        return [
+            {
+                "prompt": prompt,
+                "texts": [answer.text for answer in own],
+                "ended": [answer.ended for answer in own],
+                "canonical": all(map(self.is_canonical, own)),
+            }
+            for prompt, own in zip(prompts, answers, strict=True)
+        ]
 
     # --- prompts and pairs --------------------------------------------------------------------------------------------
 
@@ -146,7 +149,7 @@ class Sweep:
         return self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
     def is_canonical(self, answer: Answer) -> bool:
-        """Check that training on the answer's text reads the sampled tokens."""
+        """Check that the answer's text is tokenized to the sampled tokens."""
         tokens = answer.tokens[:-1] if answer.ended else answer.tokens
         return self.encode(answer.text) == [*tokens] and len(tokens) > 0
 
@@ -171,7 +174,7 @@ class Sweep:
 
     @cached_property
     def prompts(self) -> list[str]:
-        """Those held out come first."""
+        """All prompts, the held-out prompts first."""
         return json.loads((self.root / "prompts.json").read_text(encoding="utf-8"))
 
     def answer(
@@ -192,8 +195,8 @@ class Sweep:
         if len(records) < n_pairs + n_validation:
             raise InputError(
                 f"only {len(records)} of the pairs that {self.model} gave can be used, and {n_pairs + n_validation} "
-                f"are needed: in the others the responses are equal, or one has other tokens than were sampled. Give "
-                f"another --model"
+                f"are needed: the rest have equal responses, or one with other tokens than were sampled. Give another "
+                f"--model"
             )
         records = records[: n_pairs + n_validation]
         sentiments = np.array([[self.sentiment(text) for text in row["texts"]] for row in records])
@@ -224,15 +227,15 @@ class Sweep:
         return Job(self.root / "runs" / f"{method}-{knob:g}", overrides)
 
     def train_all(self, methods: Sequence[str]) -> Iterator[list[Row]]:
-        """Train and measure the policies of these methods; yield each one's rows.
+        """Train and measure these methods' policies; yield the rows of each run.
 
         The rows of other methods' runs that were finished before are yielded too.
         """
         runs: dict[Job, tuple[str, float]] = {}
         for i in range(self.size.knobs):  # the most informative value of every method first
             for name, method in METHODS.items():
-                for knob in method.knobs[i : i + 1]:
-                    runs[self.make_job(name, knob)] = name, knob
+                if i < len(method.knobs):
+                    runs[self.make_job(name, method.knobs[i])] = name, method.knobs[i]
 
         def finish(job: Job) -> None:
             method, knob = runs[job]
@@ -281,7 +284,7 @@ class Sweep:
         }
 
     def make_row(self, rewards: np.ndarray) -> Row:
-        """Make the part of a row that is on rewards, (prompts,)."""
+        """Make the part of a row that describes rewards, (prompts,)."""
         prompts = range(len(rewards))
         reward = estimate_mean(rewards, prompts)
         gain = estimate_mean(rewards - self.reference_rewards.mean(1), prompts)

@@ -110,7 +110,7 @@ BEST_THEN_WORSE = ONE_PAIR + evaluated((5, 0.6, 0.8), (10, 0.6, 0.75))
 EIGHT_OF_54 = {"train": {"examples": 54, "empty_responses": 54}}
 SIMPO = {"loss": {"name": "simpo", "beta": 2.0, "gamma": 1.0}}
 
-UNCLEAR = "Held-out accuracy cannot be told from chance"
+UNCLEAR = "Held-out accuracy may be chance"
 CHANCE = "Held-out pairs are ranked no better than by chance"
 SATURATED, SPENT = "Accuracy is saturated", "Accuracy and loss are saturated"
 WORSE_THAN_REFERENCE = "By its own loss the policy is worse than the reference"
@@ -128,7 +128,7 @@ RISE, FLAT, LENGTH_WINS = "Scores rise", "Scores have not risen", "Scores and le
 FAR, ACCURACIES, TIME = (
     "The policy has gone far from the reference",
     "What accuracies mean here",
-    "What drawing the pairs takes",
+    "Time for drawing pairs",
 )
 LONGER = {"preflight": {"test": {"mean_chosen_tokens": 100.0, "mean_rejected_tokens": 50.0}}}
 IS_LENGTH = "Much of the margin is length"
@@ -156,7 +156,7 @@ class Told(NamedTuple):
 
 TOLD = [
     Told("note", UNCLEAR, "rewards_eval/accuracies 0.55 on 256 pairs, 95 % interval 0.489 to 0.61", held_out(0.55),
-         text="256 pairs cannot tell whether anything was learned. To tell an accuracy of 0.60 from"),
+         text="On 256 pairs it is not clear whether anything was learned. To tell an accuracy of 0.60 from"),
     # of the 256 that the config allows: raising that would give no more
     Told("note", UNCLEAR, "rewards_eval/accuracies 0.8 on 6 pairs", held_out(0.8), of_test_pairs(6),
          text="put more pairs into the test split, which has only these 6"),
@@ -218,7 +218,7 @@ TOLD = [
          {"nonfinite": [3, 5]}, "nonfinite-3, nonfinite-5"),
     Told("warning", "The run ended on a loss or gradient that was not a number", "update 7", updates(6),
          {"nonfinite": [7], "state": State("aborted", "")}),
-    Told("warning", "Gradient spikes", "grad_norm 72 at update 40, 36 times its median before; 1 spike in all",
+    Told("warning", "Gradient spikes", "grad_norm 72 at update 40, 36 times the median before; 1 spike in all",
          updates(60, grad_norm=lambda k: 2.0 if k != 40 else 72.0)),
     Told("warning", "Loss spikes", "loss/train 9", updates(60, loss=lambda k: 9.0 if k == 30 else 0.6)),
     Told("warning", "Loss spikes", "", [*AT_REFERENCE, *LEARNED[:39], {**LEARNED[39], "loss/train": 0.8}]),
@@ -274,7 +274,7 @@ TOLD = [
     # scores of the best and the worst answer lie 2 apart
     Told("warning", FLAT, "online/score 1 over the first 10 updates, 1 over the last; change +0, 98 % interval +0 to "
          "+0; best minus worst answer 2", drawing(score=lambda k: 1.0), online()),
-    Told("note", "Scores cannot be told from unchanged ones", "",
+    Told("note", "No clear change in scores", "",
          drawing(score=lambda k: 1.0 + int(400 * k) % 70 / 100), online()),
     Told("note", ACCURACIES, "rewards_train/accuracies 0.995; rewards_eval/accuracies 0.4", drawing(), online(),
          "need not rise", absent="from the datasets"),

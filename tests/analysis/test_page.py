@@ -177,7 +177,7 @@ def test_answers_to_held_out_prompts_are_shown_with_their_errors(tmp_path):
     flipped = drawn(160, "good", "bad") | {"flipped": True}
     run = write_run(tmp_path / "run", logged, samples=[flipped], config={"online": {"name": "online"}})
     text = page_of(run).texts["main"]
-    assert "is 1.5 now. On held-out prompts it is 0.75, and it wins 62 % against the reference." in text
+    assert "is 1.5 now. On held-out prompts it is 0.75, with a win rate of 62 % against the reference." in text
     assert "standard error 0.0625, the reference has 0.25" in text
     assert "standard error 5 %, against the reference" in text
     assert "best, rejected: score" in text

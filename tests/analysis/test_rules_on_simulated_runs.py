@@ -421,7 +421,7 @@ RATES = [
         "accuracy 0.525", partial(with_accuracies, training=0.7, held_out=0.525, n=4096), "4,096 pairs", 0.5,
     ),
     Rates(
-        on_training.no_better_than_chance, NOTE, "Held-out accuracy cannot be told",
+        on_training.no_better_than_chance, NOTE, "Held-out accuracy may be chance",
         "accuracy 0.62", partial(with_accuracies, training=0.7, held_out=0.62),
         "accuracy 0.53", partial(with_accuracies, training=0.7, held_out=0.53), HELD_OUT, 0.5,
     ),

@@ -95,7 +95,7 @@ def test_columns_may_have_other_names(tokenizer, chat):
         get_custom([{"best": "a b", "worst": "a c"}], "mine", tokenizer, RENAMED)
     shared = get_custom([{"best": "a b", "worst": "a c"}], "mine", tokenizer, {"chosen": "best", "rejected": "worst"})
     assert list(shared) == ["a"]
-    with pytest.raises(InputError, match=r"mine\.columns has the fields promt: give some of those of pairs"):
+    with pytest.raises(InputError, match=r"mine\.columns has the fields promt: give fields of pairs"):
         get_custom(rows, "mine", tokenizer, {"promt": "question"})
     sources = {"hh": {"path": "x", "columns": RENAMED}}
     with pytest.raises(InputError, match=r"dataset_sources\.hh\.columns=.*: hh has columns of its own"):

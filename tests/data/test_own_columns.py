@@ -259,9 +259,9 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
             "prompt messages",
             "targets",
             {"prompt": "prompt", "messages": "messages"},
-            "dataset_sources.mine.columns has the fields prompt, messages: give some of those of pairs (prompt, "
-            "chosen, rejected), or of those of targets (prompt, completion), labels (prompt, completion, label) or "
-            "ranked lists (prompt, responses, scores), or messages alone or with label; any may have weight and margin",
+            "dataset_sources.mine.columns has the fields prompt, messages: give fields of pairs (prompt, chosen, "
+            "rejected), of targets (prompt, completion), of labels (prompt, completion, label) or of ranked lists "
+            "(prompt, responses, scores), or messages alone or with label; any may have weight and margin",
         ),
     ],
 )

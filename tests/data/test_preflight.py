@@ -57,8 +57,9 @@ def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(tokenize
         ((40, 30), (1.0, 1.0), None),  # 4/3
         ((80, 20), (1.0, 3.5), None),
         ((30, 42), (1.87, 1.0), None),  # as advised for (1.0, 1.0), rounded
-        ((20, 80), (1.0, 1.0), "is 0.25 times loss.undesirable_weight times that of undesirable ones, and the paper of "
-                               "KTO advises 1 to 4/3: try loss.desirable_weight from 4 to 5.33"),
+        ((20, 80), (1.0, 1.0), "the desirable responses weigh 0.25 times as much as the undesirable responses (the "
+                               "number of each times loss.desirable_weight or loss.undesirable_weight), and the paper "
+                               "of KTO advises 1 to 4/3: try loss.desirable_weight from 4 to 5.33"),
         ((80, 20), (1.0, 1.0), "advises 1 to 4/3: try loss.undesirable_weight from 3 to 4"),
         ((80, 0), (1.0, 1.0), "the train split has no undesirable response, and a loss of labels learns from both "
                               "kinds: add some"),

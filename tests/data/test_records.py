@@ -102,14 +102,14 @@ def test_a_record_that_a_format_holds_as_it_is_comes_back_from_it(target):
             assert not changes
             assert all(row[column] == value for column, value in written.items())
     assert reasons <= {
-        "texts that are not of Human and Assistant",
+        "texts that are not dialogues of Human and Assistant",
         "chat messages",
         "labels",
         "pairs",
         "ranked lists",
         "single responses",
         "several turns before the response",
-        "turns of others than user and assistant",
+        "turns of other roles than user and assistant",
         "prompts that are not the common beginning",
         "tool calls",
         "responses of several messages",

@@ -291,7 +291,7 @@ def test_splits_of_other_columns_are_not_renamed_one_for_the_other(tmp_path):
     with pytest.raises(InputError) as error:
         get_dataset("mine", "test", dataset_sources={"mine": str(tmp_path)})
     assert str(error.value) == (
-        f"{tmp_path} (test) has the columns question, good, bad, and its train split has prompt, chosen, rejected: "
+        f"{tmp_path} (test) has the columns question, good, bad, and the train split has prompt, chosen, rejected: "
         f"name the columns of both splits alike"
     )
 

@@ -233,7 +233,7 @@ def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
         (
             LOOKED_UP,
             WITH_TOOLS,
-            "mine: the prompt, as rendered for generation, is a prefix of prompt and response, in tokens, in 2 of 2 "
+            "mine: in tokens, the prompt as rendered for generation is a prefix of prompt and response in 2 of 2 "
             "conversations checked",
         ),
         (
@@ -373,12 +373,12 @@ def test_turns_that_change_once_others_follow_are_found(template, seen, chat):
     [
         (
             WITH_TOOLS.replace("<{{ m.role }}>", "<{{ m.role }}>{{ '!' if loop.last else '?' }}"),
-            "renders the prompt differently once a response follows, so it cannot be told where the response starts: n",
+            "renders the prompt differently once a response follows, so it is not known where the response starts: n",
         ),
         # as Mistral's, which puts a system turn into a last question alone
         (
             WITH_TOOLS.replace("for m in messages", "for m in messages if m.role != 'system' or messages | length < 3"),
-            "renders the prompt differently once a response follows, without 'Be kind.', so it cannot be told where",
+            "renders the prompt differently once a response follows, without 'Be kind.', so it is not known where",
         ),
         (
             WITH_TOOLS.replace("for m in messages", "for m in messages if m.role != 'assistant' or m == messages[-1]"),

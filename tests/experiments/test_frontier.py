@@ -425,7 +425,7 @@ def test_settings_are_those_of_the_highest_score(made_rows):
 
 
 def test_the_tables_of_the_document_are_those_of_its_rows():
-    tables = frontier.read_rows([ROOT / "docs" / "frontier.json"]).split("\n\n")
-    planned, *_ = frontier.read_rows([ROOT / "docs" / "frontier-task1.json"]).split("\n\n")
+    tables = frontier.read_tables([ROOT / "docs" / "frontier.json"]).split("\n\n")
+    planned, *_ = frontier.read_tables([ROOT / "docs" / "frontier-task1.json"]).split("\n\n")
     text = (ROOT / "docs" / "RESULTS.md").read_text(encoding="utf-8")
     assert [table for table in (*tables, planned) if table not in text] == []

@@ -167,7 +167,7 @@ def test_a_sweep_continues_where_it_was_stopped(sweep, monkeypatch, capsys):
     assert found == [row for row in sweep.rows if row["seed"] == 0]
     assert json.loads(stopped.result.read_text()) == rows
     said = capsys.readouterr().out
-    assert "fixed-0: 5 of 6 runs are there already" in said
+    assert "fixed-0: 5 of 6 runs were done before" in said
     assert said.count("rm_tokens") == said.count("s left") == 1
 
     other = sweeps.Sweep(sweep.root, TASK, SIZE._replace(sft_epochs=5), OVERRIDES)

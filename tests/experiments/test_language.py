@@ -56,7 +56,7 @@ def test_quick_sentiment(letters, tmp_path, monkeypatch, capsys):
     assert [row["method"] for row in rows] == ["reference", "best_of_n", "best_of_n", "online_dpo"]
     assert sentiment.main(command) == 0
     printed = capsys.readouterr().out
-    assert "sentiment: 1 of 4 runs are there already" in printed
+    assert "sentiment: 1 of 4 runs were done before" in printed
     assert "| online_dpo - best_of_n |" in printed
 
     rows = {row["method"]: row for row in json.loads((tmp_path / "out" / "sentiment.json").read_text())}

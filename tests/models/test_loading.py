@@ -90,7 +90,7 @@ def test_an_adapter_goes_with_the_settings_that_the_refusals_name(adapter, check
     for overrides, said in (
         ((), r"choose lora=lora lora.reference=adapter, or merge it first: python -m scripts\.export \S+ DIR --merge"),
         (("loss=sft",), "is an adapter: choose lora=lora, or merge it first"),
-        (("lora=lora", *ALIKE), "the reference would be its base, without it: choose lora.reference=adapter, or merge"),
+        (("lora=lora", *ALIKE), "would be the adapter's base alone: choose lora.reference=adapter, or merge"),
         (("lora=lora", "lora.reference=adapter"), "is an adapter of another size: give lora.r=4 lora.alpha=8"),
         ((*TO_ADAPTER, "lora.target_modules=auto"), r"differs in .*: give lora.target_modules=\[q_proj,v_proj\]"),
         ((*TO_ADAPTER, f"model.archive={BASE}"), "is not an adapter, which lora.reference=adapter needs: "),

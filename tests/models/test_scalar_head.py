@@ -27,7 +27,7 @@ from dpo.models.answers import Answer
 from dpo.models.export import export
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout
 from dpo.models.pretrained import disable_dropout, load_model
-from dpo.models.scalar_head import WEIGHT, find_scalar_head, install_scalar_head
+from dpo.models.scalar_head import HEAD_WEIGHT, find_scalar_head, install_scalar_head
 from dpo.models.scoring import load_scorer
 from dpo.models.side_by_side import Choices, load_panel
 from dpo.settings.plan import resolve
@@ -188,14 +188,14 @@ def test_the_body_of_a_policy_is_kept_and_the_head_is_drawn_from_the_seed(tiny_l
         return load_model(LLAMA, dtype=torch.float32, archive=file, seed=seed, scalar_head=True).state_dict()
 
     one, again, other, without = load(0), load(0), load(1), load(0, None)
-    assert one.keys() == without.keys() == body.keys() - {"lm_head.weight"} | {WEIGHT}
+    assert one.keys() == without.keys() == body.keys() - {"lm_head.weight"} | {HEAD_WEIGHT}
     assert all(torch.equal(one[name], body[name]) for name in body.keys() & one.keys())
-    assert torch.equal(one[WEIGHT], again[WEIGHT])
-    assert torch.equal(one[WEIGHT], without[WEIGHT])
-    assert not torch.equal(one[WEIGHT], other[WEIGHT])
-    assert one[WEIGHT].std().item() == pytest.approx(0.02, rel=0.3)  # initializer_range
+    assert torch.equal(one[HEAD_WEIGHT], again[HEAD_WEIGHT])
+    assert torch.equal(one[HEAD_WEIGHT], without[HEAD_WEIGHT])
+    assert not torch.equal(one[HEAD_WEIGHT], other[HEAD_WEIGHT])
+    assert one[HEAD_WEIGHT].std().item() == pytest.approx(0.02, rel=0.3)  # initializer_range
     torch.save({"step_idx": 0, "state": other, "metrics": {}}, archive)  # of a reward model, whose head is kept
-    assert torch.equal(load(0)[WEIGHT], other[WEIGHT])
+    assert torch.equal(load(0)[HEAD_WEIGHT], other[HEAD_WEIGHT])
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_an_adapter_of_a_policy_goes_on_with_a_new_head(finished, run, tmp_path)
     run("run", "loss=bradley_terry", *LORA, f"model.archive={sft}", "n_examples=4", "lr=1e-30")
     policy, reward = (read_state(folder / "LATEST" / "policy.pt") for folder in (sft, tmp_path / "run"))
     [head] = reward.keys() - policy.keys()
-    assert head.endswith(WEIGHT)
+    assert head.endswith(HEAD_WEIGHT)
     assert all(torch.equal(reward[name], tensor) for name, tensor in policy.items())
 
 

@@ -76,16 +76,20 @@ def test_bfloat16_is_recommended_on_a_cpu_that_computes_in_it():
         # half of 22.9 GB; a base of 2 bytes per parameter, or of 0.52 where it is quantized, and 0.2 for the adapter
         (
             (22.9e9, 1, "bfloat16"),
-            "lora=lora model.policy_dtype=bfloat16 takes 2.2, so up to about 5.2",
-            "takes 0.9, so up to about 13",
+            "lora=lora model.policy_dtype=bfloat16 takes 2.2 bytes per parameter, so up to about 5.2 billion fit",
+            "takes 0.9 bytes per parameter, so up to about 13 billion fit",
         ),
         # shards of the base, but all of a 4-bit one, on each of 8
         (
             (76.5e9, 8, "bfloat16"),
-            "takes 2.2, so up to about 140",
-            "lora=qlora model.policy_dtype=bfloat16 takes 0.9, so up to about 42",
+            "takes 2.2 bytes per parameter, so up to about 140 billion fit",
+            "lora=qlora model.policy_dtype=bfloat16 takes 0.9 bytes per parameter, so up to about 42 billion fit",
         ),
-        ((14.4e9, 0, "float32"), "lora=lora takes 4.2, so up to about 1.7", "lora=qlora takes 1.2, so up to about 6.1"),
+        (
+            (14.4e9, 0, "float32"),
+            "lora=lora takes 4.2 bytes per parameter, so up to about 1.7 billion fit",
+            "lora=qlora takes 1.2 bytes per parameter, so up to about 6.1 billion fit",
+        ),
     ],
 )
 def test_how_large_the_base_of_an_adapter_may_be_is_said(machine, lora, qlora, monkeypatch):

@@ -231,7 +231,7 @@ def test_a_lone_carriage_return_is_read_back_from_a_table(suffix, convert, tmp_p
         (ROWS["hh"], "out.csv", (), "a .csv file cannot hold chat messages or turns (record 1 of {dir}/rows.jsonl "),
         (ROWS["hh"], "out.jsonl", ("--format", "trl"), "--format=trl is not one of hh, trl_standard, "),
         (ROWS["hh"], "out.jsonl", ("--columns", "{best: a}"), "--columns={{'best': 'a'}} must map some of prompt, "),
-        (ROWS["hh"], "out.jsonl", ("--split=test",), "{dir}/rows.jsonl has no splits, so --split=test cannot be taken"),
+        (ROWS["hh"], "out.jsonl", ("--split=test",), "{dir}/rows.jsonl has no splits: leave --split=test out"),
         ([{**RANKED, "scores": [1]}], "out.jsonl", (), "must have a finite number for each of the 2 in responses"),
         ([{**PAIRED, "id": 2**70}], "out.parquet", (), "a Parquet file cannot hold these columns ("),
         ([{**PAIRED, "id": "\ud83d"}], "out.csv", (), "field 'id' has an unpaired UTF-16 surrogate"),

@@ -292,7 +292,7 @@ def test_a_policy_before_training_is_the_reference_under_sft(run_dir, tmp_path):
     lines: list[str] = []
     panel = load_panel([run / "step-8"], Choices(), log=lines.append)
     assert panel.reference.model.dtype == torch.float32  # the policy's: reference_dtype is for losses with a reference
-    assert lines == ["no beta is known, so there are no rewards: give --beta"]
+    assert lines == ["the beta of policy is unknown, so rewards are missing: give --beta"]
 
 
 def test_what_cannot_be_compared_is_refused(run_dir, tmp_path, tokenizer):

@@ -221,7 +221,7 @@ REFUSED = [
     ("loss=bradley_terry sample_during_eval=false loss.centering=-1", "loss.centering=-1 must be a number from 0 to "),
     (
         "loss=mix loss.weights.dpo=1 +loss.weights.bradley_terry=1",
-        "loss.weights.bradley_terry: bradley_terry trains a reward model and a mix a policy, so it is trained alone, ",
+        "loss.weights.bradley_terry: bradley_terry trains a reward model, and a mix trains a policy, so it is trained ",
     ),
     (
         "loss=kto loss.wpo=true",
@@ -233,17 +233,17 @@ REFUSED = [
     ),
     (
         "loss=kto loss.desirable_weight=0 loss.undesirable_weight=0",
-        "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: give one of them",
+        "loss.desirable_weight=0 and loss.undesirable_weight=0 leave no loss to train on: set one of them above 0",
     ),
     ("loss=kto loss.desirable_weight=-1", "loss.desirable_weight=-1 must be a number from 0 to 1e30"),
     (f"{DPO} unpair=true", "unpair=true needs a loss of labels: loss=kto or loss=apo_zero_unpaired or loss=bco"),
     (
         "loss=mix loss.weights.dpo=1 +loss.weights.kto=1",
-        "loss.weights.kto: kto trains on labels and a mix on pairs, ",
+        "loss.weights.kto: kto trains on labels, and a mix trains on pairs, ",
     ),
     (
         "loss=mix loss.weights.dpo=1 +loss.weights.plackett_luce=1",
-        "loss.weights.plackett_luce: plackett_luce trains on lists and a mix on pairs, so it is trained alone, as",
+        "loss.weights.plackett_luce: plackett_luce trains on lists, and a mix trains on pairs, so it is ",
     ),
     (
         "loss=hinge +loss.offset_by_margin=true",
@@ -257,7 +257,7 @@ REFUSED = [
     (f"{DPO} loss.label_smoothing=-0.1", "loss.label_smoothing=-0.1 must be a number in [0, 0.5)"),
     (f"{DPO} loss.f_divergence=kl", "loss.f_divergence=kl is not one of alpha, forward_kl, js"),
     (f"{DPO} loss.f_divergence=js loss.reference_free=true", "loss.f_divergence=js is a divergence from the reference"),
-    ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss that depends on the log-ratios by"),
+    ("loss=sppo loss.f_divergence=js", "loss.f_divergence=js needs a loss that depends only on the difference"),
     ("loss=exo loss.label_smoothing=0", "loss.label_smoothing=0 makes the loss infinite: set it above 0"),
     ("loss=mix", "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
     ("loss=mix loss.weights.sft=1", "loss=mix adds up no loss of pairs"),
@@ -295,18 +295,18 @@ REFUSED = [
         "online.n_samples=1 must be an integer from 2 to 1024: at least a best and a worst",
     ),
     (f"{DRAWN} cache_reference_logps=all", "cache_reference_logps=all needs pairs that are known before"),
-    (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 are more than max_len"),
+    (f"{DRAWN} online.max_new_tokens=400", "max_prompt_length=256 and online.max_new_tokens=400 add up to more than "),
     (f"{DRAWN} online.labels=soft", "online.labels=soft is not one of bradley_terry, hard"),
     (f"{DRAWN} online.reward_format=eos", "online.reward_format=eos is not one of chat, pair, policy, text, text_eos"),
-    (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4 gives 0 pairs of the data per batch; "),
+    (f"{DRAWN} online.mix_offline=0.1", "online.mix_offline=0.1 of batch_size=4 gives 0 pairs of the data per batch, "),
     (f"{DRAWN} loss=simpo online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a refere"),
     (f"{DRAWN} {LORA} online.sync_reference_every=5", "online.sync_reference_every=5 needs a loss with a reference"),
 ]
 
 NO_EFFECT = [
     ("fsdp_port=5000", "it needs processes that train.py starts itself"),
-    (f"fsdp_frozen_weights=whole {DPO}", "it needs a reference of its own or an adapter, and trainer=FSDPTrainer"),
-    (f"fsdp_frozen_weights=sharded {FSDP}", "it needs a reference of its own or an adapter, and trainer=FSDPTrainer"),
+    (f"fsdp_frozen_weights=whole {DPO}", "it needs trainer=FSDPTrainer, and an adapter or a reference that is"),
+    (f"fsdp_frozen_weights=sharded {FSDP}", "it needs trainer=FSDPTrainer, and an adapter or a reference that is"),
     ("fsdp_reshard_after_forward=false", "it needs processes that share weights: trainer=FSDPTrainer"),
     (f"fsdp_reduce_once=true {FSDP} world_size=2", "it needs gradient_accumulation_steps above 1 and processes that "),
     (f"fsdp_reduce_dtype=bfloat16 {FSDP} world_size=1", "it needs several processes that see different examples"),
@@ -350,7 +350,7 @@ DISCOURAGED = [
     (f"{LORA} lr=5e-7", "lr=5e-07 is a learning rate for training all weights; for an adapter, try about ten times as"),
     (
         f"{DPO} online=online online.scorer=shorter online.labels=bradley_terry",
-        "online.labels=bradley_terry with online.ties=skip leaves out pairs that hold the probabilities of equally ",
+        "online.labels=bradley_terry needs ties to keep equally good answers equally probable, and online.ties=skip ",
     ),
 ]
 

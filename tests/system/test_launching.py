@@ -143,7 +143,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n
     [
         ({}, None),
         (TORCHRUN, RankEnv(3, 8, 1, "node0", 29500)),
-        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, RankEnv(0, 8, 0, "node0", 29500, hosts=True)),
+        ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}, RankEnv(0, 8, 0, "node0", 29500, serves_store=True)),
         ({**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, RankEnv(0, 8, 1, "node0", 29500)),
         (SLURM, RankEnv(5, 8, 2, "gpu03", 23456)),
         ({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1"}, RankEnv(5, 8, 2, "head", 1)),
