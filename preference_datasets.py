@@ -1,4 +1,4 @@
-"""The datasets as `{prompt: {responses, pairs, sft_target}}`, and the reference's batch iterator.
+"""Datasets as `{prompt: {responses, pairs, sft_target}}`, and the reference code's batch iterator.
 
 `hh`, `shp` and `se` are the paper's datasets, and `demo` is made up here. Any other name is custom data, see
 `dpo/data/custom.py`. Modules that only `se` needs are imported where they are used, for a quick start.
@@ -19,9 +19,9 @@ import tqdm
 from dpo.data import preflight
 from dpo.data.collation import (
     PaddedBatch,
-    get_collate_fn,  # noqa: F401  (the reference has it here)
+    get_collate_fn,  # noqa: F401  (the reference code has it here)
     padded_batch,
-    tokenize_batch_element,  # noqa: F401  (the reference has it here)
+    tokenize_batch_element,  # noqa: F401  (the reference code has it here)
 )
 from dpo.data.columns import ColumnsError, find_columns
 from dpo.data.custom import get_custom
@@ -63,9 +63,9 @@ def strings_match_up_to_spaces(str_a: str, str_b: str) -> bool:
 
 
 def strip_html_tags(html_string: str) -> str:
-    """Convert Stack Exchange HTML to text, as the reference does.
+    """Convert Stack Exchange HTML to text, as the reference code does.
 
-    Keeps the top-level elements `p` (only the text directly in it), `pre > code` and `code`, in order, with a blank
+    Keeps the top-level elements `p` (only the text directly in `p`), `pre > code` and `code`, in order, with a blank
     line between them. Code stays inside `<code>`. Lists, quotes, links and all other elements are dropped.
     """
     from bs4 import BeautifulSoup, NavigableString
@@ -105,7 +105,7 @@ def get_hh(
     if n_diverged:
         data.notes.append(
             f"HH {split}: in {n_diverged} rows the rejected dialogue does not begin with the chosen dialogue's prompt; "
-            f"as in the reference, it loses its first len(prompt) characters all the same"
+            f"as in the reference code, the rejected dialogue loses its first len(prompt) characters all the same"
         )
     return data
 
@@ -224,8 +224,8 @@ def get_dataset(
 
     `dataset_sources[name]` says where a dataset is; built-in datasets need no such entry. For custom data, `tokenizer`
     renders chat messages, `trains_on` says what kind of examples the columns must provide, and `with_margins` whether a
-    column `margin` is read. If a source, such as one file, has no splits, a tenth of the prompts, at least one, drawn
-    with seed 42, is the test split. Raises InputError for an unknown name, a missing split, a row without a field, and
+    column `margin` is read. The test split of a source without splits, such as one file, is a tenth of its prompts, at
+    least one, drawn with seed 42. Raises InputError for an unknown name, a missing split, a row without a field, and
     empty data.
     """
     configured_source = (dataset_sources or {}).get(name)
@@ -249,8 +249,8 @@ def get_dataset(
         data = _hold_out(data, name, split, source)
     if not data:
         raise InputError(f"dataset {name} ({source.path}) has no examples in its {split} split")
-    first = next(iter(data.values()))
-    assert {"responses", "pairs", "sft_target"} <= set(first), f"{name} gives {set(first)}"
+    first_entry = next(iter(data.values()))
+    assert {"responses", "pairs", "sft_target"} <= set(first_entry), f"{name} gives {set(first_entry)}"
     if not silent:
         for note in data.notes:
             print(note)
@@ -292,7 +292,7 @@ def _hold_out(data: PreferenceData, name: str, split: str, source: Source) -> Pr
             f"dataset {name} ({source.path}) has no examples in its train split, as its only prompt is held out as "
             f"test split: add prompts, or give a directory of train and test files"
         )
-    if split == "test":  # the notes about the records are printed with the train split
+    if split == "test":  # in place of the notes about the records, which are printed with the train split
         part.notes = [
             f"test split of {name}: a tenth of the prompts of {source.path}, at least one: "
             f"{len(part):,} of {len(data):,}"
@@ -335,10 +335,10 @@ def get_batch_iterator(
     cache_dir: str | None = None,
     dataset_sources: Mapping[str, Any] | None = None,
 ) -> Iterator[PaddedBatch]:
-    """Load the datasets, tokenize, and yield batches, as the reference does.
+    """Load the datasets, tokenize, and yield batches, as the reference code does.
 
-    The order is that of `iterate_examples`. As in the reference, partial batches of either split are dropped, and with
-    `n_examples` alone the data is repeated. The trainers do not use this function: they evaluate each test example
+    The order is that of `iterate_examples`. As in the reference code, partial batches of either split are dropped, and
+    with `n_examples` alone the data is repeated. The trainers do not use this function: they evaluate each test example
     once. Raises InputError if neither `n_epochs` nor `n_examples` is given, or if an epoch does not fill one batch.
     """
     if n_epochs is None and n_examples is None:

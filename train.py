@@ -139,7 +139,7 @@ def dry_run(plan: Plan) -> None:
     resume_point = look_at_run(plan)
     check_parts(plan)
     scorer_notes = list(check_scorer(plan)) if plan.online else []
-    set_up_torch(plan)  # attention's kernel depends on these settings, and its memory on the kernel
+    set_up_torch(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
     data = read_data(plan)
     check_inputs(resume_point, data, find_model_config(plan))
     if resume_point is None:  # a resumed run keeps its first learning rate, and its first update is done
@@ -167,7 +167,7 @@ def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any]
             import trainers  # noqa: F401  (`train` uses it; imported here, as that takes seconds)
             from dpo.checkpoint.resume import open_run
             from dpo.reporting.table import LOGS
-        if models is None:  # otherwise it would exempt the caller's models too, which may be in reference cycles
+        if models is None:  # the caller's models may be in reference cycles, which must stay collectable
             never_collect_imports()
         run = open_run(plan, LOGS) if rank == 0 else None
         with run.lock if run else nullcontext():  # released at the end: a caller of worker_main may start another run
@@ -187,7 +187,7 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.waiting import meet_rank_0
 
-    meet_rank_0("the run's directory")  # rank 0 alone opens it, and may copy a checkpoint and logs into it
+    meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
     resume_from = from_rank_0(run.checkpoint if run else None)
     transformers.set_seed(plan.run.seed)  # Python's, numpy's and torch's
     set_up_torch(plan)
@@ -196,7 +196,7 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
 
     if run is not None and run.resume_point is None and models is None:
-        find_weights(plan)  # raises for missing weights before the data is loaded, which may take minutes
+        find_weights(plan)  # raises now if weights are missing, as loading the data may take minutes
     data = read_data(plan, silent=rank != 0)
     if run is not None:
         model_config = models[0].config if models else find_model_config(plan)
@@ -272,7 +272,7 @@ def train(
 def export_last(rank: int, plan: Plan) -> None:
     """Export a complete run's last checkpoint, if wanted and missing.
 
-    Rank 0 writes it to the checkpoint's `hf`, and prints a warning if that fails.
+    Rank 0 writes the export into `hf` of the checkpoint, and prints a warning if the export fails.
     """
     if not plan.run.export or plan.run.debug:
         return
@@ -343,7 +343,7 @@ def worker_main(
         if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
             raise InputError(
                 "fsdp_port is null, but all processes need the same port: set config.fsdp_port to "
-                "utils.get_open_port() before they are started"
+                "utils.get_open_port() before the processes start"
             )
     problems = find_config_problems(config, plan)
     if problems:

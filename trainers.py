@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-# concatenated_inputs, _get_batch_logps and preference_loss are unused, but the reference code's trainers.py has them
+# concatenated_inputs, _get_batch_logps and preference_loss are here because the reference code's trainers.py has them
 from dpo.checkpoint.parts import ModelPart, OptimizerPart, Part, RandomPart, RunState
 from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
@@ -107,7 +107,7 @@ class Trainer:
         stop = self.stop = StopRequest(mesh)
         self.batches = self._make_batches()
         self.eval_batches = list(self.batches.test())  # prepared once, as every evaluation uses all of them
-        # an online run may have prompts without pairs
+        # an online run may have no evaluation batches: samples are then of held-out prompts
         self.eval_examples = [batch.examples for batch in self.eval_batches] or self.batches.held_out_examples()
         self.first_update = FirstUpdate.of(plan, data, [len(batch.examples) for batch in self.eval_batches])
         self.evaluator = Evaluator(
@@ -132,7 +132,7 @@ class Trainer:
     def _load_policy(self, policy: Any, resume_from: Path | None) -> tuple[Any, str | None]:
         """Load, check and distribute the policy.
 
-        Returns it and, as `load_policy` does, the digest of its frozen weights.
+        Returns the policy, and the digest of its frozen weights as from `load_policy`.
         """
         plan = self.plan
         load = partial(load_policy, policy, plan, rank=self.rank, resume_from=resume_from)
@@ -212,7 +212,7 @@ class Trainer:
     def train(self) -> None:
         """Train to the end of the data, evaluating and saving when due.
 
-        Also evaluates and saves after the last update. On a stop signal it finishes the update, saves and raises
+        Also evaluates and saves after the last update. After a stop signal, finishes the update, saves and raises
         Stopped. Several processes may make one more update first, in which they agree to stop.
         """
         if self.state.batch_counter == 0:
@@ -223,7 +223,7 @@ class Trainer:
         with self._finishing():
             for item in self.progress.updates(self.train_iterator, total=n_updates, done=n_done):
                 self.save_if_due(metrics=self.evaluate_if_due())
-                # an online batch takes long and its scorer may fail, so it is made after the state was saved
+                # an online batch takes long and its scorer may fail, so the state is saved before the batch is made
                 batch = self.batches.make_batch(item, update=self.state.batch_counter)
                 update = self.train_step(batch)
                 self.callbacks.emit("update", update)
@@ -236,14 +236,18 @@ class Trainer:
         self._report_best()
 
     def train_step(self, batch: Batch) -> Update:
-        """Make one update on a global batch, the same on every process."""
+        """Make one update on a global batch.
+
+        All processes get the same batch, each with its own microbatches.
+        """
         start = time.perf_counter()
         self.policy.train()
         context = self.objective.prepare(batch, update=self.state.batch_counter)
         metrics, n_microbatches = [], len(batch.microbatches)
         for i, microbatch in enumerate(batch.microbatches, start=1):
+            # declares only whether the next backward pass is the last
             accumulate(self.policy, last=(i == n_microbatches), reduce_once=self.plan.fsdp.reduce_once)
-            metrics.append(self._backward(microbatch, context))  # they stay on the device, so the host need not wait
+            metrics.append(self._backward(microbatch, context))  # metrics stay on the device: the host need not wait
             self.progress.part(i, n_microbatches, "microbatch")
         # FSDP frees gathered weights in the backward pass, but the reference has no backward pass
         release_gathered(self.reference_model)
@@ -321,7 +325,7 @@ class Trainer:
             self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
             path = self.reference.logps.find_path(self.plan.run.local_dir, self.reference.digest)
-            # every training batch, even in a resumed run, so that it writes the same file
+            # every training batch, even if the run was resumed, so that the file is the same
             batches = itertools.chain(self.eval_batches, self.batches.train())
             n_batches = len(self.eval_batches) + self.data.report.updates
             batches = self.progress.over(batches, total=n_batches, what="score")
@@ -338,7 +342,7 @@ class Trainer:
 
         `seconds` is the time of the self-test.
         """
-        # online most of the time goes into sampling, whose speed is not known yet
+        # an online evaluation spends most of its time on sampling, whose speed is not known yet
         if self.plan.online or not self.plan.evaluation.do_first_eval:
             return
         lengths = [example.n_tokens for batch in with_mismatched(self.eval_batches) for example in batch.examples]
@@ -368,7 +372,7 @@ class Trainer:
                     self.callbacks.emit("abort", str(error))
                 elif self._is_unsaved():
                     self.save()
-                # before `finish`, in which the other processes wait for rank 0, which may upload to W&B
+                # before `finish`: there the other processes wait for rank 0, whose upload to W&B may take long
                 self.callbacks.emit("end")
                 self.checkpoints.finish()
                 raise
@@ -389,7 +393,7 @@ class Trainer:
     def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
         """Evaluate and sample, if due and not done yet.
 
-        With `is_last`, after the last update, it is always due. Returns the mean metrics, or None without an
+        With `is_last`, after the last update, an evaluation is always due. Returns the mean metrics, or None without an
         evaluation.
         """
         state = self.state
@@ -419,7 +423,7 @@ class Trainer:
     def save_if_due(self, *, metrics: dict[str, float] | None, is_last: bool = False) -> None:
         """Save a checkpoint with the metrics, if due and not saved yet.
 
-        With `is_last`, after the last update, it is always due.
+        With `is_last`, after the last update, a checkpoint is always due.
         """
         save_every = self.plan.run.save_every or self.plan.eval_interval
         is_due = is_last or self.state.example_counter % save_every == 0
@@ -466,7 +470,7 @@ class Trainer:
     def _list_parts(self) -> list[Part]:
         """The parts of a checkpoint, in the order of writing."""
         parts: list[Part] = [adapters.policy_part(self.policy)]
-        if self.objective.follow_every:  # otherwise the reference never changes
+        if self.objective.follow_every:  # only then does the reference change
             parts.append(ModelPart(FOLLOWING, self.reference_model))
         parts += [OptimizerPart(self.optimizer, self.mesh), Part("scheduler", self.scheduler)]
         return [*parts, Part("trainer", self.state), RandomPart(self.mesh)]

@@ -48,7 +48,7 @@ def rank0_print(*args: Any, **kwargs: Any) -> None:
 def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
     """Copy `HOST:PATH` by scp to `local_path`, and return the local path.
 
-    `local_path` is by default PATH. Nothing is copied if that file exists, or if HOST is this machine. Raises
+    `local_path` is by default PATH. Nothing is copied if `local_path` exists, or if HOST is this machine. Raises
     InputError if `remote_path` is not HOST:PATH, and RunError if scp fails; no partial file is left.
     """
     host, colon, path = remote_path.partition(":")

@@ -161,9 +161,9 @@ def draw_all(runs: Sequence[Run]) -> Iterator[Picture]:
 
 
 def make_lines(chart: Chart, runs: Sequence[Run]) -> list[Line]:
-    """Make a chart's lines.
+    """Make a chart's lines, for runs and metrics with values.
 
-    Each run has a colour; with one run, each metric has one.
+    Each run has its own colour or, if there is only one run, each metric.
     """
     several, lines = len(runs) > 1, []
     for run_index, run in enumerate(runs):
@@ -203,13 +203,13 @@ def find_extremes(values: np.ndarray) -> np.ndarray:
     """Find indices to draw: in a long run, extremes of its parts."""
     if len(values) <= 2 * MOST_POINTS:
         return np.arange(len(values))
-    drawn = []
+    indices = []
     for part in np.array_split(np.arange(len(values)), MOST_POINTS):
         if np.isnan(values[part]).all():
-            drawn.append(part[0])  # leaves a gap in the line
+            indices.append(part[0])  # leaves a gap in the line
         else:
-            drawn += [part[np.nanargmin(values[part])], part[np.nanargmax(values[part])]]
-    return np.unique(drawn)
+            indices += [part[np.nanargmin(values[part])], part[np.nanargmax(values[part])]]
+    return np.unique(indices)
 
 
 STYLE = {
@@ -262,15 +262,15 @@ def _draw_updates(axis: Any, chart: Chart, line: Line, *, several: bool) -> None
         return
     color = LIGHT.colors[line.color % len(LIGHT.colors)]
     dashed = (0, (4, 1.5))
-    style = "-" if line.color < len(LIGHT.colors) else dashed  # once all colours are used
-    drawn = find_extremes(values)
+    style = "-" if line.color < len(LIGHT.colors) else dashed  # dashed once all colours are used
+    extremes = find_extremes(values)
     if chart.smooth and n_finite >= FEWEST_TO_SMOOTH:
-        axis.plot(examples[drawn], values[drawn], color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
+        axis.plot(examples[extremes], values[extremes], color=color, alpha=0.16 if several else 0.28, linewidth=0.7)
         indices, means = smooth(values, robust=line.metric == "grad_norm")  # spikes would bend a mean
         axis.plot(examples[indices], means, style, color=color, linewidth=1.7)
     else:
         marker = "." if n_finite == 1 else None  # a line through one point is invisible
-        axis.plot(examples[drawn], values[drawn], style, color=color, linewidth=1.7, marker=marker)
+        axis.plot(examples[extremes], values[extremes], style, color=color, linewidth=1.7, marker=marker)
 
 
 def _draw_evaluations(axis: Any, line: Line) -> None:
@@ -314,7 +314,7 @@ def _style_axis(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
     if shows_chance:
         axis.annotate(
             "chance",
-            (1, chart.baseline),  # at the right end, two points above the baseline
+            (1, chart.baseline),  # the right end of the baseline; `xytext` is two points above
             xycoords=("axes fraction", "data"),
             xytext=(0, 2),
             textcoords="offset points",
@@ -335,7 +335,7 @@ def _style_axis(axis: Any, chart: Chart, lines: Sequence[Line]) -> None:
 
 
 def _spans_decades(lines: Sequence[Line]) -> bool:
-    """Return whether values are positive, and some far above a median."""
+    """Return whether values are positive, and some far above a line's median."""
     values_by_line = [line.run.train.points(line.metric)[1] for line in lines]
     all_values = np.concatenate(values_by_line)
     lowest_median = min(float(np.median(values)) for values in values_by_line)

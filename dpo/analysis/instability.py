@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # a spike is above SPIKE_RATIO times the median of the last 100 values, and above LARGEST_RATIO times the largest value
 # before it, other spikes aside. The second condition is for late updates: once most pairs are learned, a small batch
@@ -21,7 +23,7 @@ FAINT = 0.01  # a value below this fraction of the mean of the first 20 values i
 
 # collapse, in a short window of updates and in a long one
 SHORT_WINDOW = 16  # updates
-FEWEST_UPDATES, FEWEST_PAIRS = 50, 256  # the long window has at least this many of both
+FEWEST_UPDATES, FEWEST_PAIRS = 50, 256  # the long window has at least this many of each
 COLLAPSE_ERRORS = 4.0  # standard errors by which the mean loss of the long window is too high
 HUGE, HUGE_EVALUATED = 5.0, 20.0  # multiples of the start's loss that are huge in an update, and in an evaluation
 LEAST_START_LOSS = 0.5  # a multiple of a start's loss near 0 would be near 0 too, so this is multiplied instead
@@ -45,6 +47,7 @@ class Means(NamedTuple):
     margin: float
 
 
+@dataclass
 class RecentLargest:
     """Largest of the values added, early values aside.
 
@@ -52,17 +55,18 @@ class RecentLargest:
     one is as long as all before it. Values in the current and the previous block count: at least the later half of all.
     """
 
-    def __init__(self, value: float = -math.inf) -> None:
-        self.value, self._largest_in_block = value, -math.inf
-        self._n, self._block_end = 0, FIRST_BLOCK  # values added: now, and at the end of the block
+    value: float = -math.inf
+    largest_in_block: float = -math.inf
+    n: int = 0  # number of values added
+    block_end: int = FIRST_BLOCK  # `n` at the end of the current block
 
     def add(self, value: float) -> None:
         self.value = max(self.value, value)
-        self._largest_in_block = max(self._largest_in_block, value)
-        self._n += 1
-        if self._n == self._block_end:
-            self.value, self._largest_in_block = self._largest_in_block, -math.inf
-            self._block_end = 2 * self._n
+        self.largest_in_block = max(self.largest_in_block, value)
+        self.n += 1
+        if self.n == self.block_end:
+            self.value, self.largest_in_block = self.largest_in_block, -math.inf
+            self.block_end = 2 * self.n
 
 
 class InstabilityDetector:
@@ -82,10 +86,30 @@ class InstabilityDetector:
         self._losses = deque[float](maxlen=self._long_window)
         self._margins = deque[float](maxlen=self._long_window)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The values with which later ones are compared."""
+        return {
+            "start": None if self.start is None else list(self.start),
+            "first": self.first,
+            "largest": {name: asdict(largest) for name, largest in self.largest.items()},
+            "earlier": {name: list(values) for name, values in self._earlier.items()},
+            "losses": list(self._losses),
+            "margins": list(self._margins),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.start = Means(*state["start"]) if state["start"] else None
+        self.first = dict(state["first"])
+        self.largest = {name: RecentLargest(**largest) for name, largest in state["largest"].items()}
+        for name, values in state["earlier"].items():
+            self._earlier[name].extend(values)
+        self._losses.extend(state["losses"])
+        self._margins.extend(state["margins"])
+
     def find_spike(self, name: str, value: float) -> float | None:
         """Add a gradient norm or loss; return its ratio if it spikes.
 
-        The ratio is to the median of the values before it.
+        The ratio is to the median of the values before; None without a spike.
         """
         earlier = self._earlier[name]
         if len(earlier) == FEWEST_VALUES:
@@ -108,16 +132,16 @@ class InstabilityDetector:
         return value / typical if value > SPIKE_RATIO * typical > 0 else None
 
     def take_start(self, n: int) -> None:
-        """Take the first `n` updates as the start, unless it is known."""
+        """Take the first `n` updates as the start, unless already known."""
         if self.start is None and len(self._losses) == n:
             self.start = Means(fmean(self._losses), fmean(self._margins))
 
     def find_collapse(self, loss: float, margin: float) -> tuple[Means, int] | None:
         """Add an update; return a collapsed window's means and number of updates.
 
-        In a collapsed window the mean margin is not above the start's, and losses are too high. In the long window:
-        their mean is above twice the start's by `COLLAPSE_ERRORS` standard errors. In the short window: half of them
-        are above `HUGE` times the start's.
+        In a collapsed window the mean margin is not above the start's, and losses are too high: in the long window,
+        their mean is above twice the start's loss by `COLLAPSE_ERRORS` standard errors; in the short window, half of
+        them are above `HUGE` times the start's loss.
         """
         if not (math.isfinite(loss) and math.isfinite(margin)):
             return None
@@ -139,7 +163,7 @@ class InstabilityDetector:
         return None
 
     def is_collapsed(self, evaluation: Means) -> bool:
-        """Return whether an evaluation shows a collapse, even one of few pairs."""
+        """Return whether an evaluation, even of few pairs, shows a collapse."""
         if self.start is None or evaluation.margin > self.start.margin:
             return False
         return evaluation.loss > self._multiply_start_loss(HUGE_EVALUATED)
@@ -147,7 +171,7 @@ class InstabilityDetector:
     def _multiply_start_loss(self, factor: float) -> float:
         """Multiply the start's loss; its size counts as at least LEAST_START_LOSS.
 
-        The result is above the start's loss even if it is negative.
+        With a factor above 1 the result is above the start's loss, even a negative one.
         """
         assert self.start is not None
         return self.start.loss + (factor - 1) * max(abs(self.start.loss), LEAST_START_LOSS)

@@ -171,7 +171,7 @@ class LedgerSummary:
         return self.with_texts(lambda pair: pair.texts or texts.get(pair.example), note if missing else None)
 
     def explain_missing_pairs(self, run: Run) -> LedgerSummary:
-        """Note it if the run's loss does not train on pairs."""
+        """Add a note if the run's loss does not train on pairs."""
         if run.has_margins:
             return self
         note = f"loss={run.loss} trains on {run.trains_on}: without pairs there are no margins to rank."
@@ -241,7 +241,7 @@ def count_clearly_wrong(table: pa.Table) -> ClearlyWrong | None:
 
     A pair counts at its first visit in the second half of the updates. If margins are normal and most are above 0, few
     are clearly wrong. A flipped label turns its pair's margin into minus that margin, so many flipped labels make a
-    second hump below 0; the better the policy ranks other pairs, the clearer it is. None with fewer than 100 pairs.
+    second hump below 0; the better the policy ranks other pairs, the clearer this hump. None with fewer than 100 pairs.
     """
     table = encode(table)
     margins, updates = _numbers(table, "margin"), _numbers(table, "update")
@@ -284,8 +284,8 @@ class _Pairs:
     def __init__(self, table: pa.Table) -> None:
         margins = _numbers(table, "margin")
         is_finite, is_before_first_update = np.isfinite(margins), _is_before_first_update(table)
-        # before the first update policy and reference are equal, and margins are rounding errors; the cap is for a
-        # policy and reference that differ from the start
+        # before the first update policy and reference are equal, and margins are rounding errors; if they differ from
+        # the start, margins are larger, and LARGEST_ROUNDING is taken
         first_margins = margins[is_finite & is_before_first_update]
         rounding = min(abs(first_margins).max(initial=0.0), LARGEST_ROUNDING)
 
@@ -299,7 +299,7 @@ class _Pairs:
         scales = np.maximum(_find_group_medians(abs(self._margins), period_and_split), rounding)
         relative_margins = np.divide(self._margins, scales, out=np.zeros_like(self._margins), where=scales > 0)
 
-        example_and_split = _codes(table, "example")[self._rows] * 2 + splits  # (visits,), a number for each pair
+        example_and_split = _codes(table, "example")[self._rows] * 2 + splits  # (visits,), equal for visits of one pair
         # `_first_visits` has an index in `_rows` for each pair, `pair_of_visit` the index of a pair for each visit
         _, self._first_visits, pair_of_visit, self.n_visits = np.unique(
             example_and_split, return_index=True, return_inverse=True, return_counts=True
@@ -370,7 +370,7 @@ def _relate_to_lengths(split: str, differences: np.ndarray, margins: np.ndarray)
 
 
 def _measure_drift(table: pa.Table) -> list[Period]:
-    """Average each dataset and split by period."""
+    """Average the visits to each dataset and split in each period."""
     keys = np.stack([_codes(table, "dataset"), _codes(table, "split"), _periods(table)])  # (3, rows)
     groups, group_of_row = np.unique(keys, axis=1, return_inverse=True)  # (3, groups), (rows,)
     columns = {name: _numbers(table, name) for name in ("loss", "margin", "policy_chosen", "policy_rejected")}
@@ -407,7 +407,7 @@ def _make_length_table(lengths: Lengths) -> Table:
 def _make_drift_table(drift: Sequence[Period]) -> Table:
     if any(period.margin is not None for period in drift):  # pairs
         fields = ["margin", "right", "chosen_change", "rejected_change"]
-    else:  # targets or labels; without a reference they have no change
+    else:  # targets or labels; a change needs a reference
         names = ("policy_chosen", "chosen_change", "rejected_change")
         fields = [name for name in names if any(getattr(period, name) is not None for period in drift)]
     rows = []
@@ -466,7 +466,7 @@ def _is_tie(table: pa.Table) -> np.ndarray:
 def _periods(table: pa.Table) -> np.ndarray:
     """The period of each row, (rows,), from 1 to PERIODS.
 
-    An evaluation belongs to the updates before it, so one before the first update has period 0.
+    An evaluation belongs to the updates before it, so an evaluation before the first update has period 0.
     """
     updates = _numbers(table, "update")
     last_update = int(updates.max(initial=1))

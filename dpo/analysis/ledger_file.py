@@ -136,7 +136,7 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
 def _read_row_groups(stream: Path) -> Iterator[pa.Table]:
     """Yield a stream's rows in tables of ROW_GROUP, the last perhaps smaller.
 
-    How the rows were appended does not change the tables.
+    The tables do not depend on how the rows were appended.
     """
     buffered, n_rows = [], 0
     for batch, _ in _read_appends(stream):
@@ -163,7 +163,7 @@ def encode(table: pa.Table) -> pa.Table:
 def _read_schema(stream: Path) -> pa.Schema:
     """Read the schema at the start of a stream.
 
-    Raises InputError if it is not a ledger's.
+    Raises InputError for a schema that is not a ledger's.
     """
     check_readable(stream)
     with stream.open("rb") as file, _explaining_errors(stream):
@@ -199,7 +199,7 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
         yield None, file.tell()
         try:
             for batch in reader:
-                batch.validate(full=True)  # else damaged offsets of texts would be read out of bounds
+                batch.validate(full=True)  # without this, damaged offsets of texts would be read out of bounds
                 yield batch, file.tell()
         except pa.ArrowException:
             return

@@ -1,8 +1,8 @@
 """Losses as functions of a pair's rewards, without torch.
 
 `dpo/losses/formulas.py` has them as functions of log-probabilities. The report needs these shapes to compute how strong
-a loss's gradient still is, and how much the losses of pairs vary. A loss that is no function of a pair's two rewards
-has no shape: it has no rewards, compares the pairs of a batch, or has an option that adds another term.
+a loss's gradient still is, and how much the losses of pairs vary. A loss has no shape if it has no rewards, compares
+the pairs of a batch, or has an option that adds another term.
 """
 
 from __future__ import annotations

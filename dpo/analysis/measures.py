@@ -47,8 +47,8 @@ def accuracy_error(accuracy: float, n: float) -> float:
 def best_of_many_quantile(n: int) -> float:
     """Standard errors by which the best of n may lead by chance.
 
-    If n values differ from a given one by chance alone, in at least 19 of 20 runs none is better by more standard
-    errors of the difference (Bonferroni's correction).
+    If n values differ from a given value by chance alone, then in at least 19 of 20 runs none of them is better than
+    the given value by more than this many standard errors of the difference (Bonferroni's correction).
     """
     return NormalDist().inv_cdf(1 - 0.05 / max(n, 1))
 
@@ -77,7 +77,10 @@ def mean_error(values: np.ndarray) -> float:
 
 
 def change_and_bound(first: np.ndarray, last: np.ndarray) -> tuple[float, float]:
-    """Change of successive values' mean, and half its 98 % interval."""
+    """Change of a mean, and half its 98 % interval.
+
+    `first` and `last` have successive values, which may be correlated.
+    """
     error = math.hypot(mean_error(first), mean_error(last))
     return float(last.mean() - first.mean()), student_quantile(min(len(first), len(last)) - 1) * error
 
@@ -167,7 +170,7 @@ def _average_first_rows(log: Log, split: str, n: int) -> Means | None:
 def mean_near(run: Run, name: str, examples: float) -> float:
     """Mean of a training metric over the updates just before `examples`.
 
-    It takes as many as a tenth of the run's updates, or the first tenth if none is that early.
+    The mean is over as many updates as a tenth of the run or, if no update is that early, over the first tenth.
     """
     examples_trained, values = run.train.points(name)
     tenth = max(10, len(values) // 10)
@@ -295,7 +298,7 @@ def evaluated_pairs(run: Run, n_updates: float) -> dict[str, np.ndarray] | None:
     """
     if run.ledger is None:
         return None
-    import pyarrow.compute as pc  # most runs have no ledger
+    import pyarrow.compute as pc  # imported here, as most runs have no ledger
 
     table = run.ledger.filter(pc.and_(pc.equal(run.ledger["split"], "eval"), pc.equal(run.ledger["update"], n_updates)))
     order = pc.sort_indices(table["example"].cast("string")).to_numpy()
@@ -332,7 +335,7 @@ class Cost(NamedTuple):
 
     @property
     def secs(self) -> float:
-        """Elapsed time or, if longer, as after a resume, time in updates."""
+        """Elapsed time or, if longer (as after a resume), time in updates."""
         return float(np.nanmax([self.updating_secs, self.elapsed_secs, 0.0]))
 
     @property

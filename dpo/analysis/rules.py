@@ -13,7 +13,7 @@ from dpo.analysis.runs import Run
 
 WARNING, NOTE = "warning", "note"
 TRAIN_ACCURACY, EVAL_ACCURACY = "rewards_train/accuracies", "rewards_eval/accuracies"
-WAYS_TO_HOLD_CHOSEN_UP = "what holds chosen responses up: loss.sft_weight, loss=dpop, loss=apo_zero."
+WAYS_TO_HOLD_CHOSEN_UP = "an option that holds chosen responses up: loss.sft_weight, loss=dpop or loss=apo_zero."
 
 # kinds of data (`Run.kind`)
 ONLINE = frozenset({"online"})

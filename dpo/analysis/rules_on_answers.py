@@ -44,8 +44,8 @@ class Continuation(NamedTuple):
 def _pair_samples(run: Run) -> tuple[list[tuple[Continuation, Continuation]], str]:
     """Pair the policy's newest samples with samples to compare them with.
 
-    These are the reference's for the same prompts or, without a reference, the policy's earliest; the second value says
-    which.
+    The latter are the reference's for the same prompts or, without a reference, the policy's earliest; the second value
+    says which.
     """
     earliest, newest = run.samples_at(0), run.samples_at(-1)
     with_reference = [(_read(new), _read(new, "reference")) for new in newest if new["reference"] is not None]
@@ -72,8 +72,8 @@ def _count_flawed(run: Run, is_flawed: Callable[[Continuation], bool | None]) ->
     """Count the policy's newest flawed samples; None for 5 % or fewer.
 
     The probability is from a sign test on the pairs in which just one sample has the flaw: by chance this is the
-    policy's in half of them. Without others, or if all of these have the flaw, each of the policy's flawed samples
-    counts as such a pair. `is_flawed` returns None if it is not known.
+    policy's in half of them. Without others, or if all the others have the flaw, each of the policy's flawed samples
+    counts as such a pair. `is_flawed` returns None if it is not known whether a sample has the flaw.
     """
     all_flaws = [is_flawed(_read(sample)) for sample in run.samples_at(-1)]
     flaws = [flaw for flaw in all_flaws if flaw is not None]
@@ -104,7 +104,7 @@ def empty_samples(run: Run) -> Iterator[Finding]:
     if empty.all_flawed and empty.share_of_others == 1:
         why = (
             "The samples beside these are empty too: the model says nothing after these prompts whatever it is trained "
-            "on. Look at the data and the archive that it started from."
+            "on. Look at the data and the archive that the run started from."
         )
     elif run.has_pairs:
         why = (
@@ -139,14 +139,15 @@ def cut_off_samples(run: Run) -> Iterator[Finding]:
             "All samples are cut off",
             cut_off.value,
             f"No sample of the policy ends within n_eval_tokens={run.setting('n_eval_tokens')} and max_length. Raise "
-            "these keys or, if its answers never end, start from a model that SFT (loss=sft) taught to end them.",
+            "these keys or, if answers never end, start from a model that SFT (loss=sft) taught to end them.",
         )
 
 
 def sample_lengths(run: Run) -> Iterator[Finding]:
-    """Samples much longer or shorter than the reference's, without empty samples.
+    """Policy's samples much longer or shorter than others of the same prompts.
 
-    One very long sample alone moves the means, so lengths must also differ prompt by prompt, by more than chance.
+    Empty samples do not count. One very long sample alone moves the means, so lengths must also differ prompt by
+    prompt, by more than chance.
     """
     pairs, source = _pair_samples(run)
     n_words = [(len(policy.text.split()), len(other.text.split())) for policy, other in pairs]
@@ -160,7 +161,7 @@ def sample_lengths(run: Run) -> Iterator[Finding]:
         return
     mean_log_ratio, half_width = mean_and_bound(np.log(policy_words / other_words))
     low, high = mean_log_ratio - half_width, mean_log_ratio + half_width
-    is_beyond_chance = low > 0 if ratio > 1 else high < 0
+    is_beyond_chance = (low > 0) if ratio > 1 else (high < 0)
     if not is_beyond_chance:
         return
     least, typical, most = (figure(math.exp(log_ratio), 2) for log_ratio in (low, mean_log_ratio, high))
@@ -180,7 +181,8 @@ def sample_lengths(run: Run) -> Iterator[Finding]:
         yield warning(
             "The policy's samples have become short",
             value,
-            "Read them: if answers break off or give up early, take an earlier checkpoint, or train with a smaller lr.",
+            "Read the samples: if they break off or give up early, take an earlier checkpoint, or train with a smaller "
+            "lr.",
         )
 
 
@@ -253,8 +255,8 @@ def ties(run: Run) -> Iterator[Finding]:
         effect = "online.ties=skip leaves ties out, so the gradient comes from few pairs, or from none."
     else:
         effect = (
-            "online.ties=keep trains on ties, with either answer as the chosen one: on average that pulls the "
-            "log-ratios of the two together, and teaches nothing about better answers."
+            "online.ties=keep trains on ties, with either answer as the chosen one: on average this pulls the "
+            "log-ratios of both answers together, and teaches nothing about better answers."
         )
     keys_to_raise = "online.temperature"
     if run.setting("online.labels") != "bradley_terry":  # DPO on drawn labels needs exactly two answers
@@ -295,7 +297,7 @@ def scores(run: Run) -> Iterator[Finding]:
         yield warning(
             "Scores have not risen",
             f"{value}; best minus worst answer {figure(gap)}",
-            "If scores rose, it was by less than a tenth of the difference between the best and the worst answer to a "
+            "Any rise of scores is less than a tenth of the difference between the best and the worst answer to a "
             "prompt. The policy has not learned what the scorer rewards: lr may be too low, loss.beta too high, the "
             "run too short, or most pairs ties.",
         )
@@ -332,22 +334,22 @@ def divergence(run: Run) -> Iterator[Finding]:
     if not nats > 10:  # the answers are then e^10, or 22,000, times as likely as under the reference
         return
     per_token = f", {figure(nats / tokens)} a token" if tokens > 0 else ""
-    fallen = ""
+    fallen_metrics = ""
     for name in ("online/score", "online/eos"):
         first, last = run.ends(name)
         if len(first) < 2:  # too few for an error
             continue
         change, bound = change_and_bound(first, last)
         if change < -bound:
-            fallen += f"; {name} {figure(first.mean())} at first, {figure(last.mean())} now"
-    advice = ", and consider a larger loss.beta, a smaller lr or fewer updates" if fallen else ""
+            fallen_metrics += f"; {name} {figure(first.mean())} at first, {figure(last.mean())} now"
+    advice = ", and consider a larger loss.beta, a smaller lr or fewer updates" if fallen_metrics else ""
     yield Finding(
-        WARNING if fallen else NOTE,
+        WARNING if fallen_metrics else NOTE,
         "The policy has gone far from the reference",
-        f"online/kl {figure(nats)} nats{per_token}{fallen}",
-        f"By the geometric mean, the pairs' answers are e^{figure(nats)} times as likely under the policy as under "
-        "the reference; for long answers that is ordinary. That far away the policy often exploits errors of the "
-        f"scorer: read what was drawn{advice}.",
+        f"online/kl {figure(nats)} nats{per_token}{fallen_metrics}",
+        f"The pairs' answers are, by the geometric mean, e^{figure(nats)} times as likely under the policy as under "
+        "the reference. Long answers reach that easily, but a policy so far away often exploits errors of the scorer: "
+        f"read what was drawn{advice}.",
     )
 
 

@@ -35,8 +35,8 @@ def margin_sides(run: Run) -> Iterator[Finding]:
         return
     margin = f"margin {signed(parts.margin)} since the start" if parts.since_start else f"margin {figure(parts.margin)}"
     value = f"{margin} = chosen {signed(parts.chosen)} minus rejected {signed(parts.rejected)}"
-    # log-probabilities show directly whether chosen responses fell, rewards only relative to the reference; if rewards
-    # are per token, they are used all the same, as sums of log-probabilities depend on lengths
+    # log-probabilities show directly whether chosen responses fell, rewards only relative to the reference; rewards per
+    # token are used all the same, as sums of log-probabilities depend on lengths
     logps_change = None if run.is_per_token else find_change(run)
     change = parts if logps_change is None else logps_change
     if change.chosen >= 0 or parts.margin <= 0:
@@ -66,7 +66,7 @@ def margin_sides(run: Run) -> Iterator[Finding]:
         level,
         "Chosen responses become less likely while margins grow",
         value,
-        f"{_describe_sides(parts)} {mechanism}The probability goes to texts that are in neither. {advice}",
+        f"{_describe_sides(parts)} {mechanism}The probability goes to other texts. {advice}",
     )
 
 
@@ -168,7 +168,7 @@ def accuracy_by_length(run: Run) -> Iterator[Finding]:
     else:
         preferred, is_below_chance = "shorter", is_below(right_longer, 0.5, len(longer))
     explanation = ", also where they are the rejected ones" if is_below_chance else ", or the other pairs are harder"
-    other_losses = "" if run.is_per_token else ", or loss=simpo or loss=dpo_norm, which have means over tokens,"
+    other_losses = "" if run.is_per_token else ", or loss=simpo or loss=dpo_norm, whose rewards are means over tokens,"
     yield Finding(
         WARNING if is_below_chance else NOTE,
         "Held-out pairs are ranked by length" if is_below_chance else "Held-out accuracy depends on length",
@@ -186,7 +186,7 @@ def accuracy_by_length(run: Run) -> Iterator[Finding]:
 
 def label_noise(run: Run) -> Iterator[Finding]:
     """Training pairs ranked clearly wrong, more than right labels would explain."""
-    from dpo.analysis.ledger import count_clearly_wrong  # most runs have no ledger
+    from dpo.analysis.ledger import count_clearly_wrong  # imported here, as most runs have no ledger
 
     counted = count_clearly_wrong(run.ledger)
     if counted is None or counted.right < 0.75:  # a policy that ranks few pairs right knows too little of labels
@@ -197,8 +197,8 @@ def label_noise(run: Run) -> Iterator[Finding]:
             "Some labels may be wrong",
             f"{percent(counted.share)} of {count(counted.pairs, 'training pair')} in the second half of the run are "
             f"ranked wrong by at least a typical margin; with right labels about {percent(counted.expected)} would be",
-            "The policy is as sure that these labels are wrong as that others are right. `python -m scripts.ledger "
-            "RUN` lists the worst pairs: read them. If labels are swapped, correct them, or train with "
+            "The policy contradicts these labels as confidently as it confirms others. `python -m scripts.ledger RUN` "
+            "lists the worst pairs: read them. If labels are swapped, correct them, or train with "
             "loss.label_smoothing or loss=robust.",
         )
 

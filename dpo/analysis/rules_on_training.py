@@ -45,7 +45,7 @@ def skipped_updates(run: Run) -> Iterator[Finding]:
     folders = _list_first([f"nonfinite-{update}" for update in run.nonfinite], 3)
     skipped = []
     for line in run.train.lines:
-        # a loss or norm that was not finite is logged as null; one that is absent was not logged
+        # a loss or norm that was not finite is logged as null; an absent one says nothing
         logged = [line[name] for name in ("loss/train", "grad_norm") if name in line]
         if not np.isfinite([number(value) for value in logged]).all():
             skipped.append(f"{number(line.get('updates')):,.0f}")
@@ -73,20 +73,20 @@ def _list_first(names: list[str], n: int) -> str:
 def spikes(run: Run) -> Iterator[Finding]:
     for name, title in (("grad_norm", "Gradient spikes"), ("loss/train", "Loss spikes")):
         detector = InstabilityDetector(number(run.setting("batch_size", 1)), find_start(run))
-        values, found = run.train[name].tolist(), []
+        values, ratios_and_rows = run.train[name].tolist(), []
         for row, value in enumerate(values):
             ratio = detector.find_spike(name, value)
             if ratio is not None:
-                found.append((ratio, row))
-        if not found:
+                ratios_and_rows.append((ratio, row))
+        if not ratios_and_rows:
             continue
-        largest_ratio, row = max(found, key=lambda spike: spike[0])
+        largest_ratio, row = max(ratios_and_rows, key=lambda spike: spike[0])
         limit = run.setting("max_grad_norm") if name == "grad_norm" else None
         clipping = f" Gradients are clipped to {limit}, so no step was that large." if limit else ""
         yield warning(
             title,
             f"{name} {figure(values[row])} at update {run.train.updates[row]:,.0f}, "
-            f"{figure(largest_ratio, 2)} times the median before; {count(len(found), 'spike')} in all",
+            f"{figure(largest_ratio, 2)} times the median before; {count(len(ratios_and_rows), 'spike')} in all",
             f"One batch was far from what the model had seen just before.{clipping} If the loss does not come back "
             "after a spike, lower lr or lengthen the warmup.",
         )
@@ -231,7 +231,7 @@ def saturation(run: Run) -> Iterator[Finding]:
 
 
 def _measure_gradient_left(run: Run) -> tuple[float, str]:
-    """Measure which fraction of the first gradients is left, and say how.
+    """Measure which fraction of the first gradients is left, and describe it.
 
     The gradient is the loss's derivative by the mean rewards of an update or, for a loss that is no function of
     rewards, `grad_norm`. The fraction is NaN if unknown.
@@ -320,7 +320,7 @@ def new_training_pairs(run: Run) -> Iterator[Finding]:
 def _advise_more_pairs(run: Run) -> str:
     available = run.count("test.examples")
     if not available > 0:
-        return "raise n_eval_examples, if the test split has them"
+        return "raise n_eval_examples, if the test split has more pairs"
     if n_evaluated(run) < available:
         return f"raise n_eval_examples, for the test split has {available:,.0f}"
     return f"put more pairs into the test split, which has only these {available:,.0f}"
@@ -509,7 +509,7 @@ def rate_too_high(run: Run) -> Iterator[Finding]:
 def _describe_fast_fall(run: Run) -> str | None:
     """Describe the first fast fall of chosen responses."""
     beta, tokens = number(run.setting("loss.beta")), run.count("train.mean_chosen_tokens")
-    reward_per_nat = beta if run.is_per_token else beta * tokens  # of a token's mean log-probability
+    reward_per_nat = beta if run.is_per_token else beta * tokens  # per nat of a token's mean log-probability
     is_beta_times_log_ratio = run.setting("loss.f_divergence", "reverse_kl") == "reverse_kl"
     updates, rewards = run.train.updates, run.train["rewards_train/chosen"]
     length = BLOCK // 2  # updates in a part

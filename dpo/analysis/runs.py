@@ -282,7 +282,8 @@ def _find_numbers(names: Sequence[str], prefix: str) -> list[int]:
 def read_runs(paths: Sequence[Path], *, ended: bool = False) -> list[Run]:
     """Read each run once, under a unique name.
 
-    Runs with equal names are called by their directories' names or, if these are equal too, by their paths.
+    If two names are equal, all runs are called by their directories' names or, if two of these are equal too, by their
+    paths.
     """
     run_by_path = {run.path: run for run in (read_run(path, ended=ended) for path in paths)}
     runs = list(run_by_path.values())

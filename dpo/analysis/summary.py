@@ -83,7 +83,7 @@ def _describe_answers(run: Run) -> str:
         return ""
     before, after, nats = first_scores.mean(), last_scores.mean(), run.tail("train", "online/kl")
     kl = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
-    text = f"The mean score of its answers was {figure(before)} at first and is {figure(after)} now{kl}."
+    text = f"The mean score of the policy's answers was {figure(before)} at first and is {figure(after)} now{kl}."
     score, win_rate = run.eval.last("online_eval/score"), run.eval.last("online_eval/win_rate")
     if math.isfinite(score):
         wins = f", with a win rate of {percent(win_rate)} against the reference" if math.isfinite(win_rate) else ""
@@ -96,7 +96,7 @@ def _describe_evaluations(run: Run) -> str:
     examples, losses = run.eval.points("loss/eval")
     accuracy, margin = run.eval.last("rewards_eval/accuracies"), run.eval.last("rewards_eval/margins")
     if not len(losses) or examples[-1] == 0:
-        return "It was not evaluated after an update yet."
+        return "The run was not evaluated after an update yet."
     if math.isfinite(accuracy):
         too_few = ", too few to tell from chance," if is_inconclusive(accuracy, n_effective(run)) else ""
         return (
@@ -249,9 +249,9 @@ class Prompted(NamedTuple):
 def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
     """Collect the newest samples of all runs, a card for each prompt.
 
-    Beside each is the reference's or, without a reference, the policy's earliest sample.
+    Beside each sample is the reference's or, without a reference, the policy's earliest sample.
     """
-    cards: dict[tuple[str, int], Prompted] = {}  # a prompt with several pairs is sampled, and has a card, for each
+    cards: dict[tuple[str, int], Prompted] = {}  # a prompt with several pairs has a sample, and a card, for each pair
     for run in runs:
         policy_name = f"{run.name}," if len(runs) > 1 else "Policy"
         earliest, newest = run.samples_at(0), run.samples_at(-1)
@@ -359,10 +359,12 @@ def setting_rows(runs: Sequence[Run], *, all_settings: bool = False) -> list[Row
         [run] = runs
         defaults = load_defaults(run.loss if run.loss in LOSSES else None)
         columns.append(dict(dotted(defaults)))
-    first, *others = columns
+    first_column, *other_columns = columns
     missing = object()  # unlike any setting
     return [
-        row for row in rows if any(other.get(row.name, missing) != first.get(row.name, missing) for other in others)
+        row
+        for row in rows
+        if any(column.get(row.name, missing) != first_column.get(row.name, missing) for column in other_columns)
     ]
 
 

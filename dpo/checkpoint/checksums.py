@@ -1,8 +1,8 @@
 """Checksums of files, computed while writing and verified in parallel.
 
 Checksums are computed from the bytes as they are written, so that the file need not be read again. The SHA-256 of a
-whole file, which `sha256sum` prints, can only be computed sequentially. So each block of BLOCK bytes has its own too,
-and all cores verify blocks in parallel.
+whole file, which `sha256sum` prints, can only be computed sequentially. So each block of BLOCK bytes also has its own
+checksum, and all cores verify blocks in parallel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BLOCK = 2**26  # bytes; part of the manifest's format
-SYNC_EVERY = 2**30  # bytes between two syncs, so that the last one need not write the whole file
+SYNC_EVERY = 2**30  # bytes between two syncs, so that the last sync need not write the whole file
 LARGE_PIECE = 2**20  # bytes; pieces of at least this size are hashed in threads, and files are read in such pieces
 
 
@@ -42,7 +42,7 @@ class HashedFile:
         self._file.close()
 
     def write(self, data: Any) -> int:
-        """Append bytes; keeps no reference to `data`."""
+        """Append bytes; the caller may free `data` afterwards."""
         data = memoryview(data).cast("B")
         remaining = data
         while remaining:

@@ -115,7 +115,7 @@ def sync_directory(directory: Path) -> None:
 
 def point(link: Path, target: Path) -> None:
     """Make a link (LATEST, BEST) to a sibling directory, atomically."""
-    check_link(link)  # raises if it is a directory, as in a copy of a run that was made by following links
+    check_link(link)  # raises if `link` is a directory, as in a copy of a run that was made by following links
     with replacing(link) as temporary:
         temporary.symlink_to(target.name, target_is_directory=True)
     sync_directory(link.parent)

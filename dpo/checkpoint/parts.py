@@ -39,7 +39,7 @@ class Part:
     def gather(self, *, copy: bool) -> Any:
         """The whole state, on rank 0.
 
-        With `copy` it is a copy, which does not change while training continues.
+        With `copy`, returns a copy, which does not change while training continues.
         """
         return full_state(self.source.state_dict(), copy=copy)
 
@@ -87,7 +87,8 @@ class OptimizerPart(Part):
                 raise DamagedCheckpoint(f"{file} does not fit {type(self.source).__name__}: {misfit}")
             own_groups = self.source.state_dict()["param_groups"]
             # an older torch may have written the file: options missing there keep this optimizer's values
-            groups = [own | dict(saved) for own, saved in zip(own_groups, state["param_groups"], strict=True)]
+            pairs_of_groups = zip(own_groups, state["param_groups"], strict=True)
+            groups = [own_group | dict(saved_group) for own_group, saved_group in pairs_of_groups]
             state = {**state, "param_groups": groups}
         load_optimizer(self.source, state, self.mesh)
 
@@ -149,7 +150,7 @@ class RunState:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
         self.evaluated_at: int | None = None  # example_counter at the last evaluation
-        self.saved_at: int | None = None  # example_counter at the last checkpoint; None if it lacks a later evaluation
+        self.saved_at: int | None = None  # example_counter at the last checkpoint; None after a later evaluation
         self._rank, self._states = rank, dict(states)
         self._frozen_digest, self._frozen_name = base_digest, "base"
         if reference:

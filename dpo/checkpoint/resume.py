@@ -68,7 +68,7 @@ class Run(NamedTuple):
 def look_at_run(plan: Plan) -> ResumePoint | None:
     """The checkpoint that `open_run` would continue from.
 
-    Raises the same InputErrors, and writes nothing.
+    Raises the InputErrors of `open_run`, and writes nothing.
     """
     run_dir = _resolve(plan.run.local_run_dir)
     if (run_dir / LOCK).exists():
@@ -87,7 +87,7 @@ def look_at_run(plan: Plan) -> ResumePoint | None:
 def open_run(plan: Plan, logs: Sequence[str]) -> Run:
     """Create or reopen a run's directory, and find its resume point.
 
-    A run that resumes another run's checkpoint starts with copies of it and of the files named `logs` beside it. Raises
+    A run that resumes another run's checkpoint starts with copies of this checkpoint and of that run's `logs`. Raises
     InputError if the directory holds another run or is locked, if a named checkpoint is missing, and if the config does
     not fit the checkpoint.
     """
@@ -140,7 +140,7 @@ class ResumeSource(NamedTuple):
     """The run or checkpoint that `resume` names."""
 
     path: Path  # a run's directory, or one checkpoint
-    is_own_run: bool  # whether it is in `local_run_dir`; otherwise its checkpoint is copied there
+    is_own_run: bool  # whether `path` is in `local_run_dir`; if not, its checkpoint is copied there
     resume_point: ResumePoint | None = None  # another run's; the own run's is found once the directory is locked
 
 
@@ -169,8 +169,8 @@ def _is_checkpoint(path: Path) -> bool:
 def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
     """A run's newest complete checkpoint, or the checkpoint at `path`.
 
-    None if `resume=auto` finds no checkpoint at all. Otherwise raises InputError if none is complete, or if the config
-    does not fit the checkpoint.
+    None if `resume=auto` finds no checkpoint at all. In all other cases, raises InputError if none is complete, or if
+    the config does not fit the checkpoint.
     """
     candidates = [path] if _is_checkpoint(path) else find_checkpoints(path)
     reasons = ""
@@ -242,7 +242,7 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
     if changed[Resume.KEEP]:
         raise InputError(
             f"{where} is of a run with another config: {', '.join(changed[Resume.KEEP])}; use the same values to "
-            f"continue it, or start a new run from its weights with model.archive={where}"
+            f"continue that run, or start a new one from its weights with model.archive={where}"
         )
     if changed[Resume.CHANGE]:
         print(f"continuing with {', '.join(changed[Resume.CHANGE])}")
@@ -256,14 +256,14 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
     since = f"has changed since {resume_point.path}"
     changes = _list_changes(saved["model"], current["model"])
     if saved["data"] != current["data"]:
-        problem = f"the training data {since}, so it is unknown which examples remain"
+        problem = f"the training data {since}, so the remaining examples are unknown"
     elif saved["tokens"] != current["tokens"]:
         problem = f"the tokenizer {since}: it encodes the same texts differently"
     elif changes:
         problem = f"the model's config.json {since}: {', '.join(changes)}"
     else:
         return
-    raise InputError(f"{problem}; restore it, or start a new run with model.archive={resume_point.path}")
+    raise InputError(f"{problem}; restore what has changed, or start a new run with model.archive={resume_point.path}")
 
 
 def _list_changes(saved_model: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:

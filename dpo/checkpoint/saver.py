@@ -42,7 +42,7 @@ class Checkpoints:
         facts: Callable[[], Mapping],
         elsewhere: Path | None = None,
     ) -> None:
-        """Save the parts; every process must call it.
+        """Save the parts; every process must call `save`.
 
         Saves to `step-N` and makes LATEST point to it, and BEST too if its quality is the highest so far. With
         `elsewhere`, saves to that directory instead and changes no link.
@@ -55,7 +55,7 @@ class Checkpoints:
         n_bytes = sum(part.n_bytes for part in parts)
         # beside the copy, as much memory again must remain for training, which goes on meanwhile
         in_background = self.mesh.rank == 0 and 2 * n_bytes < host_memory().available
-        states = self._gather(parts, copy=in_background)
+        states = self._gather(parts, copy=in_background)  # a generator: each part is gathered when taken from it
         if self.mesh.rank != 0:
             for _ in states:  # take part in the collectives
                 pass
@@ -68,7 +68,7 @@ class Checkpoints:
             if elsewhere:  # the caller may read the files at once
                 self.wait()
         else:
-            write(states)  # gathers each part just before writing it, so that only one is in memory
+            write(states)  # takes one part at a time from the generator, so that only one is in memory
 
     def _record_quality(self, step_idx: int, quality: float | None) -> bool:
         """Record a new checkpoint's quality; return whether it is the best."""
@@ -112,7 +112,7 @@ class Checkpoints:
             file = checkpoint / f"{part.name}.pt"
             try:
                 part.restore(file)
-            except InputError:  # it is a ValueError too, but already has a message for the user
+            except InputError:  # is a ValueError too, but already has a message for the user
                 raise
             except WRONG_FORM as error:
                 reason = f"{type(error).__name__} {error}"
@@ -141,7 +141,7 @@ class Checkpoints:
             writing.result()
 
     def finish(self) -> None:
-        """Wait on every process until rank 0 has written everything."""
+        """Make every process wait until rank 0 has written everything."""
         self.wait()
         self._wait_for_rank_0()
         self.mesh.any(False)  # a barrier

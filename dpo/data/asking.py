@@ -41,7 +41,7 @@ def find_format(prompt: str, *, rendered: bool) -> str:
 def common_format(formats: Mapping[str, str | None], datasets: Iterable[str]) -> str | None:
     """The format that all datasets of a run share.
 
-    None if they differ or one is unknown. `formats` has the formats of custom datasets, as the preflight recorded them.
+    None if these differ or one is unknown. `formats` has those of custom datasets, as the preflight recorded them.
     """
     distinct = {HH if name in DATASETS_IN_HH_FORMAT else formats.get(name) for name in datasets}
     return distinct.pop() if len(distinct) == 1 else None
@@ -50,8 +50,8 @@ def common_format(formats: Mapping[str, str | None], datasets: Iterable[str]) ->
 def choose_format(requested: str, trained_on: str | None, tokenizer: Any) -> str:
     """Resolve the format `auto`; return any other format as it is.
 
-    `auto` is the format `trained_on`, if known. Otherwise it is `chat` if the tokenizer has a chat template, and `raw`
-    if it has none. Raises InputError for `chat` without a template.
+    `auto` becomes `trained_on` if that is `hh` or `raw`. Otherwise `auto` becomes `chat` if the tokenizer has a chat
+    template, and `raw` if not. Raises InputError for `chat` without a template.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if requested == CHAT and not has_template:
@@ -66,12 +66,14 @@ def choose_format(requested: str, trained_on: str | None, tokenizer: Any) -> str
 def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str, tools: Any = None) -> str:
     """Render a user's prompt as the text that the model gets.
 
-    A text becomes the human's turn. It stays as it is in the format `raw`, and in `hh` if it is a dialogue already.
-    `tools` is a list of schemas, or JSON of one. Raises InputError, which says `where` the prompt is from.
+    A text becomes the human's turn, or stays as it is in the format `raw`, and in `hh` if the text is a dialogue.
+    `tools` is a list of schemas, or such a list as JSON. Raises InputError, which says `where` the prompt is from.
     """
     schemas = read_tools({"tools": tools}, "tools", where)
     if schemas and prompt_format != CHAT:
-        raise InputError(f"{where}: only a chat template shows tools to the model: give --format chat, or remove them")
+        raise InputError(
+            f"{where}: only a chat template shows tools to the model: give --format chat, or remove the tools"
+        )
     if isinstance(prompt, str):
         if not prompt.strip():
             raise InputError(f"{where}: the prompt is empty")
@@ -95,7 +97,7 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str, t
 def render_dialogue(messages: Messages, where: str) -> str:
     """Render messages as a dialogue in HH's format.
 
-    It ends where the next answer begins.
+    The dialogue ends where the next answer begins.
     """
     speakers = {"user": HUMAN, "assistant": ASSISTANT}
     if unknown := sorted({message["role"] for message in messages} - speakers.keys()):
@@ -107,7 +109,7 @@ def render_dialogue(messages: Messages, where: str) -> str:
 def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
     """Render messages, with the arguments of calls as the template wants them.
 
-    Most templates want an object; others, such as DeepSeek-V3's, want JSON to add to text.
+    Most templates want an object. Others, such as DeepSeek-V3's, append JSON to text; an object raises TypeError.
     """
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -118,7 +120,7 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
 
 
 def _write_arguments(messages: Messages) -> Messages:
-    """Write the arguments of calls as JSON."""
+    """Copy messages, with the arguments of calls as JSON."""
     written = copy.deepcopy(messages)
     for message in written:
         for call in message.get("tool_calls", ()):
@@ -142,7 +144,7 @@ def as_messages(prompt: Prompt, answer: str) -> Messages:
 
 
 def split_turns(dialogue: str, answer: str) -> Messages:
-    """Split a dialogue in HH's format into messages, the answer last.
+    """Split a dialogue in HH's format, and its answer, into messages.
 
     Successive turns of one speaker are joined, because chat templates want speakers to alternate.
     """

@@ -1,4 +1,4 @@
-"""The reference's padded batch, for `get_batch_iterator` and the trainers' public methods."""
+"""The reference code's padded batch, for `get_batch_iterator` and the trainers' public methods."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def tokenize_batch_element(
     max_length: int,
     max_prompt_length: int,
 ) -> dict[str, Any]:
-    """Tokenize one pair; the reference has this function too.
+    """Tokenize one pair; the reference code has this function too.
 
     Returns a row of a `PaddedBatch`, with lists for tensors. Prompt and responses are tokenized separately, without
     special tokens. EOS is appended to each response, and prompt tokens are labelled -100. Raises InputError if a text
@@ -160,7 +160,7 @@ def collate(rows: Sequence[dict[str, Any]], pad_token_id: int) -> PaddedBatch:
 
 
 def find_pad_token(tokenizer: Any) -> int:
-    """Find the id of the pad token, or of EOS.
+    """Find the id of the pad token, or else of EOS.
 
     Raises InputError for a tokenizer with neither.
     """
@@ -172,7 +172,7 @@ def find_pad_token(tokenizer: Any) -> int:
 
 
 def get_collate_fn(tokenizer: Any) -> Callable[[list[dict[str, Any]]], PaddedBatch]:
-    """Make a function that collates rows; the reference has this function too."""
+    """Make a collating function; the reference code has this function too."""
     return partial(collate, pad_token_id=find_pad_token(tokenizer))
 
 

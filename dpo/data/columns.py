@@ -1,8 +1,8 @@
 """Recognition of the columns of custom data.
 
-A field is what a loss needs, such as `chosen`; a column is what the records have, such as `preferred`. The config
-names the columns. Otherwise a column is recognized by its name, unless another column fits the same field. Only
-`find_columns` reads records: all else is decided by the names of columns and what kind of text they hold.
+A field is what a loss needs, such as `chosen`; a column is what the records have, such as `preferred`. The config may
+give a field's column. Other columns are recognized by their names, unless several fit the same field. Only
+`find_columns` reads records: all else is decided by the names of columns and what kind of text the columns hold.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class RecognizedColumns(NamedTuple):
     unused: list[str]  # of prose or dialogues, or in NEVER_SILENT: nobody misses ids, numbers and labels
 
     def describe(self, configured: Mapping[str, str | None]) -> str:
-        """A note on columns; empty if nothing is guessed, weighted or unused."""
+        """A note on the columns; empty if nothing is noteworthy."""
         has_guessed = any(column not in (field, configured.get(field)) for field, column in self.used.items())
-        has_weights = "weight" in self.used  # they change what is trained
+        has_weights = "weight" in self.used  # weights change what is trained
         responses_hold_prompt = "chosen" in self.used and "prompt" not in self.used
         needs_note = has_guessed or has_weights or responses_hold_prompt or self.unused
         if not needs_note:
@@ -78,8 +78,8 @@ class RecognizedColumns(NamedTuple):
 
 
 def find_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Find the columns that any record has, and their kinds."""
-    names = getattr(rows, "column_names", None)  # a datasets.Dataset knows them, and would take long to read through
+    """Find the columns of all records, and the kind of each."""
+    names = getattr(rows, "column_names", None)  # a datasets.Dataset, which takes long to read through, knows them
     if names is None:
         names = dict.fromkeys(key for row in rows for key in row)
     first_rows = list(islice(rows, N_INSPECTED))
@@ -128,10 +128,10 @@ def recognize_columns(
     """Recognize the columns that hold what a loss trains on.
 
     `present` maps the columns to their kinds. `configured` maps fields to the columns that the config gives for dataset
-    `name`, None for a field without a column. If the config gives a format, only its `format_columns` and numbers are
-    used. Pairs need no prompt if chosen and rejected begin with it: if they are dialogues, if nothing else could be the
-    prompt, or if the config gives these two fields alone. Raises ColumnsError, with the fix, if a field has no column
-    or several.
+    `name`, None for a field without a column. If the config gives a format, only the `format_columns` of that format
+    and columns of numbers are used. Pairs need no column for the prompt if chosen and rejected begin with the prompt:
+    if these are dialogues, if no other column could be the prompt, or if the config gives chosen and rejected alone.
+    Raises ColumnsError, with the fix, if a field has no column or several.
     """
     _check_configured(present, configured, name, origin)
     candidates = _collect_candidates(present, configured, format_columns)
@@ -163,15 +163,16 @@ def recognize_columns(
     numbers = NUMBER_FIELDS if with_margins else ("weight",)
     parts = PROMPT_PARTS if "prompt" in form else ()
     used = {field: candidates[field][0] for field in (*form, *numbers, *parts, TOOLS) if candidates[field]}
-    is_given = bool(configured.get(SYSTEM)) or format_columns is not None
-    if candidates[SYSTEM] and (is_given or _has_turns(candidates[SYSTEM], present, used)):
+    is_system_given = bool(configured.get(SYSTEM)) or format_columns is not None
+    if candidates[SYSTEM] and (is_system_given or _has_turns(candidates[SYSTEM], present, used)):
         used[SYSTEM] = candidates[SYSTEM][0]
-    left = [column for column in present if column not in used.values()]
-    unused = [column for column in left if present[column] != OTHER]
+    remaining = [column for column in present if column not in used.values()]
+    unused = [column for column in remaining if present[column] != OTHER]
     lacks_prompt = form == PAIR_FIELDS and "prompt" not in used and not may_hold_prompt
     if lacks_prompt and unused:
         raise ColumnsError(_explain_unknown_prompt(unused, candidates, name=name, origin=origin))
-    return RecognizedColumns(used, [column for column in left if column in unused or column.lower() in NEVER_SILENT])
+    reported = [column for column in remaining if column in unused or column.lower() in NEVER_SILENT]
+    return RecognizedColumns(used, reported)
 
 
 def _collect_candidates(
@@ -228,12 +229,12 @@ def _check_configured(present: Iterable[str], configured: Mapping[str, str | Non
 def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str, str | None]) -> list[str]:
     """Find the columns that may be a field.
 
-    A configured field has the configured column, or none if that is None. Any other field has the column with its name,
-    or else all columns with one of its OTHER_NAMES.
+    A configured field has the column that the config gives, if any. Any other field has the column with the field's
+    name, or else all columns with one of its OTHER_NAMES.
     """
     if field in configured:
-        given = configured[field]
-        return [given] if given else []
+        configured_column = configured[field]
+        return [configured_column] if configured_column else []
     free = [column for column in present if column not in configured.values()]
     if field in free:
         return [field]
@@ -242,10 +243,10 @@ def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str
 
 
 def _separate_parts(candidates: list[str], present: Iterable[str]) -> dict[str, list[str]]:
-    """Separate `input` and `history` from `instruction`, if that may be the prompt.
+    """Separate `input` and `history` from a prompt in `instruction`.
 
     In Alpaca's data the prompt is an instruction with an input below it, after a history of turns. Returns the
-    candidates for the prompt and its other parts.
+    candidates for the prompt and its other parts; empty for other data.
     """
     by_name = {column.strip().lower(): column for column in candidates}
     is_alpaca = "instruction" in by_name and by_name.keys() <= {"instruction", "input"}
@@ -258,15 +259,15 @@ def _separate_parts(candidates: list[str], present: Iterable[str]) -> dict[str, 
 
 
 def _has_turns(candidates: Sequence[str], present: Mapping[str, str], used: Mapping[str, str]) -> bool:
-    """Return whether the system turn has one candidate, and it fits.
+    """Return whether the system turn has one candidate, which fits.
 
-    It fits if it holds words, or if the `used` columns are of a format that has this system column. Any other column
-    `system` may hold names of models.
+    A column fits if it holds words, or if the `used` columns are of a format that has this system column. Any other
+    column `system` may hold names of models.
     """
     if len(candidates) != 1:
         return False
     columns = {field: column for field, column in used.items() if field not in NUMBERS}
-    format_columns = next((known.columns for known in FORMATS.values() if columns.items() <= known.columns.items()), {})
+    format_columns = next((each.columns for each in FORMATS.values() if columns.items() <= each.columns.items()), {})
     return present[candidates[0]] != OTHER or format_columns.get(SYSTEM) == candidates[0]
 
 
@@ -286,7 +287,7 @@ def _explain_missing(
 ) -> str:
     """Explain that the columns lack what a loss trains on.
 
-    `kinds` are the kinds of examples (keys of FORMS) that can be made of them.
+    `kinds` are the kinds of examples (keys of FORMS) that can be made of the columns.
     """
     # pairs and targets can be made of ranked lists too, which is said if a column may hold lists
     mentions_lists = trains_on == "lists" or candidates["responses"]
@@ -304,7 +305,7 @@ def _explain_missing(
         named = [f"loss={loss}" for loss in losses[:3]]
         fixes.append(f"train on the {join_with_or(kinds_there)} that are there with {join_with_or(named)}")
     lacking = [[field for field in _list_required(form) if not candidates[field]] for form in expected]
-    fewest = min(lacking, key=len)
+    fewest = min(lacking, key=len)  # the fields of the form that lacks the fewest
     fixes.append(f"add a column {fewest[0]}" if len(fewest) == 1 and len(present) > 1 else "add them to the records")
     return (
         f"training on {trains_on} needs the columns {', or '.join(required)}; {origin} has {', '.join(present)}: "

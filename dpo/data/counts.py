@@ -134,7 +134,7 @@ class Preflight:
     test: SplitReport
     updates: int
     dropped_examples: int  # in the partial batches at the ends of all epochs
-    examples_per_epoch: int  # in an online run every prompt is one example; the file has this as `epoch`
+    examples_per_epoch: int  # in an online run every prompt is one example; `epoch` in the file that `write` makes
 
     def longest(self, max_length: int) -> int:
         """Number of tokens of the longest prompt with one response.
@@ -177,7 +177,7 @@ class Preflight:
 def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_examples: int | None) -> tuple[int, int]:
     """Count the updates and dropped examples of `iterate_examples`, without iterating.
 
-    `examples` is the number of examples in an epoch.
+    `examples` is the number of examples in an epoch. `n_epochs` or `n_examples` is given.
     """
     updates_per_epoch, dropped_per_epoch = divmod(examples, batch_size)
     if updates_per_epoch == 0:
@@ -260,7 +260,7 @@ class SplitCounter:
         self.counts["first_turns_in_train"] = int(np.isin(self._first_turn_hashes, train._first_turn_hashes).sum())
 
     def _find_eos(self, prompt: str, examples: Iterable[Mapping[str, str]]) -> None:
-        """Collect a prompt and its responses if they contain EOS."""
+        """Collect each text with EOS among a prompt and its responses."""
         eos, eos_id = self.encode.tokenizer.eos_token, self.encode.tokenizer.eos_token_id
         responses = [response for texts in examples for response in texts.values()]
         for text in dict.fromkeys([prompt, *responses]):
@@ -317,6 +317,7 @@ class SplitCounter:
         prompt_lengths: list[int] = []
         longest = 0
         response_lengths: list[dict[str, int]] = []  # scored tokens of each example, by role
+        # in an online run, a prompt without examples counts as one example
         counts = np.maximum(prompts.counts, 1) if self.trains_on == "prompts" else prompts.counts
         sample_ids = _sample_examples(counts)
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
@@ -331,8 +332,10 @@ class SplitCounter:
                 cuts = cut_tokens(example.pieces, ids, responses) or [()] * len(responses)
                 n_scored = [len(response) - n for response, n in zip(responses, map(count_cut, cuts), strict=True)]
                 response_lengths.append(dict(zip(example.texts, n_scored, strict=True)))
-        chosen, rejected = ([n[role] for n in response_lengths if role in n] for role in TRAINS_ON["pairs"])
-        compared = [n for n in response_lengths if {"chosen", "rejected"} <= n.keys()]
+        chosen, rejected = (
+            [by_role[role] for by_role in response_lengths if role in by_role] for role in TRAINS_ON["pairs"]
+        )
+        compared = [by_role for by_role in response_lengths if {"chosen", "rejected"} <= by_role.keys()]
         return SplitReport(
             **self.counts,
             fewest_responses=min(self._n_responses, default=None),
@@ -347,7 +350,7 @@ class SplitCounter:
             mean_prompt_tokens=fmean(prompt_lengths) if prompt_lengths else 0.0,
             mean_chosen_tokens=fmean(chosen) if chosen else 0.0,
             mean_rejected_tokens=fmean(rejected) if rejected else None,
-            chosen_longer=fmean(n["chosen"] > n["rejected"] for n in compared) if compared else None,
+            chosen_longer=fmean(by_role["chosen"] > by_role["rejected"] for by_role in compared) if compared else None,
             prompt_formats=self._formats,
             token_digest=digest.hexdigest(),
         )
@@ -355,7 +358,7 @@ class SplitCounter:
     def _refuse_late_starts(self, fewest_tokens: int) -> None:
         """Refuse responses that truncation could leave without a scored token.
 
-        Such a response would end a run in its middle. Truncation leaves at least its first `fewest_tokens`.
+        Such a response would end a run in its middle. Truncation leaves at least a response's first `fewest_tokens`.
         """
         ids = self.encode(self._late_starts)
         for text, prompt in self._late_starts.items():
@@ -399,7 +402,7 @@ class SplitCounter:
 def _find_first_turn(prompt: str) -> str:
     """Find the first turn of a dialogue in HH's format.
 
-    It is the whole prompt if that is no dialogue, or if the turn is as short as a greeting that many dialogues share.
+    Returns the whole prompt if it is no dialogue, or if its first turn is as short as a greeting that many share.
     """
     first_turn, marker, _ = prompt.partition(ASSISTANT)
     return first_turn + marker if len(first_turn.split()) >= LEAST_WORDS else prompt

@@ -39,7 +39,7 @@ def get_custom(
       where the last message is chosen
     - ranked lists: `{prompt, responses, scores}`, or `{prompt, responses}` in order, best first; they give pairs too
     - SFT targets: `{prompt, completion}`, or `{messages}` with the target as last message; pairs and lists give targets
-    - labelled responses: as SFT targets, and `label`
+    - labelled responses: the fields of SFT targets, and `label`
     - prompts to answer: `{prompt}`
 
     Any record may have a system turn in `system`, a `weight` and, `with_margins`, a `margin`. A chat may have `tools`,
@@ -66,7 +66,7 @@ def get_custom(
         with_margins=with_margins,
     )
     used = recognized.used
-    if trains_on == "prompts":  # a weight is for a record's responses, and the policy draws its own
+    if trains_on == "prompts":  # a weight is for a record's responses, and an online run draws others
         used.pop("weight", None)
     if "responses" in used:  # one margin does not fit all pairs of a list
         used.pop("margin", None)
@@ -121,7 +121,10 @@ def get_custom(
 def _describe_tally(tally: Mapping[str, int], origin: str) -> Iterator[str]:
     """Describe unusual records of `origin`; `tally` has their numbers."""
     if n := tally["diverging dialogues"]:
-        yield f"{origin}: in {count(n, 'record')} the dialogues diverge before the last answer; the prompt ends there"
+        yield (
+            f"{origin}: in {count(n, 'record')} the dialogues diverge before the last answer; the prompt ends where "
+            f"they diverge"
+        )
     if n := tally["unused system turns"]:
         yield f"{origin}: the system turn of {count(n, 'record')} is not used, as the chat has one of its own"
     if n := tally["texts with tools"]:
@@ -157,7 +160,7 @@ def _as_float(value: float) -> float:
 def read_scores(row: Mapping[str, Any], used: Mapping[str, str], n_responses: int, where: str) -> list[float]:
     """Read the scores of a ranked list's responses, higher for better ones.
 
-    Without a column for them, the responses are in order, best first.
+    Without a column of scores, the responses are in order, best first.
     """
     if "scores" not in used:
         return [-float(i) for i in range(n_responses)]
@@ -178,10 +181,10 @@ def _check_list(scores: Sequence[float], used: Mapping[str, str], where: str) ->
     if len(set(scores)) < len(scores):
         raise InputError(
             f"{where}: {used['scores']} has equal numbers, and this loss needs an order without ties: remove all but "
-            f"one of these responses, or train with a loss of pairs, such as loss=dpo, which does not pair them"
+            f"one of the equal responses, or train with a loss of pairs, such as loss=dpo, which leaves them unpaired"
         )
     if len(scores) > LONGEST_LIST:
         raise InputError(
             f"{where}: {used['responses']} has {len(scores)} responses, and this loss takes lists of up to "
-            f"{LONGEST_LIST}: remove some, or train with a loss of pairs, such as loss=dpo"
+            f"{LONGEST_LIST}: remove some responses, or train with a loss of pairs, such as loss=dpo"
         )

@@ -84,7 +84,7 @@ def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
 def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
     """Digest of an example's prompt and its responses by role.
 
-    It does not depend on where the example is in the data.
+    The digest does not depend on where the example is in the data.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for text in (prompt, *chain.from_iterable(responses.items())):
@@ -116,7 +116,7 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
     """Replace the responses of examples by responses to another prompt.
 
     The other prompt is at a random distance in the data, the same for all examples. The distance depends on the seed
-    alone, so each example is mismatched in the same way in every epoch. If that prompt has the same text, as a prompt
+    alone, so each example is mismatched in the same way in every epoch. If the other prompt has the same text, as one
     of another dataset may, the next prompt with another text is taken. Raises InputError if all prompts are equal.
     """
     distance = random.Random(seed).randrange(1, len(prompts))
@@ -127,10 +127,10 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
         other = next((candidate for candidate in later if candidate.text != prompt.text), None)
         if other is None:
             raise InputError("all prompts have the same text, and this loss needs responses to other prompts: add data")
-        answered = _read_example(other, example.example_index % len(other.examples))
+        other_example = _read_example(other, example.example_index % len(other.examples))
         # a rendered response may have EOS at the ends of turns, also after a prompt that is plain text
         prompt = prompt._replace(rendered=prompt.rendered or other.rendered)
-        mismatched.append(answered._replace(prompt=prompt, example_index=example.example_index))
+        mismatched.append(other_example._replace(prompt=prompt, example_index=example.example_index))
     return mismatched
 
 
@@ -143,7 +143,7 @@ def iterate_examples(
     n_examples: int | None,
     seed: int,
 ) -> Iterator[list[ExampleId]]:
-    """Yield each batch's example ids in the reference's order.
+    """Yield each batch's example ids in the reference code's order.
 
     `counts` has the number of examples per prompt. Iteration ends when `n_epochs` or `n_examples` is reached. Each
     epoch shuffles the prompts again, starting from the previous order; examples of a prompt stay together. The partial
@@ -214,8 +214,8 @@ def cut_tokens(
 ) -> tuple[tuple[int, ...], ...]:
     """Find the cuts of truncated responses, in tokens.
 
-    There are none if all tokens are scored. `pieces` has the pieces of each response. Raises InputError if truncation
-    leaves no scored token.
+    Returns an empty tuple if all tokens are scored. `pieces` has the pieces of each response. Raises InputError if
+    truncation leaves no scored token.
     """
     if all(len(texts) == 1 for texts in pieces):
         return ()
@@ -225,7 +225,7 @@ def cut_tokens(
         if len(ends) % 2:  # the last piece is not scored, nor is EOS
             ends.append(len(response))
         cuts.append(tuple(min(end, len(response)) for end in ends))
-        if count_cut(cuts[-1]) == len(response):  # `SplitCounter` refuses such data, if it was counted
+        if count_cut(cuts[-1]) == len(response):  # before a run, `SplitCounter` has refused such data
             raise InputError(
                 f"the response that begins with {''.join(texts)[:80]!r} is cut off before the assistant's first word: "
                 f"raise max_length, or remove the record"

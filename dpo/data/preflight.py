@@ -176,7 +176,7 @@ def prepare_data(
 ) -> tuple[Path, dict[str, Any]]:
     """Find or build the table; return its directory and facts.
 
-    The table is in `folder/examples`, but a new one is put into `scratch` if that is given. Prints the loaders' notes
+    The table is in `folder/examples`, but a new table is put into `scratch`, if given. Prints the loaders' notes
     unless `silent`. Raises InputError for data that is unusable or too small; the batch size that the message suggests
     is a multiple of `batch_parts`.
     """
@@ -272,9 +272,9 @@ def _check_loss_fits(plan: Plan, reports: Mapping[str, Mapping[str, Any]]) -> No
         place = f"the {split} split of {', '.join(plan.data.datasets)}"
         if plan.loss.mismatched and report["prompts"] < 2:
             raise InputError(
-                f"{place} has 1 prompt, and loss={plan.loss.name} combines each prompt with a response to another one: "
-                f"give 2 prompts or more in each split; if the data is one file, a tenth of its prompts is the test "
-                f"split, so it needs 20"
+                f"{place} has 1 prompt, and loss={plan.loss.name} combines each prompt with a response to another "
+                f"prompt: give 2 prompts or more in each split; if the data is one file, a tenth of its prompts is the "
+                f"test split, so the file needs 20"
             )
         if not plan.loss.takes_weights and report["largest_weight"] is not None:
             raise InputError(

@@ -56,8 +56,8 @@ MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']
 DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs up", "thumbs_up", "👍")
 UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
 
-RESPONSE_FIELDS = ("messages", "chosen", "rejected", "completion")  # each is one response; messages have a prompt too
-NUMBERS = ("scores", *NUMBER_FIELDS)  # fields that `get_custom` reads
+RESPONSE_FIELDS = ("messages", "chosen", "rejected", "completion")  # each is one response; messages hold a prompt too
+NUMBERS = ("scores", *NUMBER_FIELDS)  # fields that `get_custom` reads itself
 
 
 class Record(NamedTuple):
@@ -68,9 +68,9 @@ class Record(NamedTuple):
     system: str = ""  # a system turn that the row has in a column of its own
     input: str = ""  # what an instruction is about, as in Alpaca's data; only with texts
     label: bool | None = None  # whether the one response is desirable
-    is_list: bool = False  # whether the responses are a ranked list, which may have two
+    is_list: bool = False  # whether the responses are a ranked list, which may have only two
     history: Sequence[Sequence[str]] = ()  # [question, answer] before an instruction; only with texts
-    tools: Any = None  # that a chat may call: a list of schemas, or JSON of one
+    tools: Any = None  # that a chat may call: a list of schemas, or such a list as JSON
 
     @property
     def is_chat(self) -> bool:
@@ -101,7 +101,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
     system = _read_optional(row, used, SYSTEM, where)
     input_text = _read_optional(row, used, "input", where)
     if input_text:
-        get_field(row, used["prompt"], where)  # an input goes with a text
+        get_field(row, used["prompt"], where)  # raises for a prompt of messages, to which no input belongs
     history = _read_history(row, used["history"], where) if "history" in used else ()
     chat = values[used["messages"]] if "messages" in used and "prompt" not in used else prompt
     answers = {column: value for column, value in values.items() if value is not chat}
@@ -119,10 +119,11 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
     if is_chat:
         prompt, responses = _split_messages(prompt, responses, where)
         last_roles = (response[-1]["role"] for response in responses)
-        others = [role for role in last_roles if role != "assistant"]
-        if others:
+        wrong_roles = [role for role in last_roles if role != "assistant"]
+        if wrong_roles:
             raise InputError(
-                f"{where}: the last message is from {others[0]}, and must be from assistant: remove it, or the record"
+                f"{where}: the last message is from {wrong_roles[0]}, and must be from assistant: remove the message, "
+                f"or the record"
             )
         system = "" if prompt[0]["role"] == SYSTEM else system
     elif "messages" in used:
@@ -163,10 +164,10 @@ def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | list[A
                 f"{where}: {column} is a text that holds chat messages: write a list of them, to .jsonl or .parquet"
             )
         return value
-    given = value if isinstance(value, list) else [value]
-    rename = _rename_sharegpt if any(map(is_sharegpt, given)) else _rename_role
+    originals = value if isinstance(value, list) else [value]
+    rename = _rename_sharegpt if any(map(is_sharegpt, originals)) else _rename_role
     messages: list[Any] = []
-    for original in given:
+    for original in originals:
         message = rename(original, where)
         is_call = message["role"] in CALLERS
         if is_call:
@@ -193,8 +194,8 @@ def _rename_sharegpt(message: Any, where: str) -> dict[str, Any]:
             f"{where}: a message is from {speaker!r}, and must be from one of {', '.join(SHAREGPT_ROLES)}: rename the "
             f"speaker, or remove the record"
         )
-    others = {key: value for key, value in message.items() if key not in ("from", "value")}
-    return {**others, "role": SHAREGPT_ROLES[speaker], "content": get_field(message, "value", where)}
+    other_keys = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {**other_keys, "role": SHAREGPT_ROLES[speaker], "content": get_field(message, "value", where)}
 
 
 def _rename_role(message: Any, where: str) -> dict[str, Any]:
@@ -212,7 +213,7 @@ def _join_parts(parts: list[Any], where: str) -> str:
 
 
 def _read_call(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Read an assistant's message from JSON of its calls."""
+    """Convert a message of JSON calls to the assistant's with `tool_calls`."""
     text = get_field(message, "content", where)
     calls = None
     with suppress(ValueError):
@@ -250,7 +251,7 @@ def _read_history(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
 
 
 def _read_list(row: Mapping[str, Any], column: str, where: str) -> dict[str, str | list[Any]]:
-    """Read two or more responses, each under a name of its own."""
+    """Read two or more responses, under names such as `responses[0]`."""
     values = get_field(row, column, where, list)
     if len(values) < 2:
         raise InputError(
@@ -266,11 +267,11 @@ def _read_label(row: Mapping[str, Any], column: str, where: str, name: str) -> b
     value = get_field(row, column, where, LABEL_TYPES)
     label = str(value).strip().lower()
     if label not in DESIRABLE + UNDESIRABLE:
-        has_tag = column != "kto_tag" and "kto_tag" in row  # LLaMA-Factory's column, beside an unrelated one
-        other = f", or give 'dataset_sources.{name}.columns={{label: kto_tag}}'" if has_tag else ""
+        has_tag = column != "kto_tag" and "kto_tag" in row  # LLaMA-Factory's column, beside an unrelated `label`
+        other_fix = f", or give 'dataset_sources.{name}.columns={{label: kto_tag}}'" if has_tag else ""
         raise InputError(
             f"{where}: {column} is {value!r:.80}, which does not say whether the response is good: write true or "
-            f"false (1 or 0, good or bad, up or down), or remove the record{other}"
+            f"false (1 or 0, good or bad, up or down), or remove the record{other_fix}"
         )
     return label in DESIRABLE
 
@@ -278,8 +279,8 @@ def _read_label(row: Mapping[str, Any], column: str, where: str, name: str) -> b
 def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Split two texts with a common beginning into (prompt, chosen, rejected).
 
-    If they share an `\\n\\nAssistant:`, the prompt ends with the last one, as in HH. Otherwise the prompt is the common
-    beginning up to its last whitespace, so that no word is split and each response starts with a space.
+    If they share an `\\n\\nAssistant:`, the prompt ends with the last shared one, as in HH. Otherwise the prompt is the
+    common beginning up to its last whitespace, so that no word is split and each response starts with a space.
     """
     shared = common_start(chosen, rejected)
     marker_start = shared.rfind(ASSISTANT)
@@ -301,26 +302,26 @@ def _split_messages(
 ) -> tuple[Messages, list[Messages]]:
     """Split a record's messages into its prompt and its responses.
 
-    If `prompt` is a text, it is the user's message before responses that begin with the assistant's. Before others, it
-    is the content of a message with which they all begin. Without `prompt`, the first response may be a whole chat.
+    A text `prompt` is the user's message if all responses begin with the assistant's. If not, all responses begin with
+    the prompt's messages, one of which has the text. Without `prompt`, the first response may be a whole chat.
     """
     are_answers = [bool(messages) and messages[0]["role"] == "assistant" for messages in responses]
     if isinstance(prompt, str) and prompt and all(are_answers):
         prompt = [{"role": "user", "content": prompt}]
     elif prompt is None and not are_answers[0] and all(are_answers[1:]):
-        # a chat that ends with the response; in ms-swift's data the others answer the same prompt
+        # a chat that ends with its response; in ms-swift's data the other responses answer the same prompt
         prompt, responses = responses[0][:-1], [responses[0][-1:], *responses[1:]]
     if not isinstance(prompt, list):
         shared = _share_messages(responses)
         if prompt is not None and all(message.get("content") != prompt for message in shared):
             raise InputError(
-                f"{where}: the prompt is not the content of any message with which the responses begin: make it one, "
-                f"or give no column for the prompt"
+                f"{where}: the prompt is not the content of any message with which the responses begin: add such "
+                f"a message, or give no column for the prompt"
             )
         prompt, responses = shared, [dialogue[len(shared) :] for dialogue in responses]
     if not (prompt and all(responses)):
         raise InputError(
-            f"{where}: a prompt and its responses need at least one message each: add them, or remove the record"
+            f"{where}: a prompt and its responses need at least one message each: add messages, or remove the record"
         )
     return prompt, list(responses)
 
@@ -332,7 +333,7 @@ def _share_messages(dialogues: Sequence[Messages]) -> Messages:
     """
     shared = []
     for messages in zip(*(dialogue[:-1] for dialogue in dialogues), strict=False):
-        first, *others = (read_message(message, "") for message in messages)  # they were checked before
+        first, *others = (read_message(message, "") for message in messages)  # checked before, so without a place
         if any(message != first for message in others):
             break
         shared.append(messages[0])
@@ -359,8 +360,8 @@ WHOLE = "the prompt and the response"
 class Format(NamedTuple):
     """The form in which rows hold records.
 
-    A prompt without a column begins WHOLE responses, or `messages`, which end with the chosen or the only response.
-    Beside WHOLE responses, the column for the prompt has the text of the last question.
+    Without a column for the prompt, WHOLE responses begin with it, or `messages` do, which end with the chosen or the
+    only response. Beside WHOLE responses, a column for the prompt has the text of the last question.
     """
 
     columns: Mapping[str, str]  # maps fields to columns; rows may lack some
@@ -412,7 +413,7 @@ class CannotHoldError(Exception):
 def recognize_format(row: Mapping[str, Any], used: Mapping[str, str], record: Record) -> str | None:
     """Find the format of a row that was read as `record`.
 
-    None if it is none of FORMATS, or has no responses.
+    None if no format fits, or if the record has no responses.
     """
     if not record.responses:
         return None
@@ -434,16 +435,16 @@ def recognize_format(row: Mapping[str, Any], used: Mapping[str, str], record: Re
     return None
 
 
-def _is_same(given: Any, written: Any, record: Record) -> bool:
+def _is_same(original: Any, written: Any, record: Record) -> bool:
     """Return whether two values of a column are read alike."""
     if record.is_chat and written == record.responses:  # a ranked list
-        given = [[{"role": "assistant", "content": item}] if isinstance(item, str) else item for item in given]
-        return list(map(_normalize, given)) == list(map(_normalize, written))
-    return _normalize(given) == _normalize(written)
+        original = [[{"role": "assistant", "content": item}] if isinstance(item, str) else item for item in original]
+        return list(map(_normalize, original)) == list(map(_normalize, written))
+    return _normalize(original) == _normalize(written)
 
 
 def _normalize(value: Any) -> Any:
-    """Return messages as they are read, and other values as they are."""
+    """Read messages, noting if they are ShareGPT's; keep other values."""
     messages = _as_messages(value)
     if not messages:
         return value
@@ -557,9 +558,9 @@ def _find_question(prompt: Messages) -> str:
 
 
 def _write_messages(value: Any, values: str) -> Any:
-    """Write messages as LLaMA-Factory's or ms-swift's.
+    """Write messages in the form `values`, SHAREGPT or SWIFT.
 
-    There a call is a message of its own.
+    In both forms a call is a message of its own. A value without messages is returned unchanged.
     """
     if isinstance(value, dict):
         [message] = _write_messages([value], values)
@@ -567,9 +568,9 @@ def _write_messages(value: Any, values: str) -> Any:
     if not isinstance(value, list):
         return value
     written: list[dict[str, Any]] = []
-    for message, before in zip(value, [{}, *value], strict=False):
+    for message, previous in zip(value, [{}, *value], strict=False):
         if message.get("tool_calls"):
-            if before.get("role") == "assistant":  # both would be read as one turn
+            if previous.get("role") == "assistant":  # both would be read as one turn
                 raise CannotHoldError("tool calls after another turn of the assistant")
             written += _write_calls(message, values)
         elif values == SWIFT and message["role"] == "tool":
@@ -596,10 +597,10 @@ def _write_calls(message: dict[str, Any], values: str) -> list[dict[str, Any]]:
 
 def _as_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
     role = message["role"]
-    others = {key: item for key, item in message.items() if key not in ("role", "content", "tool_calls")}
+    other_keys = {key: item for key, item in message.items() if key not in ("role", "content", "tool_calls")}
     if role not in SHAREGPT_SPEAKERS:
         raise CannotHoldError(f"messages of {role}")
-    return {"from": SHAREGPT_SPEAKERS[role], "value": message["content"], **others}
+    return {"from": SHAREGPT_SPEAKERS[role], "value": message["content"], **other_keys}
 
 
 def _change_values(record: Record, target: Format) -> tuple[Record, list[str]]:
@@ -658,7 +659,7 @@ def _split_last(dialogue: str) -> tuple[str, str]:
 def _as_turns(record: Record, target: Format) -> Record:
     """Make texts of a chat with one question.
 
-    There may be turns before it if the format has a column for them.
+    Turns before the question need a format with a column for the history.
     """
     system = [message for message in record.prompt[:1] if message["role"] == SYSTEM]
     *before, question = record.prompt[len(system) :] or [{"role": ""}]  # there may be only a system turn

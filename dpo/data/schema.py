@@ -69,7 +69,7 @@ class PreferenceData(dict[str, Entry]):
         # by prompt and response, if parts of the response are not scored: see `split_at_cuts`
         self.cuts: dict[str, dict[str, list[int]]] = {}
         self.notes: list[str] = []
-        # by prompt, the numbers of its records in order; empty if the data has no column for them
+        # by prompt, the weight or margin of each of its records in order; empty if the data has no such column
         self.weights: dict[str, list[float]] = {}
         self.margins: dict[str, list[float]] = {}
 
@@ -82,13 +82,13 @@ class PreferenceData(dict[str, Entry]):
         self.messages[chat.prompt] = chat.messages
         if chat.tools:
             self.tools[chat.prompt] = chat.tools
-        if cuts := {text: ends for text, ends in zip(chat.responses, chat.cuts, strict=True) if ends}:
+        if cuts := {text: limits for text, limits in zip(chat.responses, chat.cuts, strict=True) if limits}:
             self.cuts[chat.prompt] = self.cuts.get(chat.prompt, {}) | cuts
 
     def add_pair(self, prompt: str, first: str, second: str, *, better: int = 0) -> None:
         """Add a pair of responses.
 
-        `better` is the index of the preferred one, 0 or 1. The preferred response becomes the prompt's SFT target.
+        `better` is the index of the preferred response, 0 or 1. That response becomes the prompt's SFT target.
         """
         entry = self.add_prompt(prompt)
         n_before = len(entry["responses"])
@@ -141,14 +141,14 @@ class PreferenceData(dict[str, Entry]):
         """Remove the prompts one by one, and yield each with its examples.
 
         Yields (prompt, responses, examples, records). An example maps its roles to indices into the responses.
-        `records` has, for each example, the index of its record among the prompt's records. `trains_on` says which
-        examples are made:
+        `records` has, for each example, the index of its record among the prompt's records. A prompt's records are of
+        one kind (pairs, lists or single responses), counted from 0. `trains_on` says which examples are made:
 
         - "pairs": the pairs, and those that `list_pairs` makes of lists
         - "prompts": the same, but a prompt whose lists make no pair is kept
         - "lists": the lists, and each pair as a list of two
         - "labels": the labelled responses, and both responses of each pair
-        - "targets": the prompt's target if it has pairs or lists, otherwise each of its responses
+        - "targets": the prompt's target if there are pairs or lists, otherwise each of its responses
         """
         for prompt in list(self):  # removed, as a second copy of all texts might not fit into memory
             entry = self.pop(prompt)
@@ -201,7 +201,7 @@ def name_pairs(pairs: Iterable[tuple[int, int]]) -> list[dict[str, int]]:
 def pair_up(ranked: Sequence[Sequence[int]], list_pairs: str) -> Iterator[tuple[int, int]]:
     """Yield the pairs (better, worse) of a ranked list.
 
-    All pairs, or only the best with the worst. Equal responses are no pair.
+    With `list_pairs="best_worst"`, only the best with the worst. Equal responses are no pair.
     """
     tiers = [ranked[0][:1], ranked[-1][:1]] if list_pairs == "best_worst" else ranked
     for better_tier, worse_tier in combinations(tiers, 2):
@@ -281,8 +281,8 @@ def read_tools(
 ) -> list[dict[str, Any]]:
     """Read the tools of a chat, which rows may lack.
 
-    They are a list of schemas, or JSON of one. Schemas of functions alone, as LLaMA-Factory's, become tools. `fix` is
-    the advice for any other value.
+    They are a list of schemas, or such a list as JSON. Schemas of functions alone, as in LLaMA-Factory's data, become
+    tools. `fix` is the advice for any other value.
     """
     value = row.get(column)
     tools = drop_nulls(value)
@@ -328,8 +328,8 @@ def get_field(row: Mapping[str, Any], key: str, where: str, types: type | tuple[
 
 def check_unicode(text: str, what: str, where: str) -> None:
     """Refuse a text that UTF-8 cannot hold; the message names it `what`."""
-    if found := SURROGATE.search(text):
-        context = text[max(0, found.start() - 40) : found.end() + 40]
+    if surrogate := SURROGATE.search(text):
+        context = text[max(0, surrogate.start() - 40) : surrogate.end() + 40]
         raise InputError(
             f"{where}: {what} has an unpaired UTF-16 surrogate (invalid text): {context!r}: replace it, or remove the "
             f"record"

@@ -35,7 +35,7 @@ SPLIT_NAMES = {  # names that a split may have; the first one present is used
     "train": ("train", "train_prefs", "train_sft"),
     "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
 }
-UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # begins the message of `datasets` if no split has that name
+UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` about a missing split begins so
 ROWS_PER_BATCH = 1000  # of a saved dataset: so many are in memory twice
 LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
@@ -45,7 +45,7 @@ class FileRows(list[Mapping[str, Any]]):
     """Records of files, with the lines that they end on."""
 
     def __init__(self) -> None:
-        self.files: list[tuple[Path, Sequence[int]]] = []  # each file with its records' lines, 0 where there are none
+        self.files: list[tuple[Path, Sequence[int]]] = []  # each file with its records' lines, 0 if not read by lines
 
     def iterate_places(self) -> Iterator[str]:
         """Yield the places, as in `record 2 of FILE (line 3)`."""
@@ -83,7 +83,7 @@ def _name_place(file: Path, number: int, line: int) -> str:
 def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
     """Load the records of a split.
 
-    A source without splits gives all its records. Raises InputError if there are none.
+    A source without splits gives all its records. Raises InputError for a source without records.
     """
     path = source.local
     if path is None:
@@ -104,8 +104,8 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
 def identify_source(source: Source, cache_dir: str | None = None) -> Any:
     """Make a JSON value that changes whenever the source changes.
 
-    For a local source it has the sizes and times of the files, and for the Hub the fingerprint of `datasets`. Returns
-    None if neither can be read.
+    It holds the sizes and times of a local source's files, or for the Hub the fingerprint of `datasets`. Returns None
+    if neither can be read.
     """
     path = source.local
     if path is None:
@@ -203,9 +203,9 @@ def _read(file: Path, rows: FileRows) -> None:
 
 
 def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the values in a file, which may not be records.
+    """Yield the values in a file, not yet checked to be records.
 
-    Each comes with the line that it ends on, or 0 if the file is not read by lines.
+    Each value comes with the line that it ends on, or 0 if the file is not read by lines.
     """
     if file.is_dir():
         import datasets
@@ -235,7 +235,7 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
 def _keep_encoded(feature: Any) -> Any:
     """Return a feature of `datasets` that leaves images, audio and video encoded.
 
-    Nothing here reads them, and decoding them needs packages that may be absent.
+    Nothing here reads such data, and decoding it needs packages that may be absent.
     """
     import datasets
 
@@ -347,8 +347,8 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple
             n_lines = reader.line_num
     except csv.Error as error:
         raise InputError(
-            f"{file} cannot be read: {error}, in the record that begins on line {n_lines + 1}: put a field "
-            f'that has a quotation mark in quotation marks, and write the mark twice, as in "say ""yes"""'
+            f"{file} cannot be read: {error}, in the record that begins on line {n_lines + 1}: quote a "
+            f'field that contains quotation marks, and double these marks, as in "say ""yes"""'
         ) from error
 
 

@@ -37,7 +37,7 @@ ROWS_PER_BATCH = 1000  # of the Arrow file: so many prompts are in memory while 
 
 def make_schema(trains_on: str) -> pa.Schema:
     """Make the schema of a table for a kind of examples."""
-    roles = TRAINS_ON.get(trains_on, TRAINS_ON["pairs"])  # "prompts" may have pairs
+    roles = TRAINS_ON.get(trains_on, TRAINS_ON["pairs"])  # "prompts", not in TRAINS_ON, may have pairs
     return pa.schema(
         {
             "text": pa.large_string(),
@@ -67,7 +67,7 @@ class Prompt(NamedTuple):
     dataset: str = ""
     messages: Messages | None = None  # from which the text was rendered
     weights: list[float] | None = None  # of the examples; None: 1
-    margins: list[float] | None = None
+    margins: list[float] | None = None  # of the examples
     tools: list[Any] | None = None  # that the messages may call
     # for each response, alternately where a part that is not scored begins and ends; None: all text is scored
     cuts: list[list[int]] | None = None
@@ -75,7 +75,7 @@ class Prompt(NamedTuple):
     def texts(self, example_index: int) -> dict[str, str]:
         """The responses of an example by role.
 
-        A prompt without examples has none.
+        Empty for a prompt without examples.
         """
         roles = self.examples[example_index] if self.examples else {}
         return {role: self.responses[i] for role, i in roles.items()}
@@ -118,7 +118,7 @@ def iterate_prompts(
         if with_margins and not data.margins:
             raise InputError(
                 f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: give pairs "
-                f"with a column margin, or name it with dataset_sources.{name}.columns.margin=COLUMN"
+                f"with a column margin, or name the column with dataset_sources.{name}.columns.margin=COLUMN"
             )
         for text, responses, examples, records in data.take(trains_on, list_pairs=list_pairs):
             weights = data.weights.get(text)
@@ -151,7 +151,7 @@ def write_prompts(path: Path, prompts: Iterable[Prompt], *, trains_on: str = "pa
                 chat = {"messages": prompt.messages, "tools": prompt.tools}
                 as_json = {name: None if value is None else json.dumps(value) for name, value in chat.items()}
                 lines.append(json.dumps(prompt._asdict() | as_json) + "\n")
-            # `from_pylist` would import pandas, and so would `to_numpy` below: 0.5 s and 60 MB
+            # `from_pylist` would import pandas (0.5 s, 60 MB); so would `to_numpy` in `PromptTable`
             writer.write_table(_parse_lines("".join(lines).encode(), schema))
     pa.default_memory_pool().release_unused()  # pyarrow would keep about as much memory as the texts took
 
@@ -176,7 +176,7 @@ class PromptTable(Sequence[Prompt]):
         # the examples of all prompts are one Arrow list, and its offsets say where those of each prompt begin
         counts = [np.diff(np.from_dlpack(chunk.offsets)) for chunk in self._table["examples"].chunks]
         self.counts = np.concatenate([np.zeros(0, dtype=np.int32), *counts])  # a table may have no chunk
-        # most data has no messages, tools, cuts, weights and margins, so these columns need not be decoded
+        # columns without any value, such as messages and weights in most data, need not be decoded
         self._columns = [name for name in self._table.column_names if self._table[name].null_count < len(self._table)]
 
     def __len__(self) -> int:
@@ -207,8 +207,8 @@ def find_or_build(
     """Find the table named `key` in `folder`, or build it.
 
     A new table is put into `scratch` if that is given, and into `folder` otherwise. `build` writes both splits into a
-    directory. It returns the table's facts, as `read_facts` reads them, and whether `key` still names the data that it
-    read, which may have changed meanwhile. A table without a valid key is named after its content.
+    directory. It returns the table's facts, and whether `key` still names the data that `build` read, as the data may
+    have changed meanwhile. A table without a valid key is named after its content.
 
     Returns the table's directory, and whether it was built now. Raises RunError if the table cannot be written.
     """
@@ -228,7 +228,7 @@ def find_or_build(
             name = key if key is not None and key_is_valid else f"content-{_hash_facts(content)[:32]}"
             return _publish(directory, parent / name), True
         finally:
-            remove(directory)  # it is there no longer if it was renamed
+            remove(directory)  # does nothing if the directory was renamed
     except OSError as error:
         raise RunError(
             f"the texts of the data cannot be written to {parent} ({error}): free some space, or give a directory on "
@@ -268,9 +268,10 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_facts(table: Path) -> dict[str, Any]:
-    """Read the facts of a table: counts from when it was built.
+    """Read `facts.json` of a table.
 
-    Raises InputError or OSError if the file cannot be read or was changed.
+    Returns `facts`, the counts from when the table was built, and `files`, the checksums of both splits. Raises
+    InputError or OSError if the file cannot be read or was changed.
     """
     content = read_json(table / FACTS)
     if not isinstance(content, dict) or content.pop("sha256", None) != _hash_facts(content):

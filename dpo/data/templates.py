@@ -36,14 +36,14 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._counts: Counter[str] = Counter()
-        self._dropped: dict[str, str] = {}  # the first text that is left out of SCORED and of NOT_SCORED
+        self._dropped: dict[str, str] = {}  # for SCORED and NOT_SCORED, the first text left out
         self._checked: list[tuple[str, str]] = []  # prompts with generation prompt, and whole conversations
 
     def render(self, prompt: Messages, responses: Sequence[Messages], tools: Any, where: str) -> Chat:
         """Render a prompt and its responses.
 
-        `tools` is a list of schemas, or JSON of one. Raises InputError if a message contains EOS, or if the template
-        rejects the messages or changes turns so that their limits are lost.
+        `tools` is a list of schemas, or such a list as JSON. Raises InputError if a message contains EOS, or if the
+        template rejects the messages or changes turns so that their limits are lost.
         """
         eos = self.tokenizer.eos_token
         prompt = [read_message(message, where) for message in prompt]
@@ -57,7 +57,7 @@ class ChatTemplate:
                 check_unicode(text, what, where)
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
-                f"{where} holds chat messages, but the tokenizer has no chat template: name one that has, as "
+                f"{where} holds chat messages, but the tokenizer has no chat template: name a tokenizer with one, as "
                 f"model.tokenizer_name_or_path=INSTRUCT_MODEL, or use text instead"
             )
         conversation = _Conversation(self.tokenizer, given_tools, where)
@@ -70,9 +70,9 @@ class ChatTemplate:
             for answer, dialogue in zip(answers, dialogues, strict=True)
         ]
         texts = [_remove_final_eos(dialogue[len(prompt_text) :], eos) for dialogue in dialogues]
-        for answer, dialogue, text, own_cuts in zip(answers, dialogues, texts, cuts, strict=True):
+        for answer, dialogue, text, answer_cuts in zip(answers, dialogues, texts, cuts, strict=True):
             if conversation.ends_as_call(prompt + answer, dialogue):
-                own_cuts.append(len(text))  # so the EOS that tokenization appends is not scored
+                answer_cuts.append(len(text))  # so the EOS that tokenization appends is not scored
         return Chat(prompt_text, texts, cuts, prompt, conversation.tools)
 
     def _check(
@@ -83,13 +83,13 @@ class ChatTemplate:
         open_prompt: str,
         dialogues: Sequence[str],
     ) -> None:
-        """Record what the template leaves out of a conversation or changes."""
+        """Record what the template leaves out or changes."""
         # without answers, the prompt is the conversation
         for answer, text in zip(answers or [[]], dialogues or [open_prompt], strict=True):
             self._counts["conversations"] += 1
             scored = [message for message in answer if message["role"] == "assistant"]
-            others = [*prompt, *(message for message in answer if message["role"] != "assistant")]
-            for turns, messages in ((NOT_SCORED, others), (SCORED, scored)):
+            not_scored = [*prompt, *(message for message in answer if message["role"] != "assistant")]
+            for turns, messages in ((NOT_SCORED, not_scored), (SCORED, scored)):
                 if dropped := _find_dropped(messages, text):
                     self._counts[turns] += 1
                     self._dropped.setdefault(turns, dropped[:SHOWN])
@@ -97,8 +97,8 @@ class ChatTemplate:
             self._checked += [(open_prompt, dialogue) for dialogue in dialogues]
         if conversation.tools and self._counts["with tools"] < N_CHECKED:
             self._counts["with tools"] += 1
-            without = _Conversation(self.tokenizer, [], conversation.where)
-            self._counts["tools ignored"] += without.render(prompt, is_open=True) == open_prompt
+            without_tools = _Conversation(self.tokenizer, [], conversation.where)
+            self._counts["tools ignored"] += without_tools.render(prompt, is_open=True) == open_prompt
 
     def describe(self, origin: str) -> list[str]:
         """Describe what the template does to the conversations of `origin`."""
@@ -121,15 +121,16 @@ class ChatTemplate:
                 f"{n_prefixes:,} of {count(len(self._checked), 'conversation')} checked"
             )
             if left_out:
-                notes[-1] += f"; in {len(left_out):,}, up to {count(max(left_out), 'token')} at its end are left out"
+                n_most = count(max(left_out), "token")
+                notes[-1] += f"; in {len(left_out):,}, up to {n_most} at the prompt's end are left out"
             if joined:
-                notes[-1] += f"; in {len(joined):,}, its end would be joined with the response, and is tokenized apart"
+                notes[-1] += f"; in {len(joined):,}, the prompt's end would join the response, and is tokenized apart"
         return notes
 
     def _count_differing_tokens(self) -> tuple[list[int], list[int]]:
-        """Count the last tokens of prompts that their conversations lack.
+        """Count, for each prompt, the last tokens that its conversation lacks.
 
-        Returns the counts above 0: first where the conversation lacks the text too, then where it has the text.
+        Returns two lists of counts above 0: of prompts whose text the conversation lacks too, and of the others.
         """
         texts = list(dict.fromkeys(text for texts in self._checked for text in texts))
         ids = dict(zip(texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True))
@@ -159,8 +160,8 @@ class _Conversation:
     def find_start(self, prompt: Messages, dialogues: Sequence[str]) -> tuple[str, str]:
         """Find where the responses to a prompt start.
 
-        Returns the text of the prompt with the generation prompt, and what it has in common with the dialogues. Raises
-        InputError if the dialogues do not begin with the prompt.
+        Returns the text of the prompt with the generation prompt, and the part of this text with which all dialogues
+        begin. Raises InputError if the dialogues do not begin with the prompt.
         """
         open_text = self.render(prompt, is_open=True)
         shared = common_start(open_text, *dialogues)
@@ -179,7 +180,7 @@ class _Conversation:
     def _find_token_end(self, text: str, others: Sequence[str]) -> int:
         """Find the end of the tokens with which all texts begin.
 
-        Their common text may end inside a token: <think> and <tool_call> both begin with <t.
+        Returns a position in `text`. The common text may end inside a token: <think> and <tool_call> begin with <t.
         """
         if not self.tokenizer.is_fast:  # other tokenizers give no positions of tokens
             return len(common_start(text, *others))
@@ -204,14 +205,14 @@ class _Conversation:
                 yield from (scored_end - start, begin - start)
             if i < len(messages) - 1:
                 end = self._find_boundary(messages, i + 1, dialogue)
-                # a turn ends with EOS, as the last one does, and not with the space that the template puts after it
+                # a turn ends with EOS, as the last turn does, and not with the space that the template adds
                 turn = dialogue[begin:end].rstrip()
                 scored_end = begin + len(turn) if turn.endswith(self.tokenizer.eos_token) else end
 
     def ends_as_call(self, messages: Messages, dialogue: str) -> bool:
         """Return whether a dialogue ends with a token that ends calls.
 
-        In templates such as gpt-oss's it stands in place of EOS.
+        In templates such as gpt-oss's that token stands in place of EOS.
         """
         if not messages[-1].get("tool_calls"):
             return False
@@ -223,11 +224,11 @@ class _Conversation:
         return not answer.rstrip().endswith(last)
 
     def _find_boundary(self, messages: Messages, n_before: int, dialogue: str, *, is_open: bool = False) -> int:
-        """Find where the first messages of a dialogue end.
+        """Find where the first `n_before` messages of a dialogue end.
 
         `is_open` includes the generation prompt, as far as the dialogue has it. The template may render these messages
-        differently once others follow, such as without thinking. Then the end of the last message's content is found in
-        both texts, and what follows it is compared. Raises InputError if the template leaves out or moves that message.
+        differently once others follow, such as without thinking. If so, the end of the last of these messages is found
+        in both texts, and what follows is compared. Raises InputError if the template leaves out or moves that message.
         """
         text = self.render(messages[:n_before], is_open=is_open)
         if dialogue.startswith(text):
@@ -244,7 +245,7 @@ class _Conversation:
         tail = text[end:]
         # the dialogue is cut a bit after the tail, as tokenizing all of it for every turn takes long
         shared_length = self._find_token_end(tail, [dialogue[dialogue_end : dialogue_end + len(tail) + MARGIN]])
-        if is_open:  # the dialogue may lack some of the generation prompt, but nothing of what is before it
+        if is_open:  # the dialogue may lack some of the generation prompt, but nothing before that
             closed_text = self.render(messages[:n_before])
             if shared_length < self._find_token_end(tail, [closed_text[end:]]):
                 raise self._explain_lost_turn(last)
@@ -253,7 +254,7 @@ class _Conversation:
     def _find_ends(self, messages: Messages, index: int, text: str, *, is_open: bool = False) -> dict[str, int]:
         """Find where the parts of one message end in the rendered text.
 
-        A part ends where the text changes when something is appended to it. A part that is left out has no end.
+        A part ends where the text changes when something is appended to the part. A part left out has no end.
         """
         ends = {}
         for part, longer in _iterate_longer(messages[index]):
@@ -273,12 +274,12 @@ class _Conversation:
 
 
 def _count_shared(*token_ids: Sequence[int]) -> int:
-    """Count the tokens with which all begin."""
+    """Count the tokens with which all lists of ids begin."""
     return sum(1 for _ in takewhile(lambda tokens: len({*tokens}) == 1, zip(*token_ids, strict=False)))
 
 
 def _iterate_longer(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each part of a message, with a copy that has more.
+    """Yield (part, copy of the message with this part longer).
 
     Empty content is the part NOTHING, and comes last.
     """
@@ -318,7 +319,7 @@ def _list_parts(messages: Messages) -> Iterator[str]:
 def _find_dropped(messages: Messages, rendered: str) -> str:
     """Find words of messages that a rendered text lacks.
 
-    They are the beginning of the first text that is not there whole; empty if all are.
+    Returns the beginning of the first text that is not there as a whole; empty if all texts are there.
     """
 
     def is_there(text: str) -> bool:  # as it is, or as a template writes JSON
@@ -326,7 +327,7 @@ def _find_dropped(messages: Messages, rendered: str) -> str:
 
     texts = (text.strip() for text in _list_parts(messages))
     text = next((text for text in texts if not is_there(text)), "")
-    length = bisect_left(range(len(text)), True, key=lambda start: is_there(text[start:]))  # the rest is there
+    length = bisect_left(range(len(text)), True, key=lambda start: is_there(text[start:]))  # the rest is in `rendered`
     rest_of_word = takewhile(lambda character: not character.isspace(), text[length:])
     return text[:length] + "".join(rest_of_word)
 

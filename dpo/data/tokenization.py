@@ -42,8 +42,8 @@ class TextEncoder:
     def check_vocabulary(self, n_embeddings: float) -> None:
         """Raise InputError for a token id without an embedding.
 
-        The texts tokenized so far are checked now, and later texts when they are tokenized: the model may be loaded
-        before or after them.
+        The texts tokenized so far are checked now, and later texts when they are tokenized: texts may be tokenized
+        before or after the model is loaded.
         """
         self._n_embeddings = n_embeddings
         if self.largest >= n_embeddings:
@@ -60,7 +60,7 @@ def truncate(
     max_length: int,
     max_prompt_length: int,
 ) -> tuple[list[int], list[list[int]]]:
-    """Truncate a prompt and its responses by the reference's rule.
+    """Truncate a prompt and its responses by the reference code's rule.
 
     Responses have EOS, which counts. If the prompt with the longest response has more than `max_length` tokens, the
     prompt is cut to `max_prompt_length`; `mode` says whether its start or its end is kept. If that is not enough, every
@@ -77,9 +77,9 @@ def truncate(
 def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
     """Split a response into pieces, scored and not scored in turn.
 
-    The first piece is scored; it is empty if the response begins with text that is not. If the number of cuts is odd,
-    neither the last piece nor EOS is scored. A response without cuts is one piece. Pieces are tokenized one by one, as
-    prompt and response are, so no token is partly scored.
+    The first piece is scored; it is empty if the response begins with text that is not scored. If the number of cuts is
+    odd, neither the last piece nor EOS is scored. A response without cuts is one piece. Pieces are tokenized one by
+    one, as prompt and response are, so no token is partly scored.
     """
     return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
 
@@ -94,8 +94,8 @@ def append_eos(
 ) -> tuple[list[int], list[list[int]]]:
     """Look up token ids, and append EOS to those of each response.
 
-    A response is a list of pieces. `ids` has the token ids of each text. Returns the prompt's ids, and a list of each
-    response's. Raises InputError if a text contains EOS, unless a chat template has `rendered` the texts: there EOS
+    A response is a list of pieces. `ids` has the token ids of each text. Returns the ids of the prompt, and those of
+    each response. Raises InputError if a text contains EOS, unless a chat template has `rendered` the texts: there EOS
     ends a turn.
     """
     eos = tokenizer.eos_token_id

@@ -16,7 +16,7 @@ from dpo.errors import InputError, one_sentence
 def explaining_load_errors(what: str, name: str):
     """Context that turns an error of loading `name` into an InputError.
 
-    `what` is its kind, such as "tokenizer".
+    `what` says what is loaded, such as "tokenizer".
     """
     try:
         yield
@@ -35,7 +35,7 @@ def explaining_load_errors(what: str, name: str):
 def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load a tokenizer; without a pad token it pads with EOS.
 
-    Raises InputError if it has no EOS token.
+    Raises InputError for a tokenizer without EOS.
     """
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -51,7 +51,7 @@ def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code
 def identify_tokenizer(tokenizer: Any) -> str | None:
     """Make a digest of what a tokenizer and its chat template do.
 
-    None if that is not known: a tokenizer in Python may do anything, and a template may write today's date.
+    None if no digest can tell: a tokenizer in Python may do anything, and a template may write today's date.
     """
     template = str(getattr(tokenizer, "chat_template", None))
     if not tokenizer.is_fast or "strftime_now" in template:

@@ -40,7 +40,8 @@ TRAINS_ON = {
     "lists": ("chosen", *BETWEEN, "rejected"),
 }
 ROLES = tuple(dict.fromkeys(role for roles in TRAINS_ON.values() for role in roles))
-AUC = ("rewards_eval/auc", +1)  # ranks checkpoints for losses of labels, as the weights in such a loss do not change it
+# ranks checkpoints for losses of labels, as the AUC does not depend on the weights in such a loss
+AUC = ("rewards_eval/auc", +1)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Loss:
 
     def __post_init__(self) -> None:
         if self.reference and self.trains_on == "targets":
-            raise ValueError("a loss of targets has no reference: give reference=False")
+            raise ValueError("a loss that trains on targets has no reference: give reference=False")
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -88,7 +89,7 @@ class Loss:
     def reference_columns(self) -> list[str]:
         """Names of the reference's log-probabilities that the loss needs.
 
-        Each is a role, perhaps with a suffix.
+        Each is a role, or a role with the suffix `_tail`.
         """
         tails = [f"{role}_tail" for role in self.roles] if self.needs_tails else []
         return [*self.roles, *tails]
@@ -97,7 +98,8 @@ class Loss:
     def can_be_mixed(self) -> bool:
         """Return whether `loss=mix` may contain this loss.
 
-        The loss of each example must depend on that example alone, and a mix trains a policy on pairs.
+        The loss of each example must depend on that example alone, and a mix trains a policy on pairs, whose chosen
+        responses serve as targets.
         """
         return self.batch_statistic is None and self.trains_on in ("pairs", "targets") and not self.scalar_head
 

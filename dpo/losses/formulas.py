@@ -54,7 +54,7 @@ def preference_loss(
 
     DPO: eq. 7 of arXiv 2305.18290; with `label_smoothing` eps in [0, 0.5), conservative DPO, which assumes that a
     fraction eps of the pairs is flipped (eq. 3 of https://ericmitchell.ai/cdpo.pdf). IPO: eq. 17 of arXiv 2310.12036,
-    without `label_smoothing`. `reference_free` treats the reference as uniform in the loss; the rewards still use it.
+    without `label_smoothing`. `reference_free` treats the reference as uniform in the loss, but not in the rewards.
     """
     from torch.nn.functional import logsigmoid
 
@@ -97,7 +97,7 @@ class Scores(NamedTuple):
     between: Tensor = NOT_NEEDED
     between_lengths: Tensor = NOT_NEEDED
     reference_between: Tensor = NOT_NEEDED
-    offset: Tensor | float = 0.0  # the least difference that rewards should have, if `Loss.takes_offset`
+    offset: Tensor | float = 0.0  # by how much the chosen reward should exceed the rejected one, if `Loss.takes_offset`
     batch_statistic: Tensor | None = None  # (B, k); None: these examples are the whole global batch
     average: float = 0.0  # running average of `Loss.running_statistic` over updates
 
@@ -119,7 +119,7 @@ class Losses(NamedTuple):
     losses: Tensor
     rewards: Mapping[str, Tensor] = MappingProxyType({})  # by role
     metrics: Mapping[str, Tensor] = MappingProxyType({})  # further metrics, logged as NAME/train and NAME/eval
-    accuracies: Tensor | None = None  # None: whether the chosen reward is above the rejected one
+    accuracies: Tensor | None = None  # None: 1 if the chosen reward is above the rejected one, else 0
 
 
 # --- the losses. As in papers, w is the chosen ("winning") response and l the rejected ("losing") one; u_w and u_l are
@@ -174,7 +174,7 @@ def dpo_norm(scores: Scores, *, beta: float) -> Losses:
 def ipo(scores: Scores, *, beta: float, average: bool = False) -> Losses:
     """IPO (arXiv 2310.12036, eq. 17).
 
-    `average` takes means over tokens in place of sums, as the authors computed it.
+    `average` takes means over tokens in place of sums, as the authors computed the loss.
     """
     if not average:
         return _preference_loss(scores, beta, ipo=True)
@@ -327,12 +327,12 @@ def cal_dpo(scores: Scores, *, beta: float) -> Losses:
 
 
 def mean_reward(chosen: float, rejected: float, beta: float) -> float:
-    """Middle of the two mean rewards, which BCO averages over updates."""
+    """The running statistic of BCO: the middle of the two mean rewards."""
     return (chosen + rejected) / 2
 
 
 def mean_gap(chosen: float, rejected: float, beta: float) -> float:
-    """Mean gap between log-ratios, in nats, which beta-DPO averages over updates."""
+    """The running statistic of beta-DPO: the gap between mean log-ratios, in nats."""
     return (chosen - rejected) / beta
 
 
@@ -342,8 +342,8 @@ def mean_gap(chosen: float, rejected: float, beta: float) -> float:
 def find_batch_beta(scores: Scores, *, beta: float, alpha: float, momentum: float, **_: Any) -> Tensor:
     """Find the beta of a batch for beta-DPO, (B, 1).
 
-    See section 4 of arXiv 2407.08639. The paper's M, the mean gap, is in nats and without beta, as in the authors'
-    code.
+    See section 4 of arXiv 2407.08639. The paper's M is a pair's gap between log-ratios, in nats and without beta, as in
+    the authors' code; `gap` is the mean of M over the batch.
     """
     u_w, u_l = scores.log_ratios()
     gap = (u_w - u_l).detach().mean()
@@ -370,7 +370,7 @@ def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _take_at_same_rank(values: Tensor, others: Tensor) -> Tensor:
-    """Take the entry of `others` with the rank of each value.
+    """Take, for each value, the entry of `others` of the same rank.
 
     Both are (B,); so is the result, which is detached.
     """
@@ -420,7 +420,7 @@ def aot_unpaired(scores: Scores, *, beta: float, label_smoothing: float) -> Loss
     chosen_losses = _smoothed(beta * (u_w - partners[:, 0]), label_smoothing)
     rejected_losses = _smoothed(beta * (partners[:, 1] - u_l), label_smoothing)
     # Partners have no gradient: only the first term moves chosen responses, only the second moves rejected responses.
-    # Both terms compare the same ranks and have the same sum over the batch. So the second adds its gradient alone.
+    # Both terms compare the same ranks and have the same sum over the batch, so the second adds only its gradient.
     return with_rewards(chosen_losses + rejected_losses - rejected_losses.detach(), u_w, u_l, beta)
 
 
@@ -444,7 +444,7 @@ def bradley_terry(scores: Scores, *, centering: float) -> Losses:
 def estimate_kl(scores: Scores, **_: Any) -> Tensor:
     """Estimate KL(policy || reference) from mismatched examples, (B, 1).
 
-    The mean of their log-ratios, at least 0 (arXiv 2402.01306, section 4).
+    It is the mean of the examples' log-ratios, but at least 0 (arXiv 2402.01306, section 4).
     """
     u_w, u_l = scores.log_ratios()
     log_ratios = u_w + u_l  # one of the two is 0
@@ -507,9 +507,9 @@ def plackett_luce(scores: Scores, *, beta: float) -> Losses:
     policy = by_rank(scores.chosen, scores.between, scores.rejected)
     reference = by_rank(scores.reference_chosen, scores.reference_between, scores.reference_rejected)
     has_response = by_rank(scores.chosen_lengths, scores.between_lengths, scores.rejected_lengths) > 0  # (B, K)
-    # (B, K, K): entry [b, i, j] is for responses i and j of list b; a pair if both exist and j is worse
+    # (B, K, K): entry [b, i, j] is true if list b has responses i and j, and j is the worse one
     is_pair = (has_response[:, :, None] & has_response[:, None, :]).triu(1)
-    # differences as dpo computes them, so that a list of two has the same loss to the last digit
+    # differences as dpo computes them, so that a list of two has the loss of dpo to the last digit
     h = (policy[:, :, None] - policy[:, None, :]) - (reference[:, :, None] - reference[:, None, :])  # (B, K, K)
     has_worse = is_pair.any(2)  # (B, K)
     # responses without a worse one get zeros, as the gradient of a logsumexp of nothing is NaN

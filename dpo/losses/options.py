@@ -33,8 +33,8 @@ def weigh_tails(scores: Scores, alpha: float) -> Scores:
 def f_derivative(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     """Compute f'(pi / ref) of f-DPO (arXiv 2309.16240, table 1).
 
-    A constant is added, so that it is 0 where pi = ref, like the log-ratio that it replaces. The alpha divergence has
-    (1 - (pi / ref)^-alpha) / alpha, and forward KL is its case alpha = 1.
+    A constant is added, so that the result is 0 where pi = ref, like the log-ratio that it replaces. For the alpha
+    divergence this is (1 - (pi / ref)^-alpha) / alpha, and forward KL is the case alpha = 1.
     """
     import torch
     from torch.nn.functional import logsigmoid

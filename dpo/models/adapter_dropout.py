@@ -1,7 +1,7 @@
 """The dropout of adapters, a function of seed, update, layer and text.
 
-So it is the same in every layout, with every split into microbatches, and on any number of processes. Nothing has to be
-saved for a backward pass that recomputes activations, or for a resumed run.
+The dropout is therefore the same in every layout, with every split into microbatches, and on any number of processes.
+Nothing has to be saved for a backward pass that recomputes activations, or for a resumed run.
 
 For an input x of an adapted layer, the adapter gets x_i / (1 - p) for each kept feature i, and 0 for each dropped one.
 Feature i is kept if the signed 32-bit product a * b_i is at least (2 p - 1) 2^31. a and b_i are odd numbers: a is a
@@ -123,8 +123,8 @@ class AdapterDropout:
 def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
     """Hash each token with all tokens before it, to (R, L) int64.
 
-    They are the earlier tokens in its prompt and its own response, so a hash does not depend on where the layout puts
-    the token. Hashes of padding mean nothing.
+    The tokens before a token are those of its prompt and its own response, so a hash does not depend on where the
+    layout puts the token. Hashes of padding mean nothing.
     """
     columns = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device)
     positions = inputs.position_ids if isinstance(inputs, Packed) else columns
@@ -138,7 +138,7 @@ def hash_paths(inputs: PaddedRows | Packed) -> torch.Tensor:
     is_start[:, 1:] = (tree[:, 1:] != tree[:, :-1]) | (branch[:, 1:] != branch[:, :-1])
     start_column = columns.where(is_start, 0).cummax(1).values  # (R, L): the first column of each token's segment
     sums -= (sums - hashes).gather(1, start_column)
-    # add the sum of the whole prompt to each token of its responses, unless their own prompt is empty
+    # add the sum of a whole prompt to each token of the prompt's responses, unless the prompt is empty
     last_prompt_column = columns.where(branch == NONE, 0).cummax(1).values
     is_own_prompt = (branch.gather(1, last_prompt_column) == NONE) & (tree.gather(1, last_prompt_column) == tree)
     prompt_sums = sums.gather(1, last_prompt_column)

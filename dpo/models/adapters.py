@@ -213,11 +213,12 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
     """Let PEFT add an adapter, whose weights it draws from the seed."""
     peft = _import_peft()
     model_class, on_meta = type(model).__name__, next(model.parameters()).is_meta
-    # for a model on the meta device PEFT would make the factors in memory first
+    # by default PEFT makes the factors in memory first, even for a model on the meta device
     default_device = torch.device("meta") if on_meta else nullcontext()
-    gpus = range(torch.cuda.device_count())  # without this argument, fork_rng warns if there are several
+    gpus = range(torch.cuda.device_count())  # without this argument, fork_rng warns of several GPUs
     with torch.random.fork_rng(gpus), warnings.catch_warnings(), default_device:
-        # PEFT warns about a second adapter, GPT-2's layers, and a tied head, which `add_adapter` refuses
+        # PEFT warns about a second adapter and about GPT-2's layers, which work here, and about a tied head, for which
+        # `add_adapter` raises an error
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         with explaining(ValueError, lambda why: InputError(f"{targets} cannot be adapted in {model_class}: {why}")):
@@ -237,7 +238,7 @@ def _replace_parts(layer: Any, name: str, dropout: float, targets: str) -> None:
         raise InputError(
             f"{targets} names a layer of class {layer_class}, but only linear layers can be adapted: leave it out"
         )
-    layer.cast_input_dtype_enabled = False  # or q, k and v would each keep a float32 copy of their input
+    layer.cast_input_dtype_enabled = False  # PEFT's cast would keep a float32 copy of the input in each of q, k, v
     if dropout > 0:
         layer.lora_dropout[name] = Dropout(dropout, layer.in_features)
     for matrices, factor in ((layer.lora_A, FactorA), (layer.lora_B, FactorB)):
@@ -262,7 +263,7 @@ def _compute_adapted_layer(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class Factor(torch.nn.Linear):
-    """A float32 matrix of an adapter, cast to its input's dtype."""
+    """A float32 matrix of an adapter, cast to the input's dtype."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -287,7 +288,7 @@ class FactorB(Factor):
 class _MultiplyA(torch.autograd.Function):
     """`FactorA.forward`, which also returns x for the base layer.
 
-    So x has one gradient: the matrix product that computes the adapter's part adds it to the base layer's part.
+    This gives x a single gradient: the matrix product of the adapter's part also adds the base layer's part.
     """
 
     @staticmethod
@@ -296,7 +297,7 @@ class _MultiplyA(torch.autograd.Function):
         ctx.save_for_backward(seen, weight)
         ctx.scale, ctx.pattern = scale, pattern
         passed = x.view_as(x)
-        if not ctx.needs_input_grad[0]:  # then the base layer needs no gradient of x either
+        if not ctx.needs_input_grad[0]:  # the base layer does not need the gradient of x either
             ctx.mark_non_differentiable(passed)
         return passed, _multiply(seen.flatten(0, -2), weight.T, scale)
 
@@ -321,14 +322,14 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
 
 def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
     """PEFT's config of a new adapter."""
-    targets = "all-linear" if target_modules == "auto" else list(target_modules)  # PEFT leaves out the head
+    targets = "all-linear" if target_modules == "auto" else list(target_modules)  # all-linear leaves out the head
     return _import_peft().LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
 
 
 def add_stored_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     """Put a stored adapter into a model.
 
-    Raises InputError if it does not fit.
+    Raises InputError if the adapter does not fit.
     """
     config = make_adapter_config(stored.r, stored.alpha, stored.layers)
     add_adapter(model, config, name=name, targets=str(stored.directory))
@@ -362,9 +363,9 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
 def _find_other_targets(model: Any, parameters: Iterable[str], stored: StoredAdapter) -> list[str]:
     """The `lora.target_modules` that a stored adapter needs instead of the model's.
 
-    `parameters` names the matrices of the model's adapter. Returns an empty list if both adapt the same layers, else
-    the last parts of the layers' names, such as `q_proj`, or full names if not all layers with such a last part are
-    adapted.
+    `parameters` names the matrices of the model's adapter. Returns an empty list if both adapters have the same
+    layers, else the last parts of the layers' names, such as `q_proj`, or full names if not all layers with such a last
+    part are adapted.
     """
     layers = set(stored.layers)
     if stored.layers == _list_layers(parameters):
@@ -453,11 +454,11 @@ def _activate(layers: Iterable[Any], name: str | None) -> None:
 
 
 def switch(model: Any, name: str | None) -> Callable[[], AbstractContextManager[None]]:
-    """Make a context manager, inside which the adapter `name` is active.
+    """Make a function that opens contexts with the adapter `name` active.
 
     If `name` is None, no adapter is active inside. Afterwards the policy's adapter is active.
     """
-    layers = _adapted_layers(model)  # found once, as an update enters the context for every microbatch
+    layers = _adapted_layers(model)  # found once, as an update opens a context for every microbatch
 
     @contextmanager
     def switched() -> Iterator[None]:

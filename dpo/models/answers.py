@@ -1,6 +1,7 @@
 """Answers to prompts, each sampled with its own seed.
 
-Unlike the samples of an evaluation (`dpo/models/generation.py`), they do not depend on the other prompts of a batch.
+Unlike the samples of an evaluation (`dpo/models/generation.py`), an answer does not depend on the other prompts of its
+batch.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class Drawn(NamedTuple):
 
     prompt: str
     answers: Sequence[Answer]  # in the order drawn
-    best: int  # the first answer with the highest score
-    worst: int  # the last with the lowest score, among the answers with other tokens than the best if there are any
+    best: int  # index of the first answer with the highest score
+    # index of the last answer with the lowest score, among those whose tokens are not the best's if there are any
+    worst: int
     is_flipped: bool = False  # true if a label drawn at random makes the worst answer the chosen one
 
     @property
@@ -77,7 +79,7 @@ def answer(
 
     An answer's random numbers follow from `sampling.seed` and the prompt's number in `numbers`. After each step `watch`
     gets the last prompt's new tokens, and ends all answers by returning true. `in_step`: several processes hold shards
-    of the model and answer in lockstep, so each continues until the last one has finished.
+    of the model and answer in lockstep, so each continues until all have finished.
     """
     device = next(model.parameters()).device
     batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)

@@ -38,7 +38,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     """Write `README.md` for a `model` or for an `adapter` alone."""
     plan, run_dir = origin.plan, origin.run_dir
     checkpoint = read_file(origin.policy) if origin.policy else {}
-    # the run's config; `plan.values` differs from it in model.trust_remote_code, which is the export's
+    # the run's config; in `plan.values`, model.trust_remote_code is the option of the export, not the run's key
     values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if run_dir else {}
     base, name, loss = plan.model.name_or_path, values.get("exp_name"), plan.values.get("loss.name")
     base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
@@ -145,7 +145,7 @@ def _show_loading(plan: Plan, *, is_adapter: bool, runs_code: bool) -> str:
     if is_adapter:
         if plan.loss.scalar_head:
             options += ", num_labels=1"
-        # otherwise transformers would load the base in the dtype of its config, which may differ from training's
+        # without `dtype`, transformers loads the base in its config's dtype, which may differ from training's
         options += f', dtype="{plan.compute_dtype}"'
         if plan.quantized:
             imports += ", BitsAndBytesConfig"

@@ -34,9 +34,9 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention with the signature of transformers' "sdpa".
 
-    The query is (rows R, heads H, tokens L, D), key and value are (R, K, L, D), and the output is (R, L, H, D). It is
-    computed here for bfloat16 on a CPU with an additive mask, without dropout and softcap; in all other cases
-    transformers computes it.
+    The query is (rows R, heads H, tokens L, D), key and value are (R, K, L, D), and the output is (R, L, H, D).
+    Computes attention in bfloat16 on a CPU with an additive mask, without dropout and softcap, and leaves all other
+    cases to transformers.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     is_cpu_bfloat16 = query.device.type == "cpu" and dtype == torch.bfloat16
@@ -53,7 +53,7 @@ def attention_forward(
     return masked_attention(query, key, value, attention_mask, scale).transpose(1, 2).contiguous(), None
 
 
-# These are custom operators, as torch.compile does not trace into them; it would compile them for every row length.
+# Custom operators, into which torch.compile does not trace: it would compile them anew for every row length.
 
 
 @torch.library.custom_op("dpo::masked_attention", mutates_args=())

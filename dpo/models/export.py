@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a model of transformers, or an adapter.
+"""Export of a checkpoint as a transformers model or a PEFT adapter.
 
 A model consists of config, safetensors, tokenizer, generation config and model card. Weights that do not change are
 mapped from their file and written shard by shard. Merged or converted weights are in memory once.
@@ -43,11 +43,11 @@ def export(
     verify: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a directory for `AutoModelForCausalLM.from_pretrained`, and return it.
+    """Write a directory for `AutoModelForCausalLM.from_pretrained`, and return its path.
 
     The directory of a reward model is for `AutoModelForSequenceClassification.from_pretrained` and
     `online.reward_model` instead. A directory is written whole or not at all.
-    `checkpoint` is the path of a run, checkpoint or adapter; `model` is the path of its base, if the base has moved
+    `checkpoint` is the path of a run, checkpoint or adapter; `model` is the path of the base, if the base has moved
     (see `find_origin`). If `dtype` is None, the weights keep their dtype. An adapter is written as an adapter that
     names its base, or with `merge` as one model, base plus adapter. With `verify`, the files to be exported are first
     compared with the checkpoint's checksums, if it has any.
@@ -66,7 +66,7 @@ def export(
                 check_complete(policy_file.parent, only={policy_file.name, CONFIG, WEIGHTS})
 
     def explain(why: str) -> RunError:
-        return RunError(f"{out} could not be written ({why}); nothing of it was left there")
+        return RunError(f"{out} could not be written ({why}); nothing was left there")
 
     with explaining((OSError, SafetensorError), explain):
         with replacing(out) as folder:
@@ -95,7 +95,7 @@ def _check_request(origin: Origin, checkpoint: str | Path, dtype: str | None, me
     if merge:
         return
     if origin.policy is None:
-        raise InputError(f"{checkpoint} is in PEFT's format already: give --merge for a model without an adapter")
+        raise InputError(f"{checkpoint} is in PEFT's format already: to get a model without an adapter, give --merge")
     if dtype is not None:
         raise InputError(f"--dtype {dtype} is for a whole model, and {checkpoint} holds an adapter: add --merge")
     _find_base_for_peft(origin)
@@ -116,7 +116,7 @@ def _find_base_for_peft(origin: Origin) -> str:
             f"python -m scripts.export {archive} {exported}"
         )
     if origin.plan.model.random_init:
-        raise InputError(f"the base of {adapter} was drawn from a seed, which PEFT cannot load: give --merge")
+        raise InputError(f"PEFT cannot load the base of {adapter}, which was drawn from a seed: give --merge")
     return resolve_name(origin.plan.model.name_or_path)
 
 
@@ -137,7 +137,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
     model = load_structure(**source, dtype=torch.float32, scalar_head=is_reward_model)
     _load_weights(model, origin, adapter, dtype)
-    # write the base's dropout, which `load_structure` has set to 0
+    # load the config again, with the base's dropout, which `load_structure` has set to 0
     model.config = config = load_config(**source, scalar_head=is_reward_model)
     if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers' class is used, not the model's code
         del config.auto_map
@@ -145,7 +145,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     if is_reward_model:
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
         setattr(config, MARK, "policy")
-    # save_pretrained refuses some published generation configs, so the base's is written below, as it is
+    # save_pretrained refuses some published generation configs, so the base's config is written below, unchanged
     model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=False)
     if not is_reward_model:
@@ -208,8 +208,8 @@ def _write_tokenizer(folder: Path, origin: Origin) -> Any:
 def _choose_pad(tokenizer: Any) -> int:
     """A token that can pad: it ends no text, unlike EOS.
 
-    Returns the first that exists and is not EOS: the tokenizer's own pad token, a token with "pad" in its name, UNK,
-    BOS, the last token of the vocabulary.
+    Returns the first of these that exists and is not EOS: the tokenizer's own pad token, a token with "pad" in its
+    name, UNK, BOS, the last token of the vocabulary.
     """
     named_pad = [id for id, token in tokenizer.added_tokens_decoder.items() if "pad" in token.content.lower()]
     last_two = sorted(tokenizer.get_vocab().values(), reverse=True)[:2]  # as the last may be EOS

@@ -45,8 +45,8 @@ def sample(
 ) -> list[Continuation]:
     """Sample one continuation per prompt; leave the random state as it was.
 
-    `in_step`: several processes hold shards of the model and sample in lockstep, so each continues until the last one
-    has finished. `cache_implementation` is for transformers' `generate`.
+    `in_step`: several processes hold shards of the model and sample in lockstep, so each continues until all have
+    finished. `cache_implementation` is for transformers' `generate`.
     """
     prompt_ids = batch["prompt_input_ids"]
     gpus = range(torch.cuda.device_count())
@@ -67,7 +67,7 @@ def sample(
         )
     new_ids = ids[:, prompt_ids.shape[1] :]
     texts = tokenizer.batch_decode(new_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    # the pad token may be an end token too, but there is padding only after an end token
+    # the pad token may be an end token too, but only a text that has ended is padded
     end_tokens = find_end_tokens(model, tokenizer)
     ended = [not end_tokens.isdisjoint(row) for row in new_ids.tolist()]
     return [Continuation(*row) for row in zip(texts, ended, strict=True)]
@@ -90,8 +90,8 @@ def generating_with_sdpa(model: Any) -> Iterator[None]:
 def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None]:
     """Call `act` with 0, 1, ... before each forward pass inside.
 
-    Sampling runs one pass per token. Processes that sample in lockstep call `act` in lockstep, so all can raise in it
-    together.
+    Sampling runs one pass per token. Processes that sample in lockstep call `act` in lockstep, so it can raise on
+    all of them together.
     """
     numbers = itertools.count()
     # prepended, so that `act` is called before FSDP's hook gathers weights

@@ -40,14 +40,14 @@ from dpo.system.arithmetic import without_tf32
 class PaddedRows:
     """Each response in its own row, after its prompt.
 
-    The rows of all first responses (of a pair the chosen one) come before those of all second responses.
+    The rows of all first responses (in pairs, the chosen ones) come before those of all second responses.
     """
 
     input_ids: torch.Tensor  # (rows, T) int64
     attention_mask: torch.Tensor  # (rows, T) int64: 1 for tokens, 0 for padding
     labels: torch.Tensor  # (rows, T) int64: token ids of responses, IGNORE_INDEX for prompts and padding
     sides: int  # responses per example
-    # (sides, B) int64: the row of each response, any row where an example lacks one; None if no example lacks any
+    # (sides, B) int64: the row of each response, or any row for a missing one; None if no response is missing
     row_index: torch.Tensor | None = None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PaddedRows:
@@ -65,7 +65,7 @@ class PaddedRows:
 class Microbatch(NamedTuple):
     """The inputs of one forward pass.
 
-    All processes take part in every forward pass. So a process without examples (B = 0) feeds the first example of the
+    All processes take part in every forward pass, so a process without examples (B = 0) feeds the first example of the
     global batch, and discards the result.
     """
 
@@ -195,8 +195,8 @@ def pad(examples: Sequence[Example], length: int) -> PaddedRows:
 class SharedPrefix:
     """Each prompt and each of its distinct responses once, packed into rows.
 
-    `windows` maps each kind of attention layer to the number of tokens that it looks back, None for all tokens. The
-    length of a row is a multiple of `alignment`. With `by_segments` there is one row, for `varlen_attention`. With
+    `windows` maps each kind of attention layer to the number of tokens that its queries look back, None for all.
+    The length of a row is a multiple of `alignment`. With `by_segments` there is one row, for `varlen_attention`. With
     `gives_rewards` the model is a reward model.
     """
 
@@ -220,7 +220,7 @@ class SharedPrefix:
         return [Microbatch.of(examples, indices, self.pack) for indices in indices_of_all[rank::size]]
 
     def pack(self, examples: Sequence[Example], *, length: int | None = None) -> Packed:
-        """Pack examples into rows of `length`; None: of the cheapest length."""
+        """Pack examples into rows of `length`; None: the cheapest length."""
         options = {"max_tree_tokens": self.max_tree_tokens, "alignment": self.alignment, "length": length}
         if not self.gives_rewards:
             return pack(examples, **options)
@@ -271,7 +271,8 @@ class Longest(NamedTuple):
     def of(cls, example: int, n_examples: int, max_length: int, *, n_responses: int = 2) -> Longest:
         """Bounds for microbatches of up to `n_examples` examples.
 
-        `example` is the number of tokens in the longest prompt with one response. An example has up to `n_responses`.
+        `example` is the number of tokens in the longest prompt with one response. An example has up to
+        `n_responses` responses.
         """
         n_unshared = max(2, n_responses) * n_examples * example  # tokens if each response had its own prompt
         return cls(example, min(n_unshared, 2 * max_tree_tokens(max_length)))
@@ -315,7 +316,7 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     except (AttributeError, TypeError) as error:
         windows_or_reason = f"has a config unlike those of transformers: {one_sentence(error)}"
     # A model that the rules do not support may look at padding, so it gets a mask. Under flash_attention_2 the rules
-    # support no model, so they say nothing about this one.
+    # support no model, so they do not show that this model looks at padding.
     is_unsupported = isinstance(windows_or_reason, str)
     needs_mask = is_unsupported and model.config._attn_implementation != "flash_attention_2"
     if name == "padded":
@@ -413,10 +414,10 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
     """
     vocab_size = model.config.get_text_config().vocab_size
     largest_window = max((window or 0 for window in layout.windows.values()), default=0)
-    # numbers of tokens in (prompt, chosen, rejected); short prompts are longer than every window
+    # numbers of tokens in (prompt, chosen, rejected); prompts of short pairs are longer than every window
     short_pairs = _make_pairs(vocab_size, [(largest_window + 5, 4, 6), (largest_window + 2, 7, 3)])
     n = max(longest.example, 12)
-    # in half precision rounding may change a sum of three tokens by more than the tolerance, but not a longer sum
+    # in half precision rounding may change a sum over 3 tokens by more than the tolerance, but not a longer sum
     n_second = min(n - 3, 60)
     long_pairs = _make_pairs(vocab_size, [(5, n - 5, n - 6), (2, n_second + 1, n_second)])
     cases = (  # pairs, how to sum their log-probabilities in the padded layout, length of the packed rows
@@ -434,12 +435,12 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
                 expected = sum_padded(model, padded.to(device).inputs)
                 actual = layout.forward(model, packed.map(lambda tensor: tensor.to(device))).logps.sum(-1)
                 error, size = (actual - expected).abs(), expected.abs()
-                if layout.gives_rewards:  # a reward may be near 0; it is no sum, in which rounding errors would cancel
+                if layout.gives_rewards:  # a reward may be near 0, and is not a sum, whose rounding errors would cancel
                     size = 5 * size.max()
                 if not (error <= tolerance * size).all():  # also if an error is NaN
                     what = "rewards" if layout.gives_rewards else "log-probabilities"
                     return f"gives {what} with shared prefixes that are off by {(error / size).max().item():.2g}"
-    except (torch.OutOfMemoryError, InputError):  # a RuntimeError and a ValueError, but not the layout's fault
+    except (torch.OutOfMemoryError, InputError):  # also a RuntimeError and a ValueError, but not the layout's fault
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # raised by unsuitable models
         return f"refuses shared prefixes: {one_sentence(error)}"

@@ -83,7 +83,7 @@ def find_weights(plan: Plan) -> Weights:
     archive = plan.model.archive
     if archive is None:
         return Weights()
-    exists = os.path.exists(os.path.expanduser(archive))  # otherwise `locate_weights` raises
+    exists = os.path.exists(os.path.expanduser(archive))  # if not, `locate_weights` raises below
     if plan.reference == "adapter" and exists and find_adapter(archive) is None:
         raise InputError(
             f"model.archive={archive} is not an adapter, which lora.reference=adapter needs: give a run of lora=lora, "
@@ -102,8 +102,8 @@ def find_weights(plan: Plan) -> Weights:
     if weights.archive is not None and not weights.archive.is_file():
         config = weights.adapter / CONFIG
         raise InputError(
-            f"{weights.archive}, the base of {weights.adapter}, does not exist: put its new path into {config}, as "
-            f"base_model_name_or_path"
+            f"{weights.archive}, the base of {weights.adapter}, does not exist: put the base's new path into "
+            f"{config}, as base_model_name_or_path"
         )
     return weights
 
@@ -165,8 +165,8 @@ def model_loaders(
 ) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
     """Functions that load policy and reference, neither quantized nor with adapters.
 
-    The second is None if the reference needs no separate model. On ranks other than 0, the functions return models
-    without weights. Raises InputError as `check_model` does.
+    The second function is None if the reference needs no separate model. On ranks other than 0, the functions return
+    models without weights. Raises InputError as `check_model` does.
     """
     archive = check_model(plan).archive
     # a model that will be sharded or quantized stays on the CPU until then
@@ -178,7 +178,7 @@ def model_loaders(
             return find_structure(plan, dtype)
         return load_base(plan, DTYPES[dtype], archive, device_map=device_map)
 
-    # under an adapter, a checkpoint has no weights of the base
+    # a checkpoint with an adapter has no weights of the base
     policy_archive = resume_from if resume_from and plan.lora is None else archive
     load_policy_base = partial(load, plan.model.policy_dtype, policy_archive)
     if plan.reference != "model":
@@ -197,7 +197,7 @@ def load_base(
 ) -> Any:
     """Load a plan's model in one process, without adapters.
 
-    If `dtype` is None, the model's own config says it; if `attn_implementation` is None, the plan does.
+    None for `dtype` means the dtype of the model's config, None for `attn_implementation` the plan's.
     """
     source = find_source(plan)
     return load_model(
@@ -289,7 +289,7 @@ def _add_adapters(model: Any, plan: Plan, adapters: dict[str, Path | None]) -> N
     """Add adapters to a model, by name.
 
     The first adapter becomes active. Adapters with a directory get the weights in it; raises InputError if these do not
-    fit, or have another r or alpha than the plan.
+    fit, or if r or alpha is not the plan's.
     """
     lora: Any = plan.lora
     for name, directory in reversed(adapters.items()):  # reversed, as the last adapter added is active

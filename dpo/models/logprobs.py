@@ -124,10 +124,10 @@ def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -
             "block", lambda: {kind: tree_block_mask(packed, window=size) for kind, size in windows.items()}
         )
     if device == "cpu":
-        cpu_attention.register()  # replaces SDPA where it is faster: with additive masks, which only packed rows have
+        cpu_attention.register()  # replaces SDPA for additive masks, which only packed rows have
     dtype = model.get_input_embeddings().weight.dtype
     if attention == "sdpa" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)  # the compute dtype, or every layer would cast the mask
+        dtype = torch.get_autocast_dtype(device)  # the compute dtype, so that no layer has to cast the mask
     return packed.cache_masks(
         f"additive {dtype}",
         lambda: {kind: _additive(tree_mask(packed, window=size), dtype) for kind, size in windows.items()},
@@ -186,7 +186,7 @@ def _in_pieces(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[to
 
 LOGITS_AT_ONCE = {  # logits per chunk, by the type of the device
     "cpu": 2**25,  # 134 MB in float32
-    "cuda": 2**27,  # fewer chunks, as each reads the head's weight, and writes a gradient of its size
+    "cuda": 2**27,  # fewer chunks, as each reads the head's weight and writes a gradient for it
 }
 
 IN_CACHE = 2**20  # logits that fit into a CPU's cache

@@ -20,14 +20,14 @@ USED_KEYS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datase
 class Origin(NamedTuple):
     """A base model, and weights that replace its own."""
 
-    plan: Plan  # the run's; without a run, one of defaults. `plan.model.name_or_path` names the base in both cases.
+    plan: Plan  # the run's plan; without a run, a plan of defaults. `plan.model.name_or_path` always names the base.
     weights: Weights = Weights()
     run_dir: Path | None = None  # the run's directory, which contains config.yaml
     had_own_code: bool = False  # whether the run was trained with the model's own Python code
 
     @property
     def policy(self) -> Path | None:
-        """The checkpoint's own `policy.pt`, with the weights or the adapter."""
+        """The checkpoint's own `policy.pt`, not its base's; None without one."""
         if self.weights.adapter is None:
             return self.weights.archive
         file = self.weights.adapter / POLICY_FILE
@@ -47,9 +47,9 @@ def find_origin(
     The path is a `policy.pt`, its directory, a run (its LATEST), an adapter's directory in PEFT's format, or a model's
     directory; with `hub` also a Hub id.
 
-    `model` names the base of an adapter or a `policy.pt`, as a directory or a Hub id. It is needed if no run names the
-    base, or if the base has moved. It also replaces a base that is known, but only if the path is `alone`: the user
-    gives no other. `trust_remote_code` says whether the model's own code may be run, whatever the run's config says.
+    `model` names the base of an adapter or a `policy.pt`, as a directory or a Hub id. `model` is needed if no run names
+    the base, or if the base has moved. It also replaces a known base, but only if the path is `alone`: the user gives
+    no other path. `trust_remote_code` says whether the model's own code may be run, whatever the run's config says.
     Raises InputError if the path names no model, or if it names a whole model, is `alone`, and `model` is given.
     """
     path = Path(path).expanduser()
@@ -63,7 +63,9 @@ def find_origin(
             )
         return Origin(plan_model(str(path)).change("model.trust_remote_code", trust_remote_code))
     if not path.exists():
-        raise InputError(f"{path} does not exist: give a run's directory, one of its step-N, or a model's directory")
+        raise InputError(
+            f"{path} does not exist: give a run's directory, one of its step-N directories, or a model's directory"
+        )
 
     weights = locate_weights(path, key="").resolve()
     adapter = weights.adapter
@@ -73,7 +75,7 @@ def find_origin(
     problem = _find_problem(weights, base)
     if model is not None and (alone or problem):
         base = model
-        # `model` replaces the base that an adapter names, which may be an archive
+        # `model` replaces any base that an adapter names, an archive too
         weights = Weights(None, adapter) if adapter else Weights(weights.archive)
         problem = _find_problem(weights, base)
     if base is None or problem:

@@ -102,10 +102,10 @@ def count_tokens(example: Example) -> int:
 
 
 def split_evenly(examples: Sequence[Example], parts: int) -> list[list[int]]:
-    """Split examples into `parts` lists with about equally many fed tokens.
+    """Split examples into `parts` with about equally many fed tokens.
 
-    Returns lists of indices. Lists of long examples come first. The last lists are empty if there are fewer examples
-    than lists. Examples of a prompt are neighbours, so that few prompts are fed twice.
+    Returns the indices of each part's examples. Parts of long examples come first. The last parts are empty if there
+    are fewer examples than parts. Examples of a prompt are neighbours, so that few prompts are fed twice.
     """
     order = _sort_by_length(examples)
     costs = _count_new_tokens([examples[i] for i in order])
@@ -215,7 +215,7 @@ def by_side(rows: Sequence[Sequence[int]], *, fill: int) -> np.ndarray:
 def _grow_trees(prompt: tuple, indices: dict[tuple[tuple, tuple], int], max_tree_tokens: float) -> list[_Tree]:
     """Make the trees of a prompt, each of at most `max_tree_tokens`.
 
-    `indices` maps each response with its cuts to its index. A tree with a single response may be longer.
+    `indices` maps each (response, cuts) to the response's index. A tree with a single response may be longer.
     """
     trees: list[_Tree] = []
     for (response, cuts), index in indices.items():
@@ -230,8 +230,8 @@ def _grow_trees(prompt: tuple, indices: dict[tuple[tuple, tuple], int], max_tree
 def _row_lengths(trees: list[_Tree]) -> list[int]:
     """17 row lengths to try, as trying every length would take long.
 
-    They lie at equal distances between the length of the longest tree, the first of `trees`, and twice this length, or
-    the sum of all trees if that is less.
+    They are equally spaced, from the length of the longest tree (the first of `trees`) to twice this length, or to the
+    sum of all trees if that is less.
     """
     shortest_row = max(1, trees[0].length)
     longest_row = max(shortest_row, min(2 * shortest_row, sum(tree.length for tree in trees)))
@@ -241,7 +241,7 @@ def _row_lengths(trees: list[_Tree]) -> list[int]:
 def _fill_rows(trees: list[_Tree], length: int) -> list[list[_Tree]]:
     """Put each tree into the first row with enough space.
 
-    Rows have `length` tokens. The longest trees come first.
+    Rows have `length` tokens. `trees` begin with the longest.
     """
     rows: list[list[_Tree]] = []
     n_free: list[int] = []  # tokens left in each row
@@ -286,7 +286,7 @@ def _write(rows: list[list[_Tree]], length: int, response_index: np.ndarray, sha
                 input_ids[row, start:end] = token_ids[:-1]
                 position_ids[row, start:end] = range(n_prompt, n_prompt + n_fed)
                 branch_of[row, start:end] = index
-                # the prompt's last token predicts the first token of a response; without a prompt, nothing does
+                # the prompt's last token predicts a response's first token; if the prompt is empty, nothing does
                 first_scored = 0 if n_prompt else 1
                 predicting_columns = [prompt_end - 1, *range(start, end)][first_scored:]
                 scored_tokens = token_ids[first_scored:]

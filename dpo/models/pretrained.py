@@ -25,9 +25,9 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in choices
 def load_config(
     name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False, scalar_head: bool = False
 ) -> transformers.PretrainedConfig:
-    """A model's config in transformers; with `scalar_head`, that of a reward model.
+    """A model's config in transformers; with `scalar_head`, a reward model's.
 
-    Raises InputError if there is none, or `name` is an adapter.
+    Raises InputError if the model has no config, or `name` is an adapter.
     """
     if (Path(name).expanduser() / CONFIG).is_file():
         raise InputError(
@@ -116,33 +116,33 @@ def load_model(
 ) -> transformers.PreTrainedModel:
     """Load a causal language model in `dtype`, with dropout off.
 
-    The weights are from `archive` (a `policy.pt`) if given, else from the model `name`. With `random_init` `name` gives
-    only the architecture, and weights are drawn from the seed. With `scalar_head` a reward model is loaded, and its
-    head is drawn from the seed if the weights lack it.
+    The weights are from `archive` (a `policy.pt`) if given, else from the model `name`. With `random_init`, `name`
+    gives only the architecture, and weights are drawn from the seed. With `scalar_head` a reward model is loaded, and
+    its head is drawn from the seed if the weights lack it.
     Raises InputError if the model cannot be loaded, lacks weights, or does not fit the archive.
     """
     source = {"cache_dir": cache_dir, "trust_remote_code": trust_remote_code}
     config_source = {**source, "scalar_head": scalar_head}  # for `load_config`
     config = load_config(name, **config_source)
     options = {"dtype": dtype, "attn_implementation": choose_attention(config, attn_implementation)}
-    placed = {**options, "device_map": device_map}
+    placed_options = {**options, "device_map": device_map}
     model: Any
     with explaining_load_errors("model", name):
         if archive is not None:
-            model = _load_from_archive(name, archive, config_source, placed, seed)
+            model = _load_from_archive(name, archive, config_source, placed_options, seed)
             if not random_init and not scalar_head:  # only a trained policy has settings for sampling
-                # from_pretrained loads these last, but has not been given the model's name
+                # from_pretrained would load these settings, but has not been given the model's name
                 model.adjust_generation_fn(
                     None, False, False, name, force_download=False, proxies=None, local_files_only=False, token=None,
                     revision=None, subfolder="", **source,
                 )  # fmt: skip
         elif random_init:
             drawn = _draw_weights(_find_auto_class(scalar_head), config, options, seed, trust_remote_code)
-            model = _load_weights(name, drawn, drawn.state_dict(), config_source, placed)
+            model = _load_weights(name, drawn, drawn.state_dict(), config_source, placed_options)
         else:
             with silenced_reports() if scalar_head else contextlib.nullcontext():
                 loaded: Any = _find_auto_class(scalar_head).from_pretrained(
-                    name, **source, **placed, **_config_changes(scalar_head), output_loading_info=True
+                    name, **source, **placed_options, **_config_changes(scalar_head), output_loading_info=True
                 )
             model, loading = loaded
             if scalar_head and HEAD_WEIGHT in loading["missing_keys"]:  # the weights are a language model's
@@ -156,7 +156,7 @@ def load_model(
 def _draw_weights(auto_class: Any, config: Any, options: Mapping[str, Any], seed: int, trust_remote_code: bool) -> Any:
     """A model on the CPU, drawn from the seed in float32.
 
-    So models of the same seed and different dtypes are equal up to rounding.
+    Models of the same seed are therefore equal up to rounding, whatever their dtype.
     """
     float32_options = {**options, "dtype": torch.float32}
     with torch.random.fork_rng():
@@ -178,7 +178,7 @@ def _load_from_archive(
     mapped_storages = {tensor.untyped_storage().data_ptr() for tensor in weights.values()}
     model = _load_weights(name, structure, weights, source, options)
     del weights  # frees what the model does not use
-    # copy tensors that are still mapped from the file, as they were neither cast nor moved: the file may be deleted
+    # copy the tensors that were neither cast nor moved: they are still mapped from the file, which may be deleted
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.untyped_storage().data_ptr() in mapped_storages:
             tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
@@ -251,11 +251,11 @@ def count_positions(model: Any) -> float:
 
 def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     """Notes on a model, given the requested attention and `max_length`."""
-    name, used = type(model).__name__, model.config._attn_implementation
+    name, used_attention = type(model).__name__, model.config._attn_implementation
     limit = getattr(model.config, "max_position_embeddings", None)
     notes = []
-    if used != attention:
-        notes.append(f"{name} does not support {attention}; using {used} attention")
+    if used_attention != attention:
+        notes.append(f"{name} does not support {attention}; using {used_attention} attention")
     if limit is not None and max_length > limit:
         notes.append(f"warning: max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for")
     n_trainable, n_total = count_parameters(model)
@@ -267,9 +267,9 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
 
 def checkpoint_activations(model: Any) -> None:
     """Recompute activations in the backward pass."""
-    with warnings.catch_warnings():  # transformers warns of a newer name, which not every version 5 has
+    with warnings.catch_warnings():  # the method has a newer name, which early versions 5 lack
         warnings.simplefilter("ignore", FutureWarning)
-        # blocks draw no random numbers: dropout is off, and an adapter's is a function of the text
+        # blocks draw no random numbers: dropout is off, and an adapter's dropout is a function of the text
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
@@ -280,7 +280,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
     (`attention_dropout`, `resid_pdrop`, `layerdrop`, ...), so zeroing the `nn.Dropout` modules alone is not enough.
     """
     modules: list[Any] = list(model.modules())
-    # many modules share a config, and the config of a multimodal model contains others: zero each once
+    # many modules share a config, and the config of a multimodal model contains others: zero each config once
     configs = {id(m.config): m.config for m in modules if getattr(m, "config", None) is not None}
     for config in list(configs.values()):
         configs.update({id(inner): inner for inner in vars(config).values() if hasattr(inner, "to_dict")})

@@ -76,7 +76,7 @@ class _Multiply(torch.autograd.Function):
 def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The buffers of a `Linear4bit` for a weight.
 
-    For a weight without values (meta or fake) they have no values either.
+    For a weight without values (meta or fake) the buffers have no values either.
     """
     if weight.is_meta or isinstance(weight, FakeTensor):
         n_blocks, empty = weight.numel() // BLOCK, partial(torch.empty, device=weight.device)
@@ -107,8 +107,8 @@ def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def quantize(model: Any, *, device: torch.device | str | None = None) -> Any:
     """Replace a model's linear layers, except its head, by 4-bit ones.
 
-    Layers are quantized one by one, on `device` if given, where the rest of the model goes too. So the device never
-    holds the whole model unquantized. A model on the meta device stays there. Raises InputError as
+    Layers are quantized one by one, on `device` if given, so that the device never holds the whole model unquantized.
+    The rest of the model then moves there too. A model on the meta device stays there. Raises InputError as
     `layers_to_quantize` does.
     """
     for name in layers_to_quantize(model):
@@ -138,7 +138,7 @@ def _transpose_conv1d(weight: torch.Tensor, layer: torch.nn.Module) -> torch.Ten
 def layers_to_quantize(model: Any) -> list[str]:
     """The names of a model's linear layers that can be quantized.
 
-    These are all but the head and layers whose weights do not fill whole blocks. Raises InputError if there is no such
+    Excluded are the head and layers whose weights do not fill whole blocks. Raises InputError if there is no such
     layer, or bitsandbytes has no kernels for this machine.
     """
     check_bitsandbytes()

@@ -34,7 +34,7 @@ FORMATS = {  # values of online.reward_format, and how a note describes them
     "text": "as one text",
     "policy": "as a policy reads them, with EOS if the answer ended",
 }
-MARK = "reward_format"  # the entry of an exported reward model's config that names its format
+MARK = "reward_format"  # the entry for the format in an exported reward model's config
 
 
 class RewardModel:
@@ -162,10 +162,10 @@ def notes_on(reward_model: RewardModel, plan: Plan) -> tuple[str, ...]:
     """Messages on a format that was guessed, and on truncated prompts."""
     notes = []
     if plan.online.reward_format is None and reward_model.form not in ("chat", "policy"):
-        others = [form for form in FORMATS if form not in ("chat", reward_model.form)]
+        other_formats = [form for form in FORMATS if form not in ("chat", reward_model.form)]
         notes.append(
             f"online.reward_format is null, so the reward model gets prompt and answer {FORMATS[reward_model.form]}: "
-            f"if it was trained otherwise, give online.reward_format={' or '.join(others)}"
+            f"if it was trained otherwise, give online.reward_format={' or '.join(other_formats)}"
         )
     if reward_model.limit is not None and reward_model.limit < plan.data.max_length:
         notes.append(
@@ -196,8 +196,8 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
     with explaining_load_errors("tokenizer of the reward model", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     disable_dropout(model)
-    trained_in = "policy" if getattr(model_config, MARK, None) == "policy" else None
-    form = _find_format(tokenizer, plan.online.reward_format or trained_in, key)
+    recorded_format = "policy" if getattr(model_config, MARK, None) == "policy" else None
+    form = _find_format(tokenizer, plan.online.reward_format or recorded_format, key)
     reward_model = RewardModel(model, tokenizer, rows=rows, form=form)
     if reward_model.limit is not None and reward_model.limit <= plan.online.max_new_tokens:
         raise InputError(
@@ -211,8 +211,8 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
 def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
     """Find the form of a reward model's input, one of FORMATS.
 
-    `wanted` is `online.reward_format`, or what the model's config says. Raises InputError if the tokenizer lacks what
-    the wanted form needs.
+    `wanted` is `online.reward_format`, or what the model's config says; None stands for the first form that the
+    tokenizer allows. Raises InputError if the tokenizer lacks what the wanted form needs.
     """
     separator = tokenizer.sep_token_id
     separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
@@ -234,9 +234,9 @@ def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
 
 
 def _count_positions(model: Any, tokenizer: Any) -> int | None:
-    """The number of tokens that a model was made for, if known."""
+    """The largest number of tokens that a model takes, if known."""
     limits = []
-    if tokenizer.model_max_length < 10**9:  # a tokenizer that does not know has a huge number
+    if tokenizer.model_max_length < 10**9:  # a tokenizer that knows no limit has a huge number
         limits.append(tokenizer.model_max_length)
     n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if n_positions is not None and n_positions > 0:  # XLNet has -1

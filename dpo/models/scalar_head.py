@@ -48,7 +48,7 @@ def install_scalar_head(model: Any) -> None:
     elif not isinstance(head, ScalarHead):
         raise InputError(
             f"loss=bradley_terry needs a sequence classification model whose head is a linear layer `{HEAD}` with one "
-            f"output and no bias, and {type(model).__name__} is none: choose another model"
+            f"output and no bias, and {type(model).__name__} is not one: choose another model"
         )
 
 

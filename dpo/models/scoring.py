@@ -45,7 +45,7 @@ class Scorer(NamedTuple):
     digest: str = ""  # of the code or weights, which must be the same when a run is resumed
     in_parallel: bool = False  # true: each process scores its own answers; false: rank 0 scores all
     notes: tuple[str, ...] = ()  # messages to log at the start
-    check: Callable[[Prompt], Any] = lambda prompt: None  # raises InputError for a prompt that it does not support
+    check: Callable[[Prompt], Any] = lambda prompt: None  # raises InputError for an unsupported prompt
     file: Path | None = None  # the user's code, whose line is named in errors
 
     def __call__(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
@@ -63,8 +63,8 @@ class Scorer(NamedTuple):
 
         scores = _run_users_code(compute, ScorerFailed, f"{self.name} failed", self.file)
         if len(scores) != len(answers):
-            number = f"more than {len(answers)}" if len(scores) > len(answers) else len(scores)
-            raise ScorerFailed(f"{self.name} gave {number} scores for {len(answers)} answers")
+            n_scores = f"more than {len(answers)}" if len(scores) > len(answers) else len(scores)
+            raise ScorerFailed(f"{self.name} gave {n_scores} scores for {len(answers)} answers")
         for score, answer in zip(scores, answers, strict=True):
             if not abs(score) <= LARGEST:  # also if the score is NaN
                 raise ScorerFailed(
@@ -110,7 +110,7 @@ def _run_users_code(code: Callable[[], T], error_class: type[Exception], problem
 def raising_exit() -> Iterator[None]:
     """Make `os._exit` raise inside.
 
-    Otherwise a user's code could end an unfinished run, with any exit status.
+    By `os._exit` a user's code could end an unfinished run, with any exit status.
     """
     modules = os, sys.modules[os.name]  # `os` has taken `_exit` from `posix` or `nt`
     original_exit, process_id = os._exit, os.getpid()
@@ -159,7 +159,7 @@ def count_keyword(keyword: str) -> Score:
 def load_function(function: str) -> Score:
     """Load a user's function, given as `FILE.py:NAME`.
 
-    It gets the texts of prompts and answers. Runs the file's code, which may import modules beside it. Raises
+    The function gets the texts of prompts and answers. Runs the file's code, which may import modules beside it. Raises
     InputError if the code fails, or has no such function.
     """
     name, path = function.rpartition(":")[2], _parse_file(function)

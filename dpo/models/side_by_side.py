@@ -125,7 +125,7 @@ class Panel:
         models = {side.model for side in self.sides}
         sides_by_model = [[side for side in self.sides if side.model is model] for model in models]
         # Each thread changes torch's settings for generation, and restores those that it found. As threads end in any
-        # order, the settings are also changed here, so that all threads find the same.
+        # order, the settings are also changed here, so that all threads find the same settings.
         with for_generation(), ThreadPoolExecutor(len(models), thread_name_prefix="answer") as threads:
             try:
                 list(threads.map(answer_in_turn, sides_by_model))
@@ -136,7 +136,7 @@ class Panel:
     def rewards(self, prompts: Sequence[Tokens], answers: Sequence[Answers]) -> list[Rewards]:
         """The implicit rewards beta * (log pi - log ref) of answers.
 
-        They are None without a reference or beta. Log-probabilities are summed over tokens, whatever the loss. pi is
+        Rewards are None without a reference or beta. Log-probabilities are summed over tokens, whatever the loss. pi is
         the policy that gave the answer; for the reference's answers, the first policy.
         """
         rewards: list[Rewards] = [dict.fromkeys(by_side) for by_side in answers]
@@ -171,8 +171,8 @@ class Choices(NamedTuple):
 def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[str], None] = print) -> Panel:
     """Load policies and their reference, one after the other.
 
-    `log` gets notes and warnings. Raises InputError if a model cannot be loaded, or if they have different tokenizers
-    or references.
+    `log` gets notes and warnings. Raises InputError if a model cannot be loaded, or if the models have different
+    tokenizers or references.
     """
     options: dict[str, Any] = {"trust_remote_code": choices.trust_remote_code, "hub": True}
     policies = [find_origin(path, model=choices.model, **options, alone=len(paths) == 1) for path in paths]
@@ -208,9 +208,9 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
             f"warning: {checkpoint} was trained with a reference of other weights or config than the one loaded now: "
             f"{CHOOSE_REFERENCE}"
         )
-    without_beta = [side.name for side in sides if not side.beta]
-    if without_beta:
-        log(f"the beta of {' and '.join(without_beta)} is unknown, so rewards are missing: give --beta")
+    names_without_beta = [side.name for side in sides if not side.beta]
+    if names_without_beta:
+        log(f"the beta of {' and '.join(names_without_beta)} is unknown, so rewards are missing: give --beta")
     return Panel([*sides, reference_side], tokenizer, form)
 
 
@@ -226,7 +226,7 @@ def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:
         return
     if _load_tokenizer(origin).get_vocab() != tokenizer.get_vocab():
         raise InputError(
-            f"{name} has another tokenizer than the first model, so they cannot be compared token by token: give "
+            f"{name} has another tokenizer than the first model, so the models cannot be compared token by token: give "
             f"models with the same tokenizer"
         )
 
@@ -242,7 +242,7 @@ def _find_reference(policies: Sequence[Origin]) -> Origin | None:
 
 
 def _find_start(policy: Origin) -> Origin:
-    """The model that a policy's run started from, in its reference's dtype."""
+    """The model that a policy's run started from, in the reference's dtype."""
     plan = policy.plan
     with explaining(InputError, lambda why: InputError(f"the reference: {why}; {CHOOSE_REFERENCE}")):
         start = locate_weights(plan.model.archive) if plan.model.archive else Weights()
@@ -277,7 +277,7 @@ def _identify(origin: Origin) -> Hashable:
 
 
 def _find_checkpoint_with_other_reference(policies: Sequence[Origin], reference: Side) -> Path | None:
-    """The first policy's checkpoint that recorded another reference, if any."""
+    """The first of the policies' checkpoints that recorded another reference, if any."""
     for policy in policies:
         if policy.run_dir is None or policy.policy is None:
             continue

@@ -1,7 +1,7 @@
 """Attention of a packed row by segments, without a mask: `model.attn_implementation=varlen`.
 
-One call of torch's variable-length FlashAttention computes all trees of a microbatch (`Segments`). It takes bfloat16
-and float16, on a GPU; key and value heads that queries share are not copied. Padded rows and sampling use SDPA.
+One call of torch's variable-length FlashAttention computes all trees of a microbatch (`Segments`), in bfloat16
+or float16, on a GPU; key and value heads that queries share are not copied. Padded rows and sampling use SDPA.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpo.errors import InputError
 from dpo.models.packing import Segments
 from dpo.settings.choices import VARLEN
 
-# torch 2.11 groups heads without this option, which it does not know
+# torch 2.11 does not have this option, and groups heads without it
 GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # options that some models' layers pass; s_aux is for sinks
 
@@ -41,13 +41,13 @@ def attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention with the signature of transformers' "sdpa", which it calls without `segments`.
+    """Attention by `segments`; without them, transformers' "sdpa".
 
     With `segments` there is one row: query is (1, H, L, D), key and value are (1, K, L, D), the output is (1, L, H, D).
     Raises InputError for layers that need more than this, such as a mask.
     """
     extras = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
-    if segments is not None and attention_mask.numel() != 1:  # not the dummy that segments come with
+    if segments is not None and attention_mask.numel() != 1:  # with segments, the usual mask is a dummy of one element
         extras.append("a mask of its own")
     if extras:
         raise InputError(
@@ -67,7 +67,7 @@ def attention_forward(
         segments.keys,
         *segments.longest,
         scale=scaling,
-        # tokens to the left and to the right of a query; a segment's last query is at its last key
+        # tokens to the left and right that a query sees; the last query of a segment is at the segment's last key
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **GROUPED,
     )

@@ -71,9 +71,9 @@ def read_archive(
 ) -> dict[str, torch.Tensor]:
     """Read the weights in a `policy.pt`, with the names of transformers today.
 
-    `model` gives the expected names and shapes; its weights are not used. For a reward model the weights of a language
-    model will do: then the result has no scalar head. Raises InputError if the file is missing, is not a `policy.pt`,
-    or is for another architecture.
+    `model` gives the expected names and shapes; its weights are not used. For a reward model, the weights of a language
+    model are accepted too; the result then has no scalar head. Raises InputError if the file is missing, is not a
+    `policy.pt`, or is for another architecture.
     """
     path = find_archive(archive, key=key)
     try:
@@ -108,10 +108,10 @@ def _find_mismatches(state: Mapping[str, torch.Tensor], expected: Mapping[str, t
 
     In `expected`, tied weights are one object with several names; a file may have any of these names.
     """
-    found = [name for name in state if name in expected]
-    found_ids = {id(expected[name]) for name in found}
+    shared_names = [name for name in state if name in expected]
+    shared_ids = {id(expected[name]) for name in shared_names}
     unknown = sorted(state.keys() - expected.keys())
-    missing = sorted(name for name in expected.keys() - state.keys() if id(expected[name]) not in found_ids)
+    missing = sorted(name for name in expected.keys() - state.keys() if id(expected[name]) not in shared_ids)
     mismatches = []
     if unknown:
         mismatches.append(f"unexpected: {', '.join(unknown[:3])}")
@@ -119,7 +119,7 @@ def _find_mismatches(state: Mapping[str, torch.Tensor], expected: Mapping[str, t
         mismatches.append(f"missing: {', '.join(missing[:3])}")
     reshaped = [
         f"{name} is {tuple(state[name].shape)} in the file and {tuple(expected[name].shape)} in the model"
-        for name in found
+        for name in shared_names
         if state[name].shape != expected[name].shape
     ]
     return mismatches + reshaped[:2]
@@ -143,7 +143,8 @@ def model_digest(model: Any, dtype: str, adapter: str | None = None) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key not in differ_in_copies}
     digest = hashlib.sha256(json.dumps([dtype, config], sort_keys=True, default=str).encode())
     weights = base_weights(model)
-    if HEAD_WEIGHT in adapter_weights(model, POLICY):  # the scalar head, which is trained with the adapter
+    # a scalar head that is trained with the policy's adapter is no part of the base
+    if HEAD_WEIGHT in adapter_weights(model, POLICY):
         del weights[HEAD_WEIGHT]
     if adapter:
         weights |= adapter_weights(model, adapter)

@@ -66,7 +66,7 @@ class Mesh:
         return values
 
     def gather_list(self, values: list) -> list:
-        """The lists of all data ranks, joined in their order."""
+        """The lists of all data ranks, joined in rank order."""
         by_data_rank = self.gather_all(values)[:: self.tensor_size]  # ranks along `tensor` have equal lists
         return [value for values_of_rank in by_data_rank for value in values_of_rank]
 

@@ -74,9 +74,10 @@ def distribute(
             whole |= {parameter for parameter in parameters if not parameter.requires_grad}
         sharded = parameters - whole
         n_gathered += sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in sharded)
-        has_units_below = unit is model and n_gathered > 0
+        has_units_below = unit is model and n_gathered > 0  # blocks have sharded parameters
         if uses_fsdp and (sharded or has_units_below):
-            # the root's inputs are integers; casting would replace them by copies without their cached masks
+            # The root casts nothing: its inputs are integers. To cast, FSDP would still copy a `Packed` batch, and the
+            # masks cached in the copy would be lost.
             mixed_precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=unit is not model)
             reshards = None if reshard_after_forward else False  # None: all but the root unit
             fully_shard(
@@ -100,7 +101,7 @@ def _cast_inputs(dtype: torch.dtype, unit: torch.nn.Module, args: tuple, kwargs:
 
 
 def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
-    """Return `function(model, *args)`; under FSDP, gather the root unit once for it."""
+    """Return `function(model, *args)`; under FSDP, gather the root unit once."""
     return model.apply_to_itself(function, *args) if isinstance(model, FSDPModule) else function(model, *args)
 
 
@@ -185,7 +186,7 @@ def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool = False)
     """Declare whether the next backward pass is the `last` of an update.
 
     Only the last one reshards the root unit (embeddings and head), and reduces gradients over `replicate`. Every pass
-    reduces them over `shard`; with `reduce_once` only the last does, and until then processes add up whole gradients.
+    reduces gradients over `shard`; with `reduce_once` only the last does, and until then processes add up whole ones.
     """
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(last, recurse=False)
@@ -198,12 +199,12 @@ def accumulate(model: torch.nn.Module, *, last: bool, reduce_once: bool = False)
 def release_gathered(model: Any) -> None:
     """Clear what a forward pass leaves if no backward pass follows.
 
-    Otherwise units would stay gathered, and FSDP's record of the order of forward passes would grow without end.
+    Without this, units would stay gathered, and FSDP's record of the order of forward passes would grow without end.
     """
     units = _list_units(model)
     for unit in units:
         unit.reshard()
-    if not units or not model._get_fsdp_state()._is_root:  # only a forward pass makes it the root, with a record
+    if not units or not model._get_fsdp_state()._is_root:  # only a forward pass makes the model a root with a record
         return
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
@@ -259,7 +260,7 @@ def _fits(model: Any) -> bool:
 def get_block_class_from_model(model: torch.nn.Module, block_class_name: str) -> type[torch.nn.Module]:
     """The class named `block_class_name` among the model's modules.
 
-    Otherwise raises InputError, which lists the classes of repeated modules: one of them is the transformer block.
+    Raises InputError if there is none, and lists the classes of repeated modules: the transformer block is among them.
     """
     for module in model.modules():
         if type(module).__name__ == block_class_name:

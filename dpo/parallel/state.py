@@ -27,7 +27,7 @@ def hold_the_same(weights: Iterable[torch.Tensor], other_weights: Iterable[torch
     Every process compares its parts of `other_weights`, in their dtype.
     """
     weights, other_weights = list(weights), list(other_weights)
-    if mesh.any(len(weights) != len(other_weights)):  # all return together, as gathering needs all of them
+    if mesh.any(len(weights) != len(other_weights)):  # all processes return together, as gathering needs all
         return False
     are_equal = all(
         torch.equal(gather_like(weight, other).to(local_tensor(other)), local_tensor(other))

@@ -57,8 +57,8 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: DeviceMesh, width: int) -> torch.Tensor:
-        ctx.own = _own_slice(width, mesh)
-        longest = ctx.own.stop - ctx.own.start
+        ctx.own_slice = _own_slice(width, mesh)
+        longest = ctx.own_slice.stop - ctx.own_slice.start
         # the last slices may be shorter or empty, and the collective takes slices of equal size
         x = torch.nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
         gathered = COLLECTIVES.all_gather_into_tensor(x, mesh.size(), mesh.get_group().group_name)
@@ -68,7 +68,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad[..., ctx.own], None, None
+        return grad[..., ctx.own_slice], None, None
 
 
 COPIED, ADDED, JOINED = _Copy.apply, _Add.apply, _Join.apply
@@ -93,7 +93,7 @@ def _sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _own_slice(size: int, mesh: DeviceMesh) -> slice:
-    """This process's slice of a dim; the last may end beyond it."""
+    """This process's slice of a dim; its end may exceed the dim."""
     length = -(-size // mesh.size())  # DTensor cuts as torch.chunk does, into rounded-up sizes
     return slice(mesh.get_local_rank() * length, (mesh.get_local_rank() + 1) * length)
 
@@ -112,9 +112,10 @@ class Style(NamedTuple):
 
 
 class _SharedInput:
-    """An input that queries, keys and values share, converted once for all.
+    """An input that sibling modules share, converted once for all.
 
-    In the backward pass their gradients are summed before the collective, so there is one collective.
+    In the backward pass the gradients from these modules, such as queries, keys and values, are summed before the
+    collective, so there is one collective.
     """
 
     def __init__(self) -> None:
@@ -220,8 +221,8 @@ def find_plan(model: Any) -> dict[str, Style]:
 def _plan_adapters(model: Any, plan: Mapping[str, Style]) -> dict[str, Style]:
     """The styles of PEFT's LoRA layers and of the modules inside them.
 
-    A layer computes W x + B A x. The style of W in `plan` converts input and output of the whole layer: as the sum is
-    linear, one conversion after it does for both terms.
+    A layer computes W x + B A x. The style of W in `plan` converts input and output of the whole layer: conversions
+    are linear, so converting the sum converts both terms.
     """
     styles = {}
     for name, module in model.named_modules():
@@ -249,7 +250,7 @@ def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> Non
     slicing_modules = {name for name, style in plan.items() if style in slicing_styles} - ignore
     parents = {name.rpartition(".")[0] for name in slicing_modules}
     for name, module in model.named_modules():
-        name = name.removesuffix(".base_layer")  # the plan names an adapted layer as it was before
+        name = name.removesuffix(".base_layer")  # the plan names an adapted layer as before adaptation
         has_parameters = next(module.parameters(recurse=False), None) is not None
         may_see_slices = name in parents or name.rpartition(".")[0] in parents
         if has_parameters and may_see_slices and name not in plan:
@@ -265,7 +266,7 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
     `modules` maps full names to modules with whole parameters. Modules that share a tied parameter must be in the same
     call, or they do not share it afterwards.
     """
-    slices: dict[Any, torch.nn.Parameter] = {}  # by whole parameter; keeps these alive, so that no id is reused
+    slices: dict[Any, torch.nn.Parameter] = {}  # by whole parameter; keeps the keys alive, so that no id is reused
     shared_inputs: dict[str, _SharedInput] = defaultdict(_SharedInput)  # by the parent of the modules that share it
     for name, module in modules.items():
         style = plan.get(name, STYLES["replicate"])
@@ -370,7 +371,7 @@ def _pass_on(owner: weakref.ref, placements: Sequence[Placement], local: torch.T
 def _make_sliced_lookup(module: torch.nn.Embedding, mesh: DeviceMesh) -> Callable:
     """A forward that embeds the tokens of this process's rows.
 
-    The embeddings of other tokens are 0; the sum over processes has all.
+    The embeddings of other tokens are 0; the sum over processes has all embeddings.
     """
     lookup, n_rows = module.forward, module.weight.to_local().shape[0]
     first_row = _own_slice(module.weight.shape[0], mesh).start

@@ -140,7 +140,7 @@ class SplitModel(torch.nn.Module):
                 for key, value in state.items():
                     own_value = rule(value, rank=rank) if rule and value.ndim else value
                     sliced[parameter][key] = own_value.clone()  # the optimizer changes values such as `step` in place
-        # the package puts tensors without a rule, such as norms, in one flat parameter, cut among the devices
+        # the package puts tensors without a rule, as in norm layers, in one flat parameter, cut among the devices
         manager = self.sliced.sharding_manager
         n_devices = len(manager.flat_shards)
         flat_states = [states[name] for name in manager.sharded_param_names]
@@ -158,7 +158,7 @@ class SplitModel(torch.nn.Module):
     def _join(self, replacements: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The whole tensors by name, with other values for some parameters.
 
-        With `replacements`, tensors of an optimizer's state are joined as their parameters are.
+        Given an optimizer's state as `replacements`, its tensors are joined as the parameters are.
         """
         originals = {parameter: parameter.data for parameter in replacements}
         try:
@@ -181,10 +181,10 @@ class SplitModel(torch.nn.Module):
         return [attrgetter(name)(shard) for shard in self.sliced.module_shards]
 
     def _forget_gathered(self) -> None:
-        """Make the package gather norms again.
+        """Make the package gather the weights of norm layers again.
 
-        The package shards norms and gathers them in forward. After an evaluation it would go on with the norms gathered
-        there, through which no gradient flows.
+        The package shards these weights and gathers them in forward. After an evaluation it would go on with the
+        weights gathered there, through which no gradient flows.
         """
         self.sliced.sharding_manager._last_versions = None
 
@@ -211,8 +211,8 @@ def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
     n, head = len(devices), r".*lm_head"
     rules = PREDEFINED_CONFIGS[model.config.model_type](model.config, devices)
     # Where outputs are summed, the package gives each device 1/n of the bias. Each part gets the whole gradient, so the
-    # norm counts it n times, and an update of Adam or RMSprop is n times too long. Here the first device keeps the
-    # whole bias, and the other devices zeros.
+    # gradient norm counts a bias n times, and an update of Adam or RMSprop is n times too long. Here the first device
+    # keeps the whole bias, and the other devices zeros.
     first_only = LegacyStateAction(lambda bias, rank: bias * (rank == 0), lambda parts: parts[0])
     state_rules = {
         pattern: first_only if isinstance(rule, Scale) else rule for pattern, rule in rules.state_rules.items()

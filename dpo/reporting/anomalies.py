@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means, RecentLargest, updates_at_start
+from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means, updates_at_start
 from dpo.errors import RunError
 from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
@@ -40,7 +40,7 @@ class NonFiniteGuard(Callback):
     def allows(self, update: Update) -> bool:
         """Return whether losses and gradient are finite.
 
-        Raises NonFinite if not, unless `nan_policy` is skip and at most MAX_SKIPPED updates were skipped.
+        Raises NonFinite if not, unless `nan_policy` is skip and at most MAX_SKIPPED updates are skipped with this one.
         """
         grad_norm, losses = update.metrics["grad_norm"], update.table["loss/train"]
         if math.isfinite(grad_norm) and losses.isfinite().all():
@@ -149,7 +149,7 @@ class InstabilityWarner(Callback):
     def _warn_about_collapse(self, when: str, window: str, split: str, means: Means) -> None:
         """Log a warning, once in a run.
 
-        `window` says over what the `means` were taken.
+        `window` names the updates that `means` are over; "" for an evaluation.
         """
         start = self._detector.start
         if self._warned or start is None:
@@ -164,17 +164,9 @@ class InstabilityWarner(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        start = self._detector.start
-        return {
-            "warned": self._warned,
-            "first": self._detector.first,
-            "largest": {name: largest.value for name, largest in self._detector.largest.items()},
-            "start": None if start is None else list(start),
-        }
+        return {"warned": self._warned, "detector": self._detector.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
             self._warned = state["warned"]
-            self._detector.first = dict(state["first"])
-            self._detector.largest = {name: RecentLargest(value) for name, value in state["largest"].items()}
-            self._detector.start = Means(*state["start"]) if state["start"] else None
+            self._detector.load_state_dict(state["detector"])

@@ -75,7 +75,7 @@ class Columns:
         self.width = max(MIN_WIDTH, n_text_cells // len(titles))
         self.texts = dict.fromkeys(titles, "")
         self.n_final = 0  # rows that will not change any more
-        self.n_drawn = 0  # rows below the final ones that are on the screen, and may change
+        self.n_drawn = 0  # changing rows on the screen, below the final ones
         self._print(f"\x1b[1m{self._join(list(titles))}\x1b[0m\n")  # bold
 
     def show(self, title: str, text: str) -> None:
@@ -97,8 +97,8 @@ class Columns:
     def _draw(self, columns: list[list[str]], n_final: int) -> None:
         """Draw the first `n_final` rows for good, and below them changing rows.
 
-        It draws only as many changing rows as the screen has room for, as a terminal cannot go back above its upper
-        edge to replace them.
+        Only as many changing rows are drawn as the screen has room for: a row above the screen's upper edge can no
+        longer be replaced.
         """
         rows = [self._join(cells) for cells in zip_longest(*columns, fillvalue="")]
         room = max(0, self.n_screen_rows - 2)

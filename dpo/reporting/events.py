@@ -65,7 +65,7 @@ class RunContext(NamedTuple):
 class Callback:
     """A receiver of a run's events, which may refuse updates.
 
-    It is made before a checkpoint is loaded. `on_start` comes after that, and opens files.
+    It is made before a checkpoint is loaded. `on_start` comes after the loading, and opens files.
     """
 
     files: tuple[str, ...] = ()  # files in the run directory that it appends to
@@ -108,7 +108,7 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; {} if the checkpoint has none.
 
-        `state["was_off"]` is true if the run has trained without this callback since then.
+        `state["was_off"]` is true if the run trained without this callback after that state was made.
         """
 
 

@@ -24,8 +24,8 @@ class Appender(Callback):
     """A callback that appends to `files` in the run directory.
 
     At the start of a resumed run each file is truncated to the size that it had at the checkpoint, as the run writes
-    the later records again. If a file is damaged before that size, only the complete records before the damage are kept
-    in it, and the damaged file is renamed. A file that the checkpoint does not know is renamed too. Warnings say so.
+    the later records again. A file that is damaged before that size is renamed, and a new file gets the complete
+    records before the damage. A file that the checkpoint does not know is renamed too. Warnings say so.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -43,24 +43,25 @@ class Appender(Callback):
 
     def on_start(self) -> None:
         create_run_dir(str(self.run_dir), logs=(*self.files, *self.derived), continued=True)
-        for name in self.files:  # not the names in the checkpoint, which may be forged and name any file
+        for name in self.files:  # not the checkpoint's names: a forged checkpoint may name any file
             self._truncate(self.run_dir / name, self._sizes.get(name))
         if self._was_off:
-            self.context.log(
-                f"warning: {', '.join(self.files)} lacks the updates during which it was switched off in the config"
-            )
+            names = ", ".join(self.files)
+            self.context.log(f"warning: {names} lacks the updates during which this log was switched off in the config")
 
     def _truncate(self, path: Path, size: int | None) -> None:
         """Truncate a file to its size at the checkpoint, or less.
 
-        A damaged file is truncated to its complete records. `size` is None if the checkpoint did not record the file,
-        which is then renamed.
+        A damaged file is renamed, and a new file gets its complete records. `size` is None if no checkpoint recorded
+        a size; the file is then renamed.
         """
         size_now = path.stat().st_size if path.exists() else 0
         if size is None:
             if size_now > 0:
                 aside = self._move_aside(path)
-                self.context.log(f"warning: no checkpoint recorded {path}: it is renamed to {aside.name}")
+                self.context.log(
+                    f"warning: {path} does not belong to a checkpoint of this run, so it is renamed to {aside.name}"
+                )
             return
         n_bytes_left = min(size, size_now)  # of the bytes that were logged before the checkpoint
         end = self.find_end(path, n_bytes_left)

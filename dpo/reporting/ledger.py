@@ -39,7 +39,7 @@ class Ledger(Appender):
         self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
         self.online = context.plan.online is not None
         splits = (context.data.report.train, context.data.report.test)
-        # the data has weights or margins; for numbers that it lacks the preflight has None
+        # the data has weights or margins; the preflight has None for numbers that the data lacks
         self.weighted = any(getattr(split, f"largest_{name}") is not None for split in splits for name in NUMBER_FIELDS)
 
     @classmethod
@@ -88,8 +88,8 @@ class Ledger(Appender):
     ) -> None:
         """Append the examples of an update or evaluation.
 
-        `update` is the value of that column (docs/metrics.md): an update's number, or the number of updates before an
-        evaluation.
+        `update` is the value of the column `update` (docs/metrics.md): an update's number, or the number of updates
+        before an evaluation.
         """
         from dpo.analysis.ledger_file import DRAWN, append
 

@@ -17,7 +17,7 @@ LAST_SECS = 120  # longest time to wait for a report
 class ReportWriter(Callback):
     """Callback that runs `python -m dpo.analysis` in the background.
 
-    Training does not wait for that process, nor fail if it does. There is one process at a time: if it is still running
+    Training neither waits for that process nor fails with it. There is one process at a time: if it is still running
     at an evaluation, no other is started, and the next report includes that evaluation. Only a failure of the last
     report is logged.
     """
@@ -39,7 +39,7 @@ class ReportWriter(Callback):
 
     def on_end(self) -> None:
         """Write the last report, and log its path."""
-        self._finish(0)  # kills a report that was started at an evaluation, as it lacks the end of the run
+        self._finish(0)  # kills a report that was started at an evaluation, as that report lacks the run's end
         self._begin("--ended")
         self._finish(LAST_SECS)
         run_dir = self.context.run_dir

@@ -33,8 +33,9 @@ class TensorBoardLogger(Callback):
         folder = self.context.run_dir / "tensorboard"
         try:
             if self._n_examples is None and folder.is_dir():
+                new_name = move_aside(folder).name
                 self.context.log(
-                    f"warning: no checkpoint recorded {folder}: it is renamed to {move_aside(folder).name}"
+                    f"warning: {folder} does not belong to a checkpoint of this run, so it is renamed to {new_name}"
                 )
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

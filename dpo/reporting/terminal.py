@@ -180,7 +180,7 @@ class Progress(Callback):
     def _showing(
         self, what: str, *, total: int, done: int = 0, leave: bool = False, examples: int | None = None
     ) -> Iterator[Task]:
-        """Open a task, with a bar on a terminal; close it after."""
+        """Open a task, and on a terminal a bar; finally close both."""
         bar = tqdm.tqdm(
             total=total,
             initial=done,

@@ -22,7 +22,7 @@ FINISH_SECS = 300  # W&B's time limit for sending unsent data at the end
 
 
 class WandbLogger(Callback):
-    """Logger to W&B, with the metric names of the reference implementation.
+    """Logger to W&B, with the metric names of the reference code.
 
     Training metrics are sent at most every `minimum_log_interval_secs`. W&B's summary has the last evaluation as
     `last/NAME`, and the best evaluation after the first update as `best/NAME`. A run never fails because of W&B, and
@@ -79,7 +79,7 @@ class WandbLogger(Callback):
         offline_reason = None
         try:
             has_mode, has_terminal = bool(os.environ.get("WANDB_MODE")), bool(sys.stdin and sys.stdin.isatty())
-            needs_key = not has_mode and not has_terminal  # otherwise wandb obeys the mode, or asks for a key
+            needs_key = not has_mode and not has_terminal  # wandb obeys a mode, and asks for a key on a terminal
             if needs_key and not wandb.login(prompt=False):
                 offline_reason = "no API key and no terminal to ask for one"
             run = init(mode="offline" if offline_reason else None)
@@ -130,8 +130,8 @@ class WandbLogger(Callback):
             call(*arguments)
         except self._errors as error:
             self._is_disabled = True
-            what = f"{type(error).__name__}: {error}"
-            print(f"warning: W&B logging disabled after an error ({what}); metrics.jsonl is still written", flush=True)
+            cause = f"{type(error).__name__}: {error}"
+            print(f"warning: W&B logging disabled after an error ({cause}); metrics.jsonl is still written", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"wandb_id": self.run.id, "run_dir": str(self.context.run_dir.resolve()), "best": self._best_quality}

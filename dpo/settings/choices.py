@@ -101,7 +101,7 @@ FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),  # pairs with `unpair`
     "lists": (SCORED_FIELDS, RANKED_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),
 }
-# fields that the records of any form may have too; the config may say that they have no column
+# optional fields of records of any form; the config may say that such a field has no column
 SYSTEM = "system"  # a system turn
 TOOLS = "tools"  # the tools that a chat may call
 NUMBER_FIELDS = ("weight", "margin")

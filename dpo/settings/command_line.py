@@ -256,7 +256,7 @@ def refuse_hydra_key(override: str) -> str | None:
 def _find_composition_problems(overrides: list[str], search_path: list[str], directories: list[Path]) -> list[str]:
     """Explain the overrides that Hydra refuses, and problems of other values.
 
-    The config files are in `directories`. The list is empty if Hydra refuses no override.
+    The config files are in `directories`. Returns [] if Hydra refuses no override.
     """
     try:
         _compose([*search_path, *overrides])
@@ -285,7 +285,7 @@ def _add_one_by_one(
     for override in sorted(overrides, key=lambda o: not _names_group(o, directories)):  # groups first: they add keys
         key = parse_key(override)
         if key.startswith(tuple(f"{group}." for group in refused)):
-            continue  # the option of its group was refused, so it is not known whether the key exists
+            continue  # the option of the key's group was refused, so it is not known whether the key exists
         try:
             _compose([*accepted, override])
             accepted.append(override)
@@ -323,9 +323,9 @@ class GuardedLoader(ConfigLoaderImpl):
     """Hydra's loader, with which a user's config files cannot run code.
 
     Only the command line may set the keys of OUR_CODE_KEYS. Hydra's own keys that name code may not be set at all.
-    Hydra composes every config with this loader, for each job of a sweep before the first job starts. Each config is
-    compared with the one composed without the user's files, so it does not matter what the files contain and how they
-    are chosen.
+    Hydra composes every config with this loader, and in a sweep the configs of all jobs before the first job starts.
+    Each config is compared with the one composed without the user's files, so it does not matter what the files contain
+    and how they are chosen.
     """
 
     def load_configuration(
@@ -370,7 +370,7 @@ def _explain_refusal(override: str, error: Exception, directories: list[Path]) -
     if options and value not in options:
         if path_explanation := _explain_path(key, value):
             return path_explanation
-        hint = f"; a model of the Hub is model.name_or_path={value}" if key == "model" else ""
+        hint = f"; for a model of the Hub give model.name_or_path={value}" if key == "model" else ""
         return f"{explain_unknown(key, value, options)}{hint}"
     message = f"{error}{error.__cause__}"
     if "is not in struct" in message:

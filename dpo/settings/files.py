@@ -96,7 +96,7 @@ def flatten(config: DictConfig) -> dict[str, Any]:
     """Map dotted keys to plain values; `dataset_sources` is one value.
 
     '???' stays as it is. So does an interpolation of keys that do not exist. An interpolation that fails although its
-    keys exist becomes UNRESOLVED: the value of one of these keys is wrong, and is reported itself.
+    keys exist becomes UNRESOLVED: the value of one of these keys is wrong, and is reported separately.
     """
     values: Any = OmegaConf.to_container(config, resolve=False)
     open_mappings = {key: values.pop(key) for key in OPEN_MAPPINGS if key in values}
@@ -128,7 +128,7 @@ def load_file(file: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for entry in content.get("defaults", ["_self_"]):
         if not isinstance(entry, str):
-            continue  # an entry such as {loss: sft} chooses an option of a group, which `load_defaults` does
+            continue  # an entry such as {loss: sft} chooses a group's option; `load_defaults` loads the options
         name = entry.partition("@")[0]
         values |= own_keys if name == "_self_" else load_file(file.parent / f"{name}.yaml")
     return values

@@ -41,7 +41,7 @@ from dpo.settings.choices import (
     TRAINERS,
 )
 
-LARGEST = 3.4e38  # of float32; bounds a number whose spec does not
+LARGEST = 3.4e38  # of float32; the bound of a number whose spec has none
 
 
 def is_int(value: Any) -> bool:
@@ -183,7 +183,7 @@ class Key(NamedTuple):
 class Problem(NamedTuple):
     """A problem of a config."""
 
-    key: str  # whose value is the problem; "" if it is a condition on several keys
+    key: str  # whose value is the problem; "" for a condition on several keys
     sentence: str
 
 

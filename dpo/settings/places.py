@@ -55,8 +55,8 @@ class Source:
             )
         columns, data_format = value.get("columns") or {}, value.get("format")
         if (columns or data_format) and name in list_built_in():
-            given = f"columns={columns}" if columns else f"format={data_format}"
-            raise InputError(f"{key}.{given}: {name} has columns of its own; choose another name for your data")
+            setting = f"columns={columns}" if columns else f"format={data_format}"
+            raise InputError(f"{key}.{setting}: {name} has columns of its own; choose another name for your data")
         if data_format is not None and data_format not in DATA_FORMATS:
             raise InputError(f"{key}.format={data_format} is not one of {', '.join(DATA_FORMATS)}")
         if columns and data_format:
@@ -113,7 +113,7 @@ def list_built_in() -> tuple[str, ...]:
 def name_datasets(datasets: str | Sequence[str], sources: Mapping[str, Any]) -> Datasets:
     """Replace paths and Hub ids in `datasets` by their last parts.
 
-    `sources` is `dataset_sources`; the result also has the replaced paths and Hub ids, by name.
+    `sources` is `dataset_sources`. The `sources` returned also have the replaced paths and Hub ids, by name.
     """
     names, named_sources, problems = [], dict(sources), []
     values = [datasets] if isinstance(datasets, str) else datasets
@@ -137,7 +137,7 @@ def name_datasets(datasets: str | Sequence[str], sources: Mapping[str, Any]) -> 
             )
         else:
             names.append(name)
-            settings = named_sources.get(name)  # its columns or revision, if set
+            settings = named_sources.get(name)  # the dataset's columns or revision, if set
             named_sources[name] = {**settings, "path": value} if isinstance(settings, Mapping) else value
     return Datasets(names, named_sources, problems)
 
@@ -176,7 +176,7 @@ def _make_name(path: str) -> str:
 
 
 def place_datasets(config: DictConfig) -> None:
-    """Replace paths in `datasets` by names; add these to `dataset_sources`."""
+    """Replace paths in `datasets` by names, and define these in `dataset_sources`."""
     sources: Any = OmegaConf.to_container(config.dataset_sources)
     datasets: Any = config.datasets if isinstance(config.datasets, str) else list(config.datasets)
     names, named_sources, _ = name_datasets(datasets, sources)

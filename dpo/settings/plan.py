@@ -259,7 +259,7 @@ class Plan:
         """Return whether `fsdp_frozen_weights=whole` keeps base and reference equal.
 
         Held whole, an adapter's base is rounded to the dtype in which it computes. A reference that is a second model
-        still equals the base if the base already had this dtype, or if the reference has it.
+        still equals the base if the base had this dtype before, or if the reference has this dtype too.
         """
         if self.lora is None or self.reference != "model":
             return True
@@ -272,7 +272,7 @@ class Plan:
 
     @property
     def follow_every(self) -> int | None:
-        """Number of updates between syncs of the reference, or None."""
+        """Number of updates between syncs of the reference; None: no syncs."""
         return self.online.sync_reference_every if self.online else None
 
     @property
@@ -340,7 +340,7 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
     compute_dtype = fsdp_dtype or values.get("model.policy_dtype")
     loss = _find_loss(values)
     reference = _find_reference(values) if loss.reference else None
-    # a reference that is not a model of its own computes in the policy's dtype
+    # without a model of its own, the reference computes in the policy's dtype
     reference_dtype = values.get("model.reference_dtype") if reference == "model" else None
     return Plan(
         trainer=trainer,
@@ -383,7 +383,7 @@ def _find_trainer(values: Mapping[str, Any]) -> TrainerSpec:
 
 
 def _find_dims(values: Mapping[str, Any], trainer: TrainerSpec, *, world_size: int | None, gpus: int) -> ParallelDims:
-    """Find the numbers of processes; `world_size` is None unless it is decided."""
+    """Find the numbers of processes; `world_size` is None until decided."""
     if world_size is None and not trainer.multi_process:
         world_size = 1
     elif world_size is None:
@@ -422,7 +422,7 @@ def _find_loss(values: Mapping[str, Any]) -> Loss:
 def _find_reference(values: Mapping[str, Any]) -> str:
     """Find the source of the reference's log-probabilities, one of REFERENCES.
 
-    Without an adapter it is a second model. `base` stands for an unknown name.
+    Without an adapter, the source is a second model. `base` stands for an unknown name.
     """
     if values.get("lora.name") not in ADAPTED:
         return "model"

@@ -24,8 +24,9 @@ from dpo.system.plain_files import read_yaml
 def read_plan(path: Path, *, prefixes: tuple[str, ...]) -> Plan:
     """Read a run's `config.yaml`, ours or the reference implementation's.
 
-    Keys that it lacks get their defaults. Raises InputError if it is not a config, for an invalid value of a key that
-    begins with one of `prefixes`, and for an interpolation: it could put this machine's environment into an export.
+    Keys that the file lacks get their defaults. Raises InputError if it is not a config, for an invalid value of a key
+    that begins with one of `prefixes`, and for an interpolation, which could put this machine's environment into an
+    export.
     """
     # the file is read twice: `read_yaml` refuses dangerous YAML, but only OmegaConf reads numbers as Hydra wrote them
     content = read_yaml(path)

@@ -84,8 +84,8 @@ class Sweep:
     def begin_job(self, config: Any, hydra_config: Any) -> None:
         """Give a job a directory named after its swept overrides.
 
-        If the command line has `local_run_dir`, the job's directory is inside it. Otherwise it is a new directory under
-        `local_dirs`.
+        If the command line has `local_run_dir`, the job's directory is inside that directory. If not, it is a new
+        directory under `local_dirs`.
         """
         fixed_keys = set(hydra_config.job.config.override_dirname.exclude_keys)  # the same in all jobs
         overrides = list(hydra_config.overrides.task)

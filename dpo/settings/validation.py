@@ -43,9 +43,9 @@ WEIGHTS = "loss.weights."
 class Check(NamedTuple):
     """A condition under which a config is refused, or warned about.
 
-    A check with `keys` is made once for each of them that is set, that is, neither null nor at its default. A check
-    that reads a key with an invalid value is skipped, as that value is reported itself. In a sentence, `{lr}` is the
-    value of `lr`, `{KEY}` one of `keys`, `{VALUE}` its value, `{processes}` and `{gpus}` their numbers.
+    A check with `keys` is reported once for each of the keys that is set, that is, neither null nor at its default. A
+    check that reads a key with an invalid value is skipped, as that value is reported separately. In a sentence, `{lr}`
+    is the value of `lr`, `{KEY}` one of `keys`, `{VALUE}` its value, `{processes}` and `{gpus}` their numbers.
     """
 
     is_broken: Callable[[Values, Plan], Any]  # true if the config is refused or warned about
@@ -67,7 +67,7 @@ def _list_losses(is_listed: Callable[[Loss], bool], separator: str = ", ") -> st
     return separator.join(name for name, loss in LOSSES.items() if is_listed(loss))
 
 
-# requirements of several keys
+# requirements that several keys share
 SEVERAL_PROCESSES = "a trainer of several processes: trainer=FSDPTrainer"
 LOSS_WITH_REFERENCE = f"a loss with a reference: any but {_list_losses(lambda loss: not loss.reference)}"
 LOSS_OF_PAIRS = f"a loss of pairs: any but {_list_losses(lambda loss: loss.trains_on != 'pairs' or loss.scalar_head)}"
@@ -123,11 +123,12 @@ CHECKS = (
     Check(lambda v, p: v["online.name"] == "online" and v["online.labels"] == "bradley_terry"
           and v["online.ties"] == "skip",
           "online.labels=bradley_terry needs ties to keep equally good answers equally probable, and online.ties=skip "
-          "leaves them out: use online.ties=keep", "warning"),
+          "leaves ties out: use online.ties=keep", "warning"),
     needs("unpair", LOSS_OF_LABELS, lambda v, p: p.loss.trains_on == "labels", "error"),
     needs("loss.offset_by_margin", LOSS_WITH_OFFSET, lambda v, p: p.loss.takes_offset, "error"),
     Check(lambda v, p: v["online.name"] == "online" and v["loss.offset_by_margin"],
-          "loss.offset_by_margin=true needs margins, and the pairs of online=online have none: leave one of them out"),
+          "loss.offset_by_margin=true needs margins, and the pairs of online=online have none: leave out one of the "
+          "two"),
     needs("list_pairs", LOSS_OF_PAIRS, lambda v, p: p.loss.trains_on == "pairs"),
     Check(lambda v, p: p.loss.trains_on == "labels"
           and not (v["loss.desirable_weight"] or v["loss.undesirable_weight"]),
@@ -149,12 +150,12 @@ CHECKS = (
     Check(lambda v, p: v["world_size"] not in (None, 1) and p.dims.world_size == 1 and not p.trainer.multi_process,
           f"world_size={{world_size}} needs {SEVERAL_PROCESSES}"),
     Check(lambda v, p: p.launched and v["world_size"] not in (None, p.dims.world_size) and p.trainer.multi_process,
-          "world_size={world_size}, but {processes} processes were launched: leave it out"),
+          "world_size={world_size}, but {processes} processes were launched: leave world_size out"),
     Check(lambda v, p: not p.launched and p.trainer.multi_process and 0 < p.gpus < p.dims.world_size,
-          "world_size={processes} is more than the {gpus} GPUs of this machine: leave it out, or set "
+          "world_size={processes} is more than the {gpus} GPUs of this machine: leave world_size out, or set "
           "CUDA_VISIBLE_DEVICES= to run on the CPU"),
     Check(lambda v, p: v["optimizer"] in NEED_WHOLE_TENSORS and p.trainer.multi_process,
-          "optimizer={optimizer} cannot update shards: use another with trainer={trainer}"),
+          "optimizer={optimizer} cannot update shards: use another optimizer with trainer={trainer}"),
     Check(lambda v, p: not _tensor_size_fits(p),
           lambda v, p: f"tensor_parallel_size={p.dims.tensor_size} does not divide the {p.dims.world_size} processes: "
           f"try {_list_divisors(p.dims.world_size)}"),
@@ -186,7 +187,7 @@ CHECKS = (
           "whose processes each hold the 4-bit base, or set CUDA_VISIBLE_DEVICES=0"),
     Check(lambda v, p: v["lora.name"] in QUANTIZED and find_spec("bitsandbytes") is None,
           "lora=qlora needs the package bitsandbytes: pip install bitsandbytes, or choose lora=lora"),
-    # a base held whole is rounded to the dtype in which it computes, and the self-test compares it with the reference
+    # a base held whole is rounded to its compute dtype, and the self-test compares the rounded base with the reference
     Check(lambda v, p: v["fsdp_frozen_weights"] == "whole" and not p.can_hold_frozen_whole,
           lambda v, p: f"fsdp_frozen_weights=whole rounds the base to {p.compute_dtype}, and a separate reference in "
           f"{p.reference_dtype} would differ from it: set model.reference_dtype={p.compute_dtype}, or "
@@ -252,7 +253,7 @@ CHECKS = (
           and v["optimizer"] in STEPS_OF_LR,
           "lr={lr} has little effect with model.policy_dtype=bfloat16, which rounds most such steps away: use float32 "
           "with model.autocast=bfloat16, or an lr of 1e-5 or more", "warning"),
-    # --- losses. An unknown loss in loss.weights counts as a loss of pairs here, as it is reported itself
+    # --- losses. An unknown loss in loss.weights counts as a loss of pairs here, and is reported separately
     Check(lambda v, p: v["loss.name"] == "mix" and not any(w and _may_weigh_pairs(key) for key, w in v.items()),
           "loss=mix adds up no loss of pairs: give loss.weights.dpo=1 or another, or train with loss=sft"),
     Check(lambda v, p: p.loss.needs_label_smoothing and v["loss.label_smoothing"] == 0,
@@ -272,7 +273,8 @@ CHECKS = (
     Check(lambda v, p: v["online.name"] == "online" and p.loss.trains_on != "pairs",
           "online=online draws pairs, and loss={loss.name} trains on none: choose loss=dpo or another"),
     Check(lambda v, p: v["online.name"] == "online" and v["cache_reference_logps"] == "all",
-          "cache_reference_logps=all needs pairs that are known before training: leave it out with online=online"),
+          "cache_reference_logps=all needs pairs that are known before training: with online=online, leave "
+          "cache_reference_logps out"),
     Check(lambda v, p: v["online.mix_offline"] and not 0 < p.n_offline < v["batch_size"],
           lambda v, p: f"online.mix_offline={v['online.mix_offline']} of batch_size={v['batch_size']} gives "
           f"{p.n_offline} pairs of the data per batch, which must be 1 to {v['batch_size'] - 1}: give another "
@@ -437,9 +439,9 @@ def _find_absent(values: Values) -> Iterator[Problem]:
             yield Problem(key, f"{key} was removed from the config: give {key}=VALUE instead of ~{key}")
     for group, options in (("lora", ADAPTED), ("online", ("online",))):
         option = values.get(f"{group}.name")
-        lacking = [key for key in KEYS if key.startswith(f"{group}.") and key not in values]
-        if option in options and lacking:
-            yield Problem("", f"{group}.name={option} lacks {', '.join(lacking)}: choose {group}={option}")
+        missing_keys = [key for key in KEYS if key.startswith(f"{group}.") and key not in values]
+        if option in options and missing_keys:
+            yield Problem("", f"{group}.name={option} lacks {', '.join(missing_keys)}: choose {group}={option}")
 
 
 def _list_keys(values: Values) -> dict[str, Key]:
@@ -485,11 +487,11 @@ def _explain_weight(key: str) -> str:
     return f"{key}: {explanation}; a mix adds up {_list_losses(lambda loss: loss.can_be_mixed)}"
 
 
-def explain_unknown_key(key: str, known: Collection[str]) -> str:
+def explain_unknown_key(key: str, known_keys: Collection[str]) -> str:
     """Explain that a key is unknown, and suggest a similar one."""
     if name := load_aliases().get(key.rpartition(".")[2]):
         return f"unknown key {key}: here it is {name}"
-    by_lower_case = {name.lower(): name for name in known}
+    by_lower_case = {name.lower(): name for name in known_keys}
     similar = difflib.get_close_matches(key.lower(), by_lower_case, n=1)
     if similar:
         return f"unknown key {key}: did you mean {by_lower_case[similar[0]]}?"

@@ -22,7 +22,7 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
     `compiles` says whether the run uses torch.compile, whose import takes half a second.
     """
     torch.backends.cuda.matmul.allow_tf32 = True
-    # cuDNN's attention spends 20 to 40 ms of host time on a plan for every new shape, and most microbatches have one
+    # cuDNN's attention spends 20 to 40 ms of host time on a plan for every new shape, which most microbatches have
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch on CUDA

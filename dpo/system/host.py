@@ -56,7 +56,7 @@ class _Log(io.FileIO):
             n_written = super().write(data)
         except OSError:  # a full disk, a terminal that was closed, a pipe that nobody reads
             n_written = None
-        return memoryview(data).nbytes if n_written is None else n_written  # after an error, as if all were written
+        return memoryview(data).nbytes if n_written is None else n_written  # after an error, claim all was written
 
 
 def print_whatever_happens() -> None:
@@ -125,8 +125,8 @@ def raise_open_file_limit() -> None:
 def keep_freed_memory() -> None:
     """Make glibc reuse freed memory, for speed on a CPU.
 
-    By default glibc returns the memory of large tensors to the system. When it is needed again, each page costs a page
-    fault; together these take a tenth of an update's time.
+    By default glibc returns the memory of large tensors to the system. When memory is needed again, each page costs a
+    page fault; together the faults take a tenth of an update's time.
     """
     # the largest values that glibc accepts
     _set_malloc(M_MMAP_THRESHOLD, 2**25)

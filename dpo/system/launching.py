@@ -218,7 +218,7 @@ def _run_in_group(rank_env: RankEnv, worker: Callable[..., None], args: tuple, t
     tqdm.tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore that outlives a killed worker
     rank, store = rank_env.rank, None
     try:
-        # let a stop signal kill this process: during the calls inside no handler in Python could run
+        # let a stop signal kill this process, as no Python handler could run during the calls below
         with handling_signals(signal.SIG_DFL):
             timeout = timedelta(seconds=timeout_secs)
             server = dist.TCPStore(
@@ -392,7 +392,7 @@ class _Workers:
         """Forward a stop signal; return a message about it."""
         self.stop_signals.append(number)
         self.terminate()
-        return "stopping, after what was trained is saved"
+        return "stopping after saving what was trained"
 
     def terminate(self) -> None:
         """Send SIGTERM to all workers, which then save and stop."""
@@ -415,7 +415,7 @@ class _Workers:
             if not running and Outcome.LOST_CONTACT not in outcomes:
                 raise Stopped
         if running and not outcomes & {Outcome.STOPPED, Outcome.FAILED}:
-            for process in running.values():  # at least one of them hangs: make them print their stacks
+            for process in running.values():  # at least one of these hangs: make all print their stacks
                 os.kill(process.pid, signal.SIGABRT)
             wait_for_any([process.sentinel for process in running.values()], GRACE_SECS)
         raise self._make_error(stuck=sorted(running))

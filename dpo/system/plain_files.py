@@ -1,6 +1,6 @@
-"""Regular files: checked before they are opened, parsed, replaced atomically.
+"""Regular files: checks before opening, parsing, and atomic replacement.
 
-They are checked because opening a FIFO blocks forever, and writing through a symbolic link changes another file.
+Files are checked because opening a FIFO blocks forever, and writing through a symbolic link changes another file.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ def check_writable(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISREG(mode):
-        raise InputError(f"{path} is {FILE_TYPES[stat.S_IFMT(mode)]}; a regular file is expected: move it away")
+        raise InputError(f"{path} is {FILE_TYPES[stat.S_IFMT(mode)]}; a regular file is expected: move {path} away")
 
 
 def check_link(path: Path) -> None:
     """Raise InputError if the path exists and is not a symbolic link."""
     if os.path.lexists(path) and not path.is_symlink():
         file_type = FILE_TYPES.get(stat.S_IFMT(path.lstat().st_mode), "a file")
-        raise InputError(f"{path} is {file_type}; a symbolic link to a step-N is expected: remove it")
+        raise InputError(f"{path} is {file_type}; a symbolic link to a step-N directory is expected: remove {path}")
 
 
 def remove(path: Path) -> None:
@@ -127,9 +127,9 @@ def move_aside(path: Path, name: str | None = None) -> Path:
 def replacing(path: Path) -> Iterator[Path]:
     """Replace a path atomically by what the body writes.
 
-    The body writes a file or a directory to the yielded path, which is beside `path`. Its name contains this host and
-    process, as other processes may be replacing `path` too. Removes temporary files that killed processes of this host
-    left.
+    The body writes a file or a directory to the yielded path, which is beside `path`. The yielded
+    path's name contains this host and process, as other processes may be replacing `path` too. Removes temporary files
+    that killed processes of this host left.
     """
     prefix = f".{path.name}.{socket.gethostname()}."
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):

@@ -17,13 +17,13 @@ TOKENIZER_KEY = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGN
 CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may contain @ and /
 URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
-# KEY=VALUE in a text, where VALUE is no reference such as ${oc.env:NAME}; its quote may be unclosed
+# KEY=VALUE in a text, where VALUE is no interpolation such as ${oc.env:NAME}; VALUE's quote may be unclosed
 ASSIGNMENT = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")
 # a VALUE in a hint of Hydra's, such as key=[value1,value2] or KEY=VALUE
 PLACEHOLDER = re.compile(r"""[\[\\'"]*value\d*(,value\d*)*[\]\\'"]*""", re.IGNORECASE)
 KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # the key of an override
 INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # a key in the value of an override
-REFERENCE = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
+INTERPOLATION = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 
 
 def is_secret(name: Any) -> bool:
@@ -39,7 +39,7 @@ def is_secret(name: Any) -> bool:
 def secrets_in(overrides: list[str]) -> list[str]:
     """The values of secrets in a command line, well-formed or not.
 
-    A reference (`${oc.env:NAME}`) is not a secret.
+    An interpolation (`${oc.env:NAME}`) is not a secret.
     """
     values = []
     value_may_follow = False  # after `key` in `key = VALUE`, which a shell passes as three overrides
@@ -51,18 +51,18 @@ def secrets_in(overrides: list[str]) -> list[str]:
             value = override[start:].strip(" ='\"{")
             values.append(value)
             value_may_follow = not value
-    return [value for value in values if value and not REFERENCE.match(value)]
+    return [value for value in values if value and not INTERPOLATION.match(value)]
 
 
 def redact(value: Any) -> Any:
     """Replace the secrets in `value` by REDACTED.
 
     Secrets are the values of keys named like a secret, also as KEY=VALUE in a string; credentials in URLs; and the
-    values of environment variables named like a secret. A reference (`${oc.env:NAME}`) is not a secret.
+    values of environment variables named like a secret. An interpolation (`${oc.env:NAME}`) is not a secret.
     """
     if isinstance(value, dict):
-        hidden = {k for k, v in value.items() if is_secret(k) and v and not REFERENCE.fullmatch(str(v))}
-        return {k: "REDACTED" if k in hidden else redact(v) for k, v in value.items()}
+        secret_keys = {k for k, v in value.items() if is_secret(k) and v and not INTERPOLATION.fullmatch(str(v))}
+        return {k: "REDACTED" if k in secret_keys else redact(v) for k, v in value.items()}
     if isinstance(value, list):
         return [redact(v) for v in value]
     if not isinstance(value, str):

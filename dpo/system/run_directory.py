@@ -24,7 +24,7 @@ from dpo.system.redaction import redact
 
 # files of a run
 LOCK = ".lock"
-ORIGIN = ".continues"  # if the run continues another run: the checksum of that run's manifest
+ORIGIN = ".continues"  # in a run that continues another run's checkpoint: the checksum of that checkpoint's manifest
 STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
 REPORT = Path("report", "report.html")  # with report=true
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN)
@@ -191,5 +191,5 @@ def explaining_full_disk(run_dir: str | Path) -> Iterator[None]:
 
 def _explaining_errors(path: str | Path) -> AbstractContextManager[None]:
     """Turn errors of writing a run's directory into InputErrors inside."""
-    advice = "choose another local_run_dir, or set local_dirs, in which it is created by default"
+    advice = "choose another local_run_dir, or set local_dirs, in which run directories are created by default"
     return explaining(OSError, lambda why: InputError(f"local_run_dir={path} cannot be written: {why}; {advice}"))

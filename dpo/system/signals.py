@@ -1,8 +1,8 @@
 """Stop signals: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint.
 
 A second Ctrl-C ends the run without a checkpoint. While a run starts there is nothing to save, so a signal ends the
-process at once. This is not done by an exception: a library might catch it, as in an attempted import, or it might be
-raised inside C++ code that then aborts.
+process at once, without an exception: a library might catch an exception, as in an attempted import, and C++ code might
+abort on one.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
                 raise PressedAgain
             return
         message = act(number)
-        if len(first_times) == 1 and _prints_for_run():
+        if len(first_times) == 1 and _prints_for_run():  # not for a second kind of signal
             again = "; press Ctrl-C again to exit immediately without saving" if number == signal.SIGINT else ""
             clear_line = "\r\x1b[K" if os.isatty(1) else ""  # of the progress bar, which is redrawn below
             with suppress(OSError):  # a closed terminal or log file must not prevent the checkpoint

@@ -19,7 +19,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 BEAT_SECS = 2.0  # between two heartbeats
 LONGEST_PAUSE = 0.5  # longest time between two polls of the store, in seconds
-FAILED = "failed"  # the value that a rank sets after an error; other values begin with "done"
+FAILED = "failed"  # the value that a rank sets after an error; results are set as "done RESULT"
 
 
 def is_shared() -> bool:

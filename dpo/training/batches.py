@@ -42,7 +42,7 @@ class Batch(NamedTuple):
     weights: Sequence[float]  # per example, in the means of loss and metrics; 0 for a tie
     microbatches: list[Microbatch]
     cache_rows: Sequence[int]  # per example, its row in the reference's cache; empty: the examples are not cached
-    mismatched: Batch | None = None  # each prompt with a response to another one, if the loss needs them
+    mismatched: Batch | None = None  # each prompt with a response to another prompt, if the loss needs it
     # the next three are for online pairs
     drawn: Mapping[int, Drawn] = MappingProxyType({})  # the policy's answers, by index in `examples`
     metrics: Mapping[str, float] = MappingProxyType({})
@@ -78,7 +78,7 @@ def prefetch(
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-        finally:  # if the consumer stops early, the pool would otherwise prepare all that is queued
+        finally:  # if the consumer stops early, the pool must not prepare what is still queued
             for future in waiting:
                 future.cancel()
 

@@ -83,8 +83,8 @@ class Evaluator:
     def samples(self, *, n_examples: int) -> list[Sample]:
         """Sample continuations of the first `n_eval_model_samples` prompts.
 
-        Their number is rounded down to whole batches, at least one. `n_examples`, the number of examples the policy was
-        trained on, is part of the random seed.
+        The number of prompts is rounded down to whole batches, at least one. `n_examples`, the number of examples the
+        policy was trained on, is part of the random seed.
         """
         n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
         batches = self.prompts[:n_batches]
@@ -98,14 +98,14 @@ class Evaluator:
             by_model.append(sample_batches(model, continue_prompts, prompts, self.mesh))
         texts = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.encode)]
         samples = [
-            Sample(text, said.text, reference=None, policy_ended=said.ended)
-            for text, said in zip(texts, by_model[0], strict=True)
+            Sample(text, continuation.text, reference=None, policy_ended=continuation.ended)
+            for text, continuation in zip(texts, by_model[0], strict=True)
         ]
         if len(by_model) == 1:
             return samples
         return [
-            sample._replace(reference=said.text, reference_ended=said.ended)
-            for sample, said in zip(samples, by_model[1], strict=True)
+            sample._replace(reference=continuation.text, reference_ended=continuation.ended)
+            for sample, continuation in zip(samples, by_model[1], strict=True)
         ]
 
     def sampled_models(self) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """The work before the first update, announced with its size.
 
-Also decides whether the first samples wait for the second evaluation. That is decided from config and data, not by
-measuring time, so that every process and every restart decides alike.
+Also decides whether the first samples wait for the second evaluation. The decision rests on config and data, not on
+measured time, so that every process and every restart decides alike.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dpo.numbers import count
 from dpo.settings.plan import Plan
 from dpo.training.evaluation import limit_new_tokens
 
-# sampling a token takes as long as training on this many; on one CPU core between 1 (SmolLM2-135M) and 4 (the tests'
-# tiny-llama) were measured, see docs/metrics.md
+# sampling a token takes as long as training on this many tokens; on one CPU core between 1 (SmolLM2-135M) and 4 (the
+# tests' tiny-llama) were measured, see docs/metrics.md
 SAMPLED_COST = 3
 # samples before the first update may cost this share of the run's training, unless do_first_sampling=true
 MAX_SAMPLING_SHARE = 0.1
@@ -26,7 +26,7 @@ class FirstUpdate(NamedTuple):
 
     n_tested: int  # examples in the self-test
     draws_samples: bool
-    messages: list[str]  # the tasks, each with its size and the keys that change it
+    messages: list[str]  # the tasks, with their sizes and the keys that change them; then warnings
 
     @classmethod
     def of(cls, plan: Plan, data: TrainingData, sizes: Sequence[int]) -> FirstUpdate:
@@ -95,7 +95,7 @@ def _decide_on_samples(plan: Plan, data: TrainingData, sizes: Sequence[int], n_t
             f"n_eval_tokens; do_first_sampling=false leaves them out)"
         )
     return False, (
-        f"warning: no samples before the first update; the first come with the evaluation after "
+        f"warning: no samples before the first update; the first samples come with the evaluation after "
         f"{count(min(plan.eval_interval, n_trained), 'example')}. Sampling up to "
         f"{count(n_sampled_tokens, 'token')} could take as long as training on {cost:,} tokens, which is more than a "
         f"tenth of the {run_cost:,} that the whole run trains on. do_first_sampling=true samples now; "
@@ -106,8 +106,8 @@ def _decide_on_samples(plan: Plan, data: TrainingData, sizes: Sequence[int], n_t
 def _count_trained_tokens(plan: Plan, data: TrainingData) -> int:
     """Count the tokens that a run trains on, plus its sampling.
 
-    A prompt counts once, however many responses it has. Only online training samples; a sampled token counts
-    SAMPLED_COST times.
+    A prompt counts once, however many responses it has. Only online training draws samples; a sampled token
+    counts SAMPLED_COST times.
     """
     train = data.report.train
     if plan.online:

@@ -48,7 +48,7 @@ PURPOSES = (  # in the order in which they are printed
     "reference",  # a separate model, or a second adapter
     "scorer",  # a reward model, whole on every process
     "gathered",  # weights gathered from other processes' shards
-    "reduced",  # a unit's gradients while they are reduced; with `fsdp_reduce_once` all that wait for it
+    "reduced",  # a unit's gradients while they are reduced; with `fsdp_reduce_once` all that wait to be reduced
     "activations",
     "logits",
     "kv_cache",  # keys and values of the tokens so far, while answers are sampled
@@ -63,7 +63,7 @@ KEPT_SHARE = 0.2
 SPARE_SHARE = 0.15  # of a GPU's memory, for what is not predicted: the CUDA context, NCCL's buffers, fragmentation
 # settings of `fsdp_` keys that take more memory, so that processes send less
 COMMUNICATION_SAVERS = {"reshard_after_forward": False, "reduce_once": True}
-MIN_SAVED_BYTES = 1e8  # such a setting is recommended if each update sends at least so much less
+MIN_SAVED_BYTES = 1e8  # one of these settings is recommended if it saves at least this much communication per update
 UPDATES_ONE_BY_ONE = ("Adafactor",)  # the other optimizers update all parameters, or shards, at once on a GPU
 MIN_SAVED_SHARE = 0.03  # a setting is suggested if it saves at least this share of the memory without `process`
 MAX_FILLED_SHARE = 0.85  # larger microbatches are suggested if they fill at most this share of a GPU's memory
@@ -87,10 +87,10 @@ def predict_phases(plan: Plan, data: TrainingData) -> dict[str, Bytes]:
 class Passes(NamedTuple):
     """The memory that the passes of each phase take, and the models.
 
-    It does not depend on how processes communicate, so plans that differ only in keys `fsdp_` share it.
+    Neither depends on how processes communicate, so plans that differ only in keys `fsdp_` share them.
     """
 
-    policy: Any  # its structure, without weights
+    policy: Any  # the policy's structure, without weights
     update: Bytes
     evaluation: Bytes
     sampling: dict[str, Bytes]  # by phase
@@ -145,9 +145,9 @@ def sum_phases(plan: Plan, passes: Passes) -> dict[str, Bytes]:
     if plan.reference == "model" and plan.caches_reference_first:
         before_training = _without(held, "gradients", "reduced", "update", "optimizer")
         phases["scoring the reference"] = before_training + passes.evaluation
-        held = _without(held, "reference")  # it is freed before training
+        held = _without(held, "reference")  # the reference is freed before training
     in_backward = _without(held, "update")
-    if plan.data.gradient_accumulation_steps == 1:  # gradients come as activations go, so they add nothing to the peak
+    if plan.data.gradient_accumulation_steps == 1:  # gradients come as activations go, and add nothing to the peak
         in_backward = _without(in_backward, "gradients")
     phases["backward"] = in_backward + passes.update
     phases["optimizer"] = _without(held, "gathered", "reduced")
@@ -280,7 +280,7 @@ def _count_gathered(plan: Plan, policy: Any) -> int:
     n_in_blocks = 2 * max(blocks) if plan.fsdp.reshard_after_forward else sum(blocks)
     gathered = (root + n_in_blocks) * DTYPES[plan.compute_dtype].itemsize
     if plan.reference == "model" and plan.fsdp.frozen_weights != "whole":
-        gathered += root * DTYPES[plan.reference_dtype].itemsize  # its root unit stays until the update ends
+        gathered += root * DTYPES[plan.reference_dtype].itemsize  # the reference's root stays until the update ends
     return gathered // plan.dims.tensor_size
 
 
@@ -483,7 +483,7 @@ def _find_sampling_peak(
             cache = forward(n_prompt_tokens, 0, None)
         peaks = [_separate_cache(tracker.peak, cache)]
         if n_new_tokens > 1:
-            # tokens before the last two forwards, of one token each; the last token drawn is never read
+            # tokens read before the last two forwards, of one token each; the last token drawn is never read
             n_cached = n_prompt_tokens + n_new_tokens - 3
             cache = forward(n_cached, 0, None)
             with MemoryTracker.of(policy) as tracker:
@@ -507,7 +507,7 @@ def _find_scoring_peak(model: Any, fake: FakeTensorMode, device: str, *, n_rows:
 
     Each text has `n_tokens`. The model is on the meta device.
     """
-    model.config.get_text_config().pad_token_id = 0  # classifiers refuse several rows without one
+    model.config.get_text_config().pad_token_id = 0  # classifiers refuse several rows without a padding token
     with fake, torch.no_grad():
         model = materialize(model, device, None)
         ids = torch.ones(n_rows, n_tokens, dtype=torch.long, device=device)
@@ -562,7 +562,7 @@ def decide_communication(plan: Plan, data: TrainingData) -> Communication:
             recommended.append(f"fsdp_{name}={str(value).lower()} ({sizes})")
             plan = changed_plan  # the next setting must fit beside this one
     if recommended:
-        notes.append(f"there is memory to communicate less, with {', or '.join(recommended)}")
+        notes.append(f"there is memory for settings that communicate less: {', or '.join(recommended)}")
     return Communication(frozen_weights, notes)
 
 
@@ -582,12 +582,12 @@ def _decide_frozen_weights(plan: Plan, passes: Passes) -> Plan:
         return sharded
     # however little memory there is, whole weights are chosen if they take no more than sharded ones, as is the case
     # with shard_size=1, where whole weights are not copied
-    most = max((1 - SPARE_SHARE) * _find_device_memory(plan), _find_peak(sharded, passes))
-    return whole if _find_peak(whole, passes) <= most else sharded
+    max_peak = max((1 - SPARE_SHARE) * _find_device_memory(plan), _find_peak(sharded, passes))
+    return whole if _find_peak(whole, passes) <= max_peak else sharded
 
 
 def _gathers_to_sample(plan: Plan, passes: Passes) -> bool:
-    """Return whether all of the policy's weights are gathered for sampling."""
+    """Return whether sampling gathers all of the policy's weights at once."""
     phases, all_gathered = sum_phases(plan, passes), _count_all_gathered(plan, passes.policy)
     return all(phases[phase]["gathered"] >= all_gathered for phase in passes.sampling)
 
@@ -622,7 +622,7 @@ def count_communication(plan: Plan) -> Bytes:
     dims, fsdp, n_microbatches = plan.dims, plan.fsdp, plan.data.gradient_accumulation_steps
     policy = find_policy_structure(plan, plan.model.policy_dtype)
     root, *blocks = (_count_elements(unit) for unit in _list_units(plan, policy))
-    # a reference that is the policy without its adapter, or with another, runs one more forward pass of its weights
+    # a reference that is the policy without its adapter, or with another, runs the policy's weights forward once more
     n_passes = 3 if plan.reference in ("base", "adapter") else 2  # forward and backward
     n_gathers = n_microbatches * (n_passes if fsdp.reshard_after_forward else 1)
     gathered = (root + sum(blocks) * n_gathers) * DTYPES[plan.compute_dtype].itemsize
@@ -770,17 +770,18 @@ def notes_on_free_memory(plan: Plan) -> list[str]:
     """A message if, after an update, larger microbatches would fit."""
     if not torch.cuda.is_available():
         return []
-    now = plan.data.gradient_accumulation_steps
-    steps, peak, total = 1, 0, 0
+    current_steps = plan.data.gradient_accumulation_steps
+    fewest_steps, peak, total = 1, 0, 0  # the fewest that fit on every GPU
     for gpu in list_own_gpus(multi_process=plan.trainer.multi_process):
         gpu_peak, gpu_total = torch.cuda.max_memory_allocated(gpu), _find_gpu_memory(gpu)
         held = torch.cuda.memory_allocated(gpu)
-        steps = max(steps, find_fewest_steps(now, held=held, peak=gpu_peak, total=gpu_total))  # that fit on every GPU
+        steps = find_fewest_steps(current_steps, held=held, peak=gpu_peak, total=gpu_total)
+        fewest_steps = max(fewest_steps, steps)
         peak, total = peak + gpu_peak, total + gpu_total
-    if steps == now:
+    if fewest_steps == current_steps:
         return []
     return [
-        f"{peak / 1e9:.3g} of {total / 1e9:.3g} GB of GPU memory were used; gradient_accumulation_steps={steps} "
+        f"{peak / 1e9:.3g} of {total / 1e9:.3g} GB of GPU memory were used; gradient_accumulation_steps={fewest_steps} "
         f"should fit too, and larger microbatches keep a GPU busier"
     ]
 

@@ -20,8 +20,8 @@ from dpo.models.adapters import trained_parameters
 class MemoryTracker(TorchDispatchMode):
     """Track the storages of all tensors created inside this context.
 
-    `live` has the bytes in use now, by purpose; `peak` is a copy from the moment when their sum without gradients was
-    largest. Storages are counted once, however many tensors view them.
+    `live` has the bytes in use now, by purpose; `peak` is a copy of `live` from the moment when its sum without
+    gradients was largest. Storages are counted once, however many tensors view them.
     """
 
     def __init__(self, held: Iterable[torch.Tensor], *, vocabulary: int | None = None) -> None:

@@ -31,7 +31,7 @@ class Reduced(NamedTuple):
 
         Without `weights`, or if all are 0 (every pair is a tie), every example counts alike. Given `examples`, a metric
         whose name ends in a role, such as `logps_train/rejected`, is a mean over the examples with a response of that
-        role; it is missing if there are none.
+        role, and is missing if there are no such examples.
         """
         if not self.examples:
             return {}
@@ -75,7 +75,7 @@ def reduce_metrics(
 ) -> Reduced:
     """Combine the metrics of all microbatches and processes.
 
-    Takes one collective and one copy to the host, which waits for the device. Each process fills the rows of its own
+    Takes one collective, and one copy to the host, for which the host waits. Each process fills the rows of its own
     examples in a table of zeros, and `add` sums the tables and `scalars` over the processes. Where several processes
     see the same examples, `counts` is true on one process only, so that each example counts once.
     """

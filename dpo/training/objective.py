@@ -61,7 +61,7 @@ def name_scores(
 ) -> NamedTensors:
     """Name the sums of policy and reference, (B,) each, for `make_scores`.
 
-    `lengths` are the numbers of scored tokens by role, `offsets` those of the microbatch.
+    `lengths` are the numbers of scored tokens by role, `offsets` is `Microbatch.offsets`.
     """
     columns = dict(policy)
     columns |= {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
@@ -72,7 +72,7 @@ def name_scores(
 
 
 def make_scores(columns: NamedTensors) -> Scores:
-    """Make a loss's input of the columns that `name_scores` returns."""
+    """Make the input of a loss from the columns of `name_scores`."""
     fields = dict(columns)
     # the columns of all roles between best and worst become one field
     for form in ("{}", "{}_lengths", "reference_{}"):
@@ -85,7 +85,7 @@ def make_scores(columns: NamedTensors) -> Scores:
 def find_shares_ranked_right(
     chosen: torch.Tensor, rejected: torch.Tensor, is_chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Find the share of opposite labels that each example ranks right.
+    """Find, for each example, the share of opposite labels ranked right.
 
     All are (B,). A labelled example has one reward, in `chosen` if `is_chosen`, else in `rejected`. Two examples with
     opposite labels are ranked right if the chosen one has the higher reward; equal rewards count half. Shares are by
@@ -142,7 +142,7 @@ class Objective:
       accuracies are 0.
     - `follow_every`: the number of updates after which the reference becomes a copy of the policy. If it is set, no
       accuracies are logged while the models are equal.
-    - `seed`: the seed of the dropout in the policy's adapter, which is on only in updates.
+    - `seed`: the seed of the dropout in the policy's adapter. This dropout is on only in updates.
     """
 
     def __init__(
@@ -262,12 +262,13 @@ class Objective:
         """Compute the values that the microbatches of a global batch share.
 
         A batch statistic costs a forward pass of policy and reference on every microbatch, or on every mismatched one.
-        Otherwise the microbatches themselves compute what the reference's cache lacks.
+        Values that the reference's cache lacks are computed in this pass if it covers the microbatches,
+        else in the update.
         """
         largest = max(batch.weights) or 1.0
         relative_weights = [weight / largest for weight in batch.weights]  # float32 may not hold the weights themselves
         weights, total_weight = self._to_device(torch.tensor(relative_weights)), sum(relative_weights) or 1.0
-        # a loss that gets the whole batch at once computes its statistic itself, but would count ties in it
+        # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if self.loss.batch_statistic is not None and batch.mismatched is None and not loss_finds_statistic:
             scores, reference_logps = self._compute_all_scores([batch], update=update)
@@ -302,7 +303,7 @@ class Objective:
         """Evaluate all examples of the batches, as one batch.
 
         A running average is replaced by the statistic of this batch, so that the loss depends only on the model and the
-        examples. With `loss.momentum=1`, which disables the average, it stays 0. `mismatched` are the mismatched
+        examples. With `loss.momentum=1` the average is disabled and stays 0. `mismatched` are the mismatched
         batches, if the loss needs them; `weights` are the weights of all examples.
         """
         scores, reference = self._compute_all_scores(batches)
@@ -329,7 +330,7 @@ class Objective:
 
     @torch.no_grad()
     def find_log_ratios(self, batches: Iterable[Batch]) -> list[float]:
-        """Log-ratios of examples whose only response is chosen."""
+        """Log-ratios of examples whose only response is `chosen`."""
         scores, _ = self._compute_all_scores(batches)
         return (scores.chosen - scores.reference_chosen).tolist()
 
@@ -377,7 +378,7 @@ class Objective:
     def sync_if_due(self, update: int) -> None:
         """Copy the policy to the reference if due after this update.
 
-        Skipped updates count too.
+        Updates that a callback refused count too.
         """
         if self.follow_every and update % self.follow_every == 0:
             self.reference.follow(self.policy)
@@ -437,8 +438,8 @@ class Objective:
     def cache_reference(self, batches: Iterable[Batch], path: Path) -> str:
         """Cache the reference's log-probabilities of all examples; save them at `path`.
 
-        Examples that an earlier run saved there are read, all others are scored. Returns a message with the number of
-        each. Raises InputError if the file disagrees with the reference's current values.
+        Examples that an earlier run saved there are read, all others are scored. Returns a message with both numbers.
+        Raises InputError if the file disagrees with the reference's current values.
         """
         logps = self.reference.logps
         stored = read_logps(path, logps.shape) if self.mesh.rank == 0 and path.exists() else None
@@ -466,7 +467,7 @@ def make_objective(
     the config asks for, `log` gets the reason.
     """
     layout, fallback_reason = _choose_layout(plan, policy, plan.compute_dtype, mesh, longest_example=longest_example)
-    # models of one class support the same layouts
+    # only a reference of another class may not support the layout chosen for the policy
     if reference is not None and type(reference.model) is not type(policy) and not fallback_reason:
         layout, fallback_reason = _choose_layout(
             plan, reference.model, plan.reference_dtype, mesh, longest_example=longest_example

@@ -1,9 +1,9 @@
 """Online pairs: the best and the worst answer to a prompt.
 
-The policy writes the answers, and a scorer ranks them (online DPO, arXiv 2402.04792). At each evaluation it also
-answers held-out prompts. Up to rounding, an answer depends only on the weights, the config's seed, and the number of
-the answer in the run. It depends neither on other prompts nor on the number of processes, so checkpoints need no state
-of the sampling.
+The policy writes the answers, and a scorer ranks them (online DPO, arXiv 2402.04792). At each evaluation the policy
+also answers held-out prompts. Up to rounding, an answer depends only on the weights, the config's seed, and the number
+of the answer in the run; other prompts and the number of processes do not change it. So checkpoints need no state of
+the sampling.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class ScorerState:
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Check the scorer. Raises InputError if it has changed."""
         if state["scorer"] != self.scorer.digest:
-            raise InputError(f"{self.scorer.name} has changed since the checkpoint: restore it, or start a new run")
+            raise InputError(
+                f"{self.scorer.name} has changed since the checkpoint: restore the scorer, or start a new run"
+            )
 
 
 class OnlineBatches(Batches):
@@ -126,7 +128,7 @@ class OnlineBatches(Batches):
                 seed = (self.seed, update, LABEL_STREAM, prompts[index].index_in_split)
                 drawn[index] = draw_label(drawn[index], seed)
             if drawn[index].is_tie and self.online.ties != "keep":
-                # it stays in the batch, so that every process has as many forwards as without ties
+                # a tie stays in the batch, so that every process has as many forwards as without ties
                 weights[index] = 0.0
             examples[index] = _add_pair(encoded_prompt, drawn[index])
         in_order = [examples[index] for index in range(len(prompts))]
@@ -328,7 +330,7 @@ def list_held_out(plan: Plan, data: TrainingData) -> list[Prompt]:
 def add_placeholders(encoded_prompt: Example, n_tokens: int, n_answers: int) -> Example:
     """Add answers of `n_tokens` to a prompt's example.
 
-    They differ, as the shared-prefix layout would pack equal answers only once.
+    The answers differ, as the shared-prefix layout would pack equal answers only once.
     """
     answers = tuple((token,) * n_tokens for token in range(n_answers))
     return encoded_prompt._replace(responses=answers, roles=TRAINS_ON["pairs"][:n_answers])

@@ -65,8 +65,8 @@ class Schedule(LambdaLR):
     After `updates` it has decayed to `min_ratio` times the base rate. `notes` are messages to log at the start.
 
     The rate depends only on how many updates were applied, so a resumed run has the rates of one that was never
-    stopped. If the length of the run was changed, it continues on the curve of the new length. The base rate stays the
-    one that the run began with, even if `lr_scaling` gives another for the present number of processes.
+    stopped. If the length of the run was changed, the rate continues on the curve of the new length. The base rate
+    stays the one that the run began with, even if `lr_scaling` gives another for the present number of processes.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Schedule(LambdaLR):
 
         The base rates stay the saved ones. `notes` say so if this run's config gives another base rate or length.
         """
-        config_base_lrs, own_keys = self.base_lrs, self.state_dict().keys()
+        config_base_lrs, state_keys = self.base_lrs, self.state_dict().keys()
         # unknown keys are dropped: torch would make attributes of them
-        saved = {key: value for key, value in state.items() if key in own_keys}
+        saved = {key: value for key, value in state.items() if key in state_keys}
         super().load_state_dict({**saved, "updates": self.updates})  # this run's length, not the saved one
         if self.base_lrs != config_base_lrs:
             self.notes = [

@@ -117,8 +117,9 @@ class ReferenceLogps:
     ) -> int:
         """Cache all examples of the batches; return how many were scored.
 
-        Values come from `stored`, the table in the file at `path` if there is one, else from `score`. To check the
-        file, one random batch that it has completely is scored too. Raises InputError if values differ.
+        Values come from `stored`, the table of the file at `path` (None without a file), and all others from `score`.
+        Stored values are compared with the scores of batches that the file has in part, and of one random batch that
+        the file has completely. Raises InputError if values differ.
         """
         if stored is not None:
             self._table = np.where(np.isnan(self._table), stored, self._table)  # values of this run take precedence
@@ -192,7 +193,7 @@ class Reference:
 
     def free(self) -> None:
         """Free the model, unless it is the policy itself."""
-        if self.in_use is not nullcontext:  # it switches the adapters of the policy, which is the model
+        if self.in_use is not nullcontext:  # `in_use` switches adapters of the policy, so the model is the policy
             return
         self.model = None
         gc.collect()  # a sharded model is part of reference cycles

@@ -45,7 +45,7 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     )
     if plan.lora is not None and plan.lora.dropout:
         messages.append(
-            f"self-test: lora.dropout={plan.lora.dropout} was off, as it is on in updates alone; it was not checked"
+            f"self-test: lora.dropout={plan.lora.dropout} was off and not checked, as it is on in updates alone"
         )
     return messages
 
@@ -70,7 +70,7 @@ def check_models(
 
     - `forward` and `reference_forward` return log-probabilities as `Objective.forward` does. `reference_forward` is
       None if the loss needs no reference.
-    - `lengths`: numbers of scored tokens by role; `offsets`: those of the microbatch.
+    - `lengths`: numbers of scored tokens by role; `offsets`: `Microbatch.offsets`.
     - `other_policy_dtype`: the policy's dtype, if the reference computes in another; then rewards need not be 0.
     - `repeat_dtype`: the dtype whose rounding is allowed between two forwards; None: that of the log-probabilities.
     """
@@ -101,7 +101,7 @@ def check_models(
     if largest_reward > tolerance:
         raise InputError(
             f"self-test: first rewards reach {largest_reward:.3g} instead of 0, so policy and reference do not hold "
-            f"the same weights; was only one of them loaded from model.archive? (self_test=false skips this check)"
+            f"the same weights; was only one of the two loaded from model.archive? (self_test=false skips this check)"
         )
     if not math.isclose(first_loss, expected_loss, rel_tol=1e-3, abs_tol=tolerance):
         raise InputError(f"self-test: the first {loss.name} loss is {first_loss:.6g} instead of {expected_loss:.6g}")
@@ -135,7 +135,7 @@ def _check_forwards(
     if difference > MAX_EPSILONS * epsilon * max(1.0, _find_largest(train_logps)):  # at least 1: rewards may be near 0
         raise InputError(
             f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}: "
-            f"{type(policy).__name__} is random in train mode (dropout, router noise); disable that in its config"
+            f"{type(policy).__name__} is random in train mode: disable dropout or router noise in its config"
         )
     return train_logps, reference_logps
 

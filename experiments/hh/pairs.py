@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpo.data.examples import text_digest
 from dpo.errors import InputError
 from preference_datasets import extract_anthropic_prompt
 
@@ -36,13 +35,6 @@ class Pair(NamedTuple):
     def record(self) -> dict[str, str]:
         """The pair in HH's form."""
         return {"chosen": self.prompt + self.chosen, "rejected": self.prompt + self.rejected}
-
-    @property
-    def digests(self) -> dict[str, tuple[str, ...]]:
-        """Digests of the pair and of its unpaired responses, by role."""
-        responses = {"chosen": self.chosen, "rejected": self.rejected}
-        pair_digest = text_digest(self.prompt, responses)
-        return {role: (pair_digest, text_digest(self.prompt, {role: text})) for role, text in responses.items()}
 
 
 def read_pairs(files: Sequence[Path]) -> list[Pair]:
@@ -86,24 +78,29 @@ def predict_by_length(tokens: Any, folds: np.ndarray) -> np.ndarray:
     """Margins of chosen over rejected by a regression on length, (pairs,).
 
     `tokens` are the lengths of chosen and rejected, (pairs, 2). A response's score is a weighted sum of its length, log
-    length, and squared log length. A logistic regression on the pairs of the other folds fits the weights.
+    length, and squared log length. A logistic regression on the pairs of the other folds fits the weights. Pairs whose
+    chosen response is longer count as much there as pairs whose chosen response is shorter: otherwise the regression
+    prefers the shorter response in almost every pair.
     """
     tokens = np.asarray(tokens, float)
     features = np.stack((tokens, np.log(tokens), np.log(tokens) ** 2), axis=-1)  # (pairs, 2, 3)
     differences = features[:, 0] - features[:, 1]
     differences /= differences.std(0)
+    _, kinds = np.unique(np.sign(tokens[:, 0] - tokens[:, 1]), return_inverse=True)  # longer, shorter or equal
     margins = np.zeros(len(tokens))
     for fold in np.unique(folds):
-        margins[folds == fold] = differences[folds == fold] @ fit_logistic(differences[folds != fold])
+        own, others = folds == fold, folds != fold
+        shares = 1 / np.bincount(kinds[others])[kinds[others]]
+        margins[own] = differences[own] @ fit_logistic(differences[others], shares / shares.sum())
     return margins
 
 
-def fit_logistic(differences: np.ndarray) -> np.ndarray:
-    """Fit w to maximize the mean of log sigmoid(w x), (features,)."""
+def fit_logistic(differences: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Fit w to maximize the weighted mean of log sigmoid(w x), (features,)."""
     weights = np.zeros(differences.shape[1])
     for _ in range(50):  # Newton's steps
         p = 1 / (1 + np.exp(-differences @ weights))
-        gradient = differences.T @ (1 - p) / len(p) - RIDGE * weights
-        curvature = (differences.T * (p * (1 - p))) @ differences / len(p) + RIDGE * np.eye(len(weights))
+        gradient = differences.T @ (shares * (1 - p)) - RIDGE * weights
+        curvature = (differences.T * (shares * p * (1 - p))) @ differences + RIDGE * np.eye(len(weights))
         weights += np.linalg.solve(curvature, gradient)
     return weights

@@ -13,7 +13,8 @@ from experiments.hh.sweep import METHODS, ROLES
 from experiments.reading import Estimate, add_legend, estimate_mean, format_table, new_picture, style_axis, to_png
 from experiments.runs import Row
 
-COMPARED = "dpo-0.1"  # with which the other methods are compared at equal KL, as planned
+COMPARED = "dpo-0.1"  # with which the other methods and the baselines are compared, as planned
+END, AT_KL = "at the end", "at equal KL"  # points of the runs at which methods are compared
 MARKERS = {"dpo-0.1": "o", "ipo-0.1": "^", "dpo-0.5": "s", "kto-0.1": "D", "dpo-0.05": "v"}
 WIDTH, HEIGHT = 6.4, 5.2  # inches
 Scores = dict[int, float]  # by the number of the pair
@@ -133,45 +134,62 @@ def format_tables(rows: Sequence[Row], data: Data) -> str:
     return "\n\n".join(format_table(lines) for lines in tables if len(lines) > 1)
 
 
-def _find_scores(rows: Sequence[Row], method: str, kl: float) -> Scores:
-    """Find a method's scores at this KL; none beyond its runs."""
+def _find_scores(rows: Sequence[Row], method: str, kl: float) -> dict[str, Scores]:
+    """Find a method's scores at END and AT_KL.
+
+    There are none at a KL beyond its runs.
+    """
     evaluations = collect(rows, method)
-    scores = interpolate([*evaluations.values()], kl)
-    return {} if scores is None else dict(zip(evaluations[1.0].pairs.tolist(), scores, strict=True))
+    end, at_kl = evaluations[1.0], interpolate([*evaluations.values()], kl)
+    pairs = end.pairs.tolist()
+    return {
+        END: dict(zip(pairs, end.scores, strict=True)),
+        AT_KL: {} if at_kl is None else dict(zip(pairs, at_kl, strict=True)),
+    }
+
+
+def _average(scores: Scores, baselines: Baselines, data: Data) -> Estimate:
+    pairs = np.array([*scores])
+    return balance(np.array([*scores.values()]), pairs, baselines.differences, data)
 
 
 def _make_method_lines(
-    rows: Sequence[Row], data: Data, baselines: Baselines, scores: Mapping[str, Scores], kl: float
+    rows: Sequence[Row], data: Data, baselines: Baselines, scores: Mapping[str, Mapping[str, Scores]], kl: float
 ) -> list[list[str]]:
     """Make the lines of the table of baselines and methods."""
-    ranked, differences, baseline_margins = baselines
     lines = [["", "KL", "balanced accuracy", f"at KL {kl:.2f}", "change of log pi, chosen / rejected", "pairs"]]
-    for name, margins in baseline_margins.items():
-        accuracy = balance(judge(margins), ranked, differences, data)
-        lines.append([name, "", f"{accuracy:.3f}", "", "", f"{len(ranked)}"])
-    for method, own_scores in scores.items():
+    for name, margins in baselines.margins.items():
+        accuracy = balance(judge(margins), baselines.pairs, baselines.differences, data)
+        lines.append([name, "", f"{accuracy:.3f}", "", "", f"{len(baselines.pairs)}"])
+    for method, scores_by_point in scores.items():
         end = collect(rows, method)[1.0]
-        accuracy = balance(end.scores, end.pairs, differences, data)
-        cell = "-"
-        if own_scores:
-            cell = f"{balance(np.array([*own_scores.values()]), end.pairs, differences, data):.3f}"
+        accuracies = [f"{_average(found, baselines, data):.3f}" if found else "-" for found in scores_by_point.values()]
         changes = f"{end.chosen.mean():.1f} / {end.rejected.mean():.1f}"
-        lines.append([METHODS[method].label, f"{end.kl}", f"{accuracy:.3f}", cell, changes, f"{len(end.pairs)}"])
+        lines.append([METHODS[method].label, f"{end.kl}", *accuracies, changes, f"{len(end.pairs)}"])
     return lines
 
 
 def _make_difference_lines(
-    data: Data, baselines: Baselines, scores: Mapping[str, Scores], kl: float
+    data: Data, baselines: Baselines, scores: Mapping[str, Mapping[str, Scores]], kl: float
 ) -> list[list[str]]:
     """Make the lines of the table of planned differences."""
-    lines = [["difference of balanced accuracies", f"KL {kl:.2f}", "pairs"]]
-    compared = scores.get(COMPARED, {})
-    for method, own_scores in scores.items():
-        pairs = np.array(sorted(own_scores.keys() & compared.keys()))
-        if method != COMPARED and len(pairs):
-            changes = np.array([own_scores[pair] - compared[pair] for pair in pairs])
-            difference = balance(changes, pairs, baselines.differences, data)
-            lines.append([f"{method} - {COMPARED}", f"{difference:+.3f}", f"{len(pairs)}"])
+    lines = [["difference of balanced accuracies", END, f"at KL {kl:.2f}", "pairs"]]
+    if COMPARED not in scores:
+        return lines
+    all_scores: dict[str, Mapping[str, Scores]] = dict(scores)
+    for name, margins in baselines.margins.items():
+        all_scores[name] = {END: dict(zip(baselines.pairs.tolist(), judge(margins), strict=True)), AT_KL: {}}
+    comparisons = [(method, COMPARED) for method in scores if method != COMPARED]
+    comparisons += [(COMPARED, baseline) for baseline in baselines.margins]
+    for first, second in comparisons:
+        cells, n_pairs = [], 0
+        for point in (END, AT_KL):
+            first_scores, second_scores = all_scores[first][point], all_scores[second][point]
+            pairs = sorted(first_scores.keys() & second_scores.keys())
+            changes = {pair: first_scores[pair] - second_scores[pair] for pair in pairs}
+            cells.append(f"{_average(changes, baselines, data):+.3f}" if changes else "-")
+            n_pairs = max(n_pairs, len(pairs))
+        lines.append([f"{first} - {second}", *cells, f"{n_pairs}"])
     return lines
 
 

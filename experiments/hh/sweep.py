@@ -1,7 +1,13 @@
-"""The runs of `experiments.hh`: a method trained on all folds but one."""
+"""The runs of `experiments.hh`: a method trained on all folds but one.
+
+Pairs are scored in float32 by the checkpoints of a run. Scores of forward passes in bfloat16, in which the runs train,
+have errors about as large as the differences between policy and reference.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +16,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpo.analysis.ledger_file import read_ledger
+from benchmarks.preference_scores import pair_logps
+from dpo.data.examples import Example
+from dpo.data.tokenization import truncate
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
+from dpo.models.adapters import switch
 from dpo.models.answers import Sampling
+from dpo.models.side_by_side import Side
 from experiments import language
 from experiments.hh.pairs import Pair, split_folds
-from experiments.runs import Job, Row, import_all, iterate_rows, keep_settings, select_jobs, write_records, write_rows
+from experiments.runs import (
+    Job,
+    Row,
+    import_all,
+    iterate_rows,
+    keep_settings,
+    read_rows,
+    select_jobs,
+    write_records,
+    write_rows,
+)
 
 ROLES = ("chosen", "rejected")
 COURSE = 3  # parts of a run; the policy is evaluated after each
@@ -67,20 +87,51 @@ class Sweep:
         return split_folds([pair.first_turn for pair in self.pairs], N_FOLDS)
 
     def prepare(self) -> None:
-        """Write the folds' datasets.
+        """Write the folds' datasets, and score their pairs with the reference.
 
         Raises InputError if the directory has runs of other settings or pairs.
         """
         if len({*self.folds}) < N_FOLDS:
             raise InputError(f"{len(self.pairs)} pairs do not fill {N_FOLDS} folds: give more")
         settings = {"model": str(self.model), **self.size._asdict(), "overrides": [*self.overrides]}
-        digests = [pair.digests["chosen"][0] for pair in self.pairs]
-        keep_settings(self.root, {**settings, "pairs": digests})
-        import_all("experiments.language", "dpo.analysis.ledger_file")
+        digest = hashlib.sha256(json.dumps(self.pairs).encode()).hexdigest()
+        keep_settings(self.root, {**settings, "pairs": digest})
+        import_all("experiments.language")
         for fold in range(self.size.folds):
             train = [self.pairs[i].record for i in np.flatnonzero(self.folds != fold).tolist()]
             test = [self.pairs[i].record for i in np.flatnonzero(self.folds == fold).tolist()]
             write_records(self.root / "data" / str(fold), train=train, test=test)
+        jobs = {self.make_reference_job(fold): fold for fold in range(self.size.folds)}
+
+        def score(job: Job) -> None:
+            examples = [self.encode(number) for number in self.list_pairs(jobs[job])]
+            row: Row = dict(zip(ROLES, score_pairs(language.load_reference(self.model), examples), strict=True))
+            for i, role in enumerate(ROLES):
+                row[f"{role}_tokens"] = [len(example.responses[i]) for example in examples]
+            write_rows(job.result, [row])
+
+        def describe(job: Job, rows: list[Row]) -> str:
+            return f"{len(rows[0]['chosen'])} pairs scored"
+
+        for _ in iterate_rows([*jobs], score, describe, name="reference"):
+            pass
+
+    def make_reference_job(self, fold: int) -> Job:
+        """Make the job that scores a fold's pairs with the reference."""
+        return Job(self.root / "runs" / f"reference-fold-{fold}")
+
+    def list_pairs(self, fold: int) -> list[int]:
+        """List the numbers of a fold's pairs."""
+        return np.flatnonzero(self.folds == fold).tolist()
+
+    def encode(self, number: int) -> Example:
+        """Tokenize a pair as for training."""
+        pair, eos = self.pairs[number], self.tokenizer.eos_token_id
+        texts = [pair.prompt, pair.chosen, pair.rejected]
+        prompt, *responses = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        responses = [[*tokens, eos] for tokens in responses]
+        prompt, responses = truncate(prompt, responses, "keep_end", MAX_LENGTH, MAX_PROMPT)
+        return Example(tuple(prompt), tuple(map(tuple, responses)))
 
     def list_course(self, fold: int) -> list[int]:
         """List the numbers of pairs after which a policy is evaluated."""
@@ -94,9 +145,10 @@ class Sweep:
         overrides = (
             *language.list_overrides(self.model, self.root),
             "datasets=[hh]", f"dataset_sources.hh={self.root / 'data' / str(fold)}",
-            f"max_length={MAX_LENGTH}", f"max_prompt_length={MAX_PROMPT}", "lr=2e-4", "ledger=true",
+            f"max_length={MAX_LENGTH}", f"max_prompt_length={MAX_PROMPT}", "lr=2e-4",
             f"batch_size={self.size.batch * per_pair}", f"n_examples={course[-1] * per_pair}",
-            f"eval_every={course[0] * per_pair}", "n_eval_examples=1000000", f"eval_batch_size={8 * per_pair}",
+            f"save_every={course[0] * per_pair}", "eval_every=1000000000", f"n_eval_examples={8 * per_pair}",
+            f"eval_batch_size={8 * per_pair}",
             "cache_reference_logps=all", "gradient_accumulation_steps=2",
             *METHODS[method].overrides, *self.overrides,
         )  # fmt: skip
@@ -126,33 +178,31 @@ class Sweep:
 
         A row's `pairs` are the numbers of the fold's pairs; its lists by role have a value for each pair.
         """
-        pairs, rows = np.flatnonzero(self.folds == fold).tolist(), []
-        per_pair = METHODS[method].examples_per_pair
+        pairs, [reference], rows = self.list_pairs(fold), read_rows(self.make_reference_job(fold).result), []
+        examples = [self.encode(pair) for pair in pairs]
         for part, n_pairs in enumerate(self.list_course(fold), start=1):
-            n_updates = n_pairs // self.size.batch
-            values = read_evaluation(job.directory, n_updates, self.pairs)
-            kls, lengths, ended = self.sample_kls(job.directory / f"step-{n_pairs * per_pair}", pairs)
+            n_examples = n_pairs * METHODS[method].examples_per_pair
+            sides = language.load_policy(job.directory / f"step-{n_examples}")
+            kls, lengths, ended = self.sample_kls(*sides, pairs)
             row: Row = {"method": method, "fold": fold, "share": part / COURSE, "pairs": pairs}
-            for role in ROLES:
-                found = [values[pair, role] for pair in pairs]
-                row[role] = [round(policy - reference, 4) for policy, reference, _ in found]  # log-ratios
+            for role, logps in zip(ROLES, score_pairs(sides[0], examples), strict=True):
+                row[role] = np.subtract(logps, reference[role]).round(4).tolist()  # log-ratios
                 if part == COURSE:
-                    row[f"reference_{role}"] = [round(reference, 3) for _, reference, _ in found]
-                    row[f"{role}_tokens"] = [tokens for *_, tokens in found]
+                    row[f"reference_{role}"] = reference[role]
+                    row[f"{role}_tokens"] = reference[f"{role}_tokens"]
             rows.append({**row, "kl": kls, "length": lengths, "ended": ended})
         return rows
 
-    def sample_kls(self, checkpoint: Path, pairs: Sequence[int]) -> tuple[list[float], float, float]:
+    def sample_kls(self, policy: Side, reference: Side, pairs: Sequence[int]) -> tuple[list[float], float, float]:
         """Estimate KL from answers to the first prompts of the fold.
 
         Returns the estimates, the mean number of tokens, and the share of answers that ended.
         """
-        policy, reference = language.load_policy(checkpoint)
         texts = [*dict.fromkeys(self.pairs[pair].prompt for pair in pairs)][: self.size.kl_prompts]
         encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         prompts = [tuple(tokens[-MAX_PROMPT:]) for tokens in encoded]
         sampling = Sampling(self.size.kl_tokens, seed=KL_SEED)
-        answers = [own[0] for own in language.sample(policy, self.tokenizer, prompts, sampling)]
+        answers = [answer for [answer] in language.sample(policy, self.tokenizer, prompts, sampling)]
         kls = [round(kl, 4) for kl in language.sum_kls(policy, reference, prompts, answers)]
         return kls, float(np.mean([len(a.tokens) for a in answers])), float(np.mean([a.ended for a in answers]))
 
@@ -161,28 +211,8 @@ class Sweep:
         return load_tokenizer(str(self.model))
 
 
-def read_evaluation(
-    run_dir: Path, n_updates: int, pairs: Sequence[Pair]
-) -> dict[tuple[int, str], tuple[float, float, int]]:
-    """Read an evaluation's log-probabilities from the ledger.
-
-    Returns the policy's and the reference's log-probability and the number of tokens, by (number of the pair, role). An
-    example of the ledger is a pair, or under KTO a single response.
-    """
-    numbers: dict[tuple[str, str], list[int]] = {}  # numbers of pairs, by an example's digest and role
-    for number, pair in enumerate(pairs):
-        for role, digests in pair.digests.items():
-            for digest in digests:
-                numbers.setdefault((digest, role), []).append(number)
-    ledger = read_ledger(run_dir)
-    assert ledger is not None
-    values = {}
-    for row in ledger.to_pylist():
-        if row["split"] != "eval" or row["update"] != n_updates:
-            continue
-        for role in ROLES:
-            if row[f"policy_{role}"] is not None:
-                found = row[f"policy_{role}"], row[f"reference_{role}"], row[f"{role}_tokens"]
-                for number in numbers[row["example"], role]:
-                    values[number, role] = found
-    return values
+def score_pairs(side: Side, examples: Sequence[Example]) -> list[list[float]]:
+    """Log-probabilities of chosen and of rejected responses, (2, pairs)."""
+    with switch(side.model, side.adapter)():
+        by_pair = pair_logps(side.model, examples, max_length=MAX_LENGTH)
+    return np.transpose(by_pair).round(4).tolist()

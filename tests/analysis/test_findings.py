@@ -529,7 +529,7 @@ def test_empty_samples():
     assert find(nothing, [update(10)], **lines([""] * 16)) is not None  # under SFT too
     both = find(nothing, ONE_PAIR, **lines([""] * 6, [""] * 6))  # as after SFT on empty targets
     assert (both.level, both.value) == ("warning", "6 of 6 samples, the reference's 6 of 6")
-    assert "the archive that it started from" in both.text
+    assert "the archive that the run started from" in both.text
 
 
 def test_cut_off_samples():

@@ -158,7 +158,7 @@ def test_last_drawn_answers_are_shown_with_scores_the_best_first(tmp_path):
     assert EVIL in text
     assert text.index("best: score 2, 3 tokens") < text.index("another: score 1, 2 tokens") < text.index("worst: score")
     assert "worst: score 0, 1 token, cut off" in text
-    assert "The mean score of its answers was 1.5 at first and is 1.5 now, at online/kl 4." in text
+    assert "The mean score of the policy's answers was 1.5 at first and is 1.5 now, at online/kl 4." in text
     assert "online, 3 answers scored by keyword" in text
     assert any(attributes.get("href") == "#drawn" for _, attributes in page.elements)
     assert "nats, biased: of best and worst" in text

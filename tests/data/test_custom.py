@@ -307,7 +307,7 @@ def test_kto_trains_on_thumbs_up_and_down(run, capsys, tmp_path):
     # one prompt has none that its response could be combined with
     file.write_text("question,answer,thumbs\n" + "".join(f"What is {i % 3}?, It is.,up\n" for i in range(60)))
     with pytest.raises(
-        InputError, match=r"split of thumbs has 1 prompt, and loss=kto combines .* is the test split, so it needs 20"
+        InputError, match=r"split of thumbs has 1 prompt, and loss=kto combines .* is the test split, so the file needs"
     ):
         run("other", *settings)
 
@@ -363,7 +363,9 @@ def test_dialogues_that_diverge_early_are_counted(tokenizer):
     start = "\n\nHuman: a\n\nAssistant:"
     row = {"chosen": f"{start} b\n\nHuman: c\n\nAssistant: d", "rejected": f"{start} e"}
     notes = get_custom([row], "mine", tokenizer, data_format="hh").notes
-    assert notes[-1] == ("mine: in 1 record the dialogues diverge before the last answer; the prompt ends there")
+    assert notes[-1] == (
+        "mine: in 1 record the dialogues diverge before the last answer; the prompt ends where they diverge"
+    )
 
 
 @pytest.mark.parametrize(
@@ -595,7 +597,7 @@ COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
         (
             [HELLO],
             None,
-            "record 1 of mine holds chat messages, but the tokenizer has no chat template: name one that has, ",
+            "record 1 of mine holds chat messages, but the tokenizer has no chat template: name a tokenizer with one, ",
         ),
         (
             [HELLO],

@@ -223,7 +223,7 @@ def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path
         ),
         (
             {"train.tsv": 'a\tb\n1\t"2" 3\n4\t5\n'},
-            ["expected after '\"', in the record that begins on line 2: put a field that has a quotation mark in"],
+            ["expected after '\"', in the record that begins on line 2: quote a field that contains"],
         ),
         ({"train.csv": "a;b\n1,5;2;3\n"}, ["line 2) has 3 fields", "names 2: put fields with semicolons or newlines"]),
         ({"train.csv": "a,b,a\n1,2,3\n"}, ["{dir}/train.csv: the first line names a column twice: a, b, a"]),

@@ -239,12 +239,12 @@ def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
         (
             LOOKED_UP,
             WITH_TOOLS.replace("<assistant>{% endif %}", "<assistant>hm;{% endif %}"),
-            "in 0 of 2 conversations checked; in 2, up to 3 tokens at its end are left out",
+            "in 0 of 2 conversations checked; in 2, up to 3 tokens at the prompt's end are left out",
         ),
         (
             {**LOOKED_UP, "chosen": [assistant("lem")]},
             WITH_TOOLS.replace("<assistant>", "<assistant> prob").replace("<{{ m.role }}>", "<{{ m.role }}> prob"),
-            "in 1 of 2 conversations checked; in 1, its end would be joined with the response, and is tokenized apart",
+            "in 1 of 2 conversations checked; in 1, the prompt's end would join the response, and is tokenized apart",
         ),
         (
             LOOKED_UP,

@@ -102,6 +102,17 @@ def test_the_regression_on_length_learns_from_the_other_folds():
     assert (margins[folds == 0] < 0).mean() > 0.95
 
 
+def test_the_regression_on_length_counts_both_kinds_of_pairs_alike():
+    """In most pairs the shorter of two short responses is chosen, in a tenth the longer of two long ones."""
+    rng = np.random.default_rng(0)
+    tokens = np.sort(rng.integers(5, 40, size=(400, 2)), axis=1)
+    tokens[::10] = np.sort(rng.integers(200, 400, size=(40, 2)), axis=1)[:, ::-1]
+    margins = predict_by_length(tokens, np.arange(400) // 10 % 2)
+    longer, shorter = tokens[:, 0] > tokens[:, 1], tokens[:, 0] < tokens[:, 1]
+    assert (margins[longer] > 0).mean() > 0.8
+    assert (margins[shorter] > 0).mean() > 0.8
+
+
 def make_row(share, kl, gaps):
     zeros = [0.0] * len(gaps)
     lists = {"pairs": [*range(len(gaps))], "chosen": gaps, "rejected": zeros, "kl": [kl, kl]}

@@ -84,18 +84,21 @@ def test_quick_hh(tmp_path, capsys):
     file = write_rows(tmp_path / "pairs.jsonl", records)
     model, out = GOLDEN / "tiny-llama", tmp_path / "out"
     command = ["--model", str(model), "--pairs", str(file), "--quick", "--out", str(out)]
-    assert hh.main([*command, "--methods", "dpo-0.1,kto-0.1", "max_length=128", "max_prompt_length=64"]) == 0
+    overrides = ["max_length=128", "max_prompt_length=64", "model.autocast=null", "n_eval_examples=1000"]
+    assert hh.main([*command, "--methods", "dpo-0.1,kto-0.1", *overrides]) == 0
     rows = json.loads((out / "hh.json").read_text())
     assert [row["method"] for row in rows] == ["dpo-0.1"] * COURSE + ["kto-0.1"] * COURSE
     last = [row for row in rows if row["share"] == 1.0]
-    for row in last:
+    for row in last:  # the trainer evaluated the same pairs
         assert len(row["kl"]) == hh.QUICK.kl_prompts
-        assert np.abs(row["chosen"]).max() > 0
-    pair, single = last  # the reference scores a response alike in a pair and alone
-    for key in ("pairs", "chosen_tokens", "rejected_tokens"):
-        assert pair[key] == single[key]
-    for key in ("reference_chosen", "reference_rejected"):
-        assert pair[key] == pytest.approx(single[key], abs=0.5)  # in bfloat16
+        lines = (out / "hh-runs" / "runs" / f"{row['method']}-fold-0" / "metrics.jsonl").read_text().splitlines()
+        evaluation = json.loads(lines[-1])
+        for role in ("chosen", "rejected"):
+            assert evaluation[f"rewards_eval/{role}"] == pytest.approx(0.1 * np.mean(row[role]), abs=1e-5)
+            assert np.abs(row[role]).max() > 1e-3
+    dpo, kto = last
+    for key in ("pairs", "chosen_tokens", "rejected_tokens", "reference_chosen", "reference_rejected"):
+        assert dpo[key] == kto[key]
     assert "| KTO, beta 0.1 |" in capsys.readouterr().out
     assert all((out / name).read_bytes().startswith(PNG) for name in ("hh.png", "hh-dark.png"))
 

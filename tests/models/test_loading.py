@@ -141,7 +141,8 @@ def test_a_policy_may_be_the_base_of_an_adapter_and_has_to_stay(adapter, check, 
     assert find_weights(plan) == Weights(sft, run / "LATEST")
     sft.unlink()
     with pytest.raises(
-        InputError, match=rf"^{sft}, the base of {run}/LATEST, does not exist: put its new path into .*{CONFIG}, as"
+        InputError,
+        match=rf"^{sft}, the base of {run}/LATEST, does not exist: put the base's new path .*{CONFIG}, as",
     ):
         check(*TO_ADAPTER, f"model.archive={run}")
 

@@ -83,7 +83,7 @@ def test_in_half_precision_a_reward_keeps_the_digits_of_its_sum():
 
 
 def test_a_model_without_such_a_head_is_refused(tiny_llama, tmp_path):
-    with pytest.raises(InputError, match=r"needs a sequence classification model .* LlamaForCausalLM is none"):
+    with pytest.raises(InputError, match=r"needs a sequence classification model .* LlamaForCausalLM is not one"):
         make(compose(tmp_path, "run", "loss=bradley_terry"), policy=tiny_llama)
 
 

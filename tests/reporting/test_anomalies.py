@@ -175,6 +175,26 @@ def test_a_run_that_continues_knows_its_start_and_what_it_said():
     assert logged == []
 
 
+@pytest.mark.parametrize("n_before", [1, 7, 19, 20, 60, 150])
+def test_a_run_that_continues_warns_as_if_it_had_not_stopped(n_before):
+    rng = np.random.default_rng(0)
+    losses, margins = rng.exponential(size=(2, 250))
+    losses[[40, 90, 200]] *= 100
+    losses[210:], margins[210:] = 5.0, -10.0
+    norms = rng.exponential(size=250).tolist()
+    whole, logged = watching("dpo")
+    feed(whole, losses.tolist(), margins.tolist(), norms)
+    before, logged_before = watching("dpo")
+    feed(before, losses[:n_before].tolist(), margins[:n_before].tolist(), norms[:n_before])
+    after, logged_after = watching("dpo")
+    after.load_state_dict(before.state_dict())
+    feed(after, losses[n_before:].tolist(), margins[n_before:].tolist(), norms[n_before:], first=n_before + 1)
+    assert logged_before + logged_after == logged
+    assert any("collapsed" in line for line in logged)
+    assert sum("times the median" in line for line in logged) > 1
+    assert after.state_dict() == whole.state_dict()
+
+
 LOSS_BY_MARGIN = {  # and the loss of equal models
     "dpo": (lambda m: np.logaddexp(0, -m), math.log(2)),
     "ipo": (lambda m: (m / 0.1 - 5) ** 2, 25.0),

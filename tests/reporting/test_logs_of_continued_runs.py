@@ -37,7 +37,7 @@ def test_a_log_that_was_off_for_a_while_has_every_row_once(run, tmp_path, capsys
     run("run", *ON, "n_examples=24", "resume=auto")
 
     assert (
-        "warning: ledger.arrows lacks the updates during which it was switched off in the config"
+        "warning: ledger.arrows lacks the updates during which this log was switched off in the config"
         in capsys.readouterr().out
     )
     assert updates_in(tmp_path / "run") == [1, 2, 5, 6]
@@ -59,8 +59,9 @@ def test_what_no_checkpoint_knows_is_moved_aside_and_the_warning_names_it(run, t
 
     said = capsys.readouterr().out
     folder = tmp_path / "run"
-    assert f"warning: no checkpoint recorded {folder / STREAM}: it is renamed to {STREAM}.old.1" in said
-    assert f"warning: no checkpoint recorded {folder / 'tensorboard'}: it is renamed to tensorboard.old" in said
+    reason = "does not belong to a checkpoint of this run, so it is renamed to"
+    assert f"warning: {folder / STREAM} {reason} {STREAM}.old.1" in said
+    assert f"warning: {folder / 'tensorboard'} {reason} tensorboard.old" in said
     assert (folder / f"{STREAM}.old").read_text() == "precious"
     assert (folder / f"{STREAM}.old.1").read_bytes() == (tmp_path / "other" / STREAM).read_bytes()
     assert (folder / f"{PARQUET}.old").read_bytes() == (tmp_path / "other" / PARQUET).read_bytes()

@@ -236,7 +236,7 @@ def test_the_launcher_passes_a_signal_on_and_all_exit_with_143(command, assert_c
     wait_for_updates(tmp_path / "run", 2, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143, process.text
-    assert process.text.count("SIGTERM: stopping, after what was trained is saved\n") == 1
+    assert process.text.count("SIGTERM: stopping after saving what was trained\n") == 1
     go_on = f"rerun the same command with local_run_dir={tmp_path / 'run'} resume=auto to continue"
     assert process.text.count(go_on) == 1
     assert_continues_sharded()
@@ -249,7 +249,7 @@ def test_ctrl_c_on_a_terminal_saves_in_several_processes_that_all_get_it(command
     os.killpg(process.pid, signal.SIGINT)
     said = "".join(process.communicate(timeout=60))
     assert process.returncode == 130, said
-    assert said.count("Ctrl-C: stopping, after what was trained is saved; press Ctrl-C again") == 1
+    assert said.count("Ctrl-C: stopping after saving what was trained; press Ctrl-C again") == 1
     assert said.count("stopped by Ctrl-C: rerun the same command") == 1
     assert "Traceback" not in said
     assert_continues_sharded()

@@ -180,9 +180,9 @@ REFUSED = [
     # --- processes
     ("world_size=2", "world_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
     ("RANK=0 WORLD_SIZE=2 lr=1", "trainer=BasicTrainer is one process, and 2 were launched"),
-    (f"RANK=0 WORLD_SIZE=2 {FSDP} world_size=4", "world_size=4, but 2 processes were launched: leave it out"),
+    (f"RANK=0 WORLD_SIZE=2 {FSDP} world_size=4", "world_size=4, but 2 processes were launched: leave world_size out"),
     (f"GPUS=2 {FSDP} world_size=4", "world_size=4 is more than the 2 GPUs of this machine"),
-    (f"{FSDP} optimizer=Adafactor", "optimizer=Adafactor cannot update shards: use another with trainer="),
+    (f"{FSDP} optimizer=Adafactor", "optimizer=Adafactor cannot update shards: use another optimizer with trainer="),
     ("fsdp_shard_size=2", "fsdp_shard_size=2 needs a trainer of several processes: trainer=FSDPTrainer"),
     (f"{FSDP} world_size=4 fsdp_shard_size=3", "fsdp_shard_size=3 does not divide the 4 processes: try 1, 2 or 4"),
     (f"{CUT} world_size=4 tensor_parallel_size=2 fsdp_shard_size=4", "fsdp_shard_size=4 does not divide the 2 proces"),

@@ -15,7 +15,7 @@ from dpo.settings.plan import resolve
 from dpo.training.first_update import FirstUpdate
 
 SAMPLED = ("sample_during_eval=true", "n_eval_model_samples=4", "n_eval_tokens=5")
-WAITS = "warning: no samples before the first update; the first come with the evaluation after "
+WAITS = "warning: no samples before the first update; the first samples come with the evaluation after "
 
 
 def collect_samples(run_dir: Path) -> list[dict]:
