@@ -82,7 +82,7 @@ class Stopwatch:
     def end_update(self, **seconds: float) -> None:
         """Close an update, which began where the last one ended.
 
-        `seconds` are those of further phases.
+        `seconds` are the times of phases that were measured elsewhere, by name.
         """
         now = time.perf_counter()
         phases = {**self._phases, **seconds}

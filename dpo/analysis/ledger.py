@@ -464,9 +464,9 @@ def _is_tie(table: pa.Table) -> np.ndarray:
 
 
 def _periods(table: pa.Table) -> np.ndarray:
-    """The period of each row, (rows,), from 1 to PERIODS.
+    """The period of each row, (rows,).
 
-    An evaluation belongs to the updates before it, so an evaluation before the first update has period 0.
+    Updates have periods from 1 to PERIODS. An evaluation has the period of the update before it, or 0 before the first.
     """
     updates = _numbers(table, "update")
     last_update = int(updates.max(initial=1))

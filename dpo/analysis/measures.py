@@ -47,8 +47,8 @@ def accuracy_error(accuracy: float, n: float) -> float:
 def best_of_many_quantile(n: int) -> float:
     """Standard errors by which the best of n may lead by chance.
 
-    If n values differ from a given value by chance alone, then in at least 19 of 20 runs none of them is better than
-    the given value by more than this many standard errors of the difference (Bonferroni's correction).
+    If n values differ from another value by chance alone, then with a probability of at least 0.95 none of them is
+    better than it by more than this many standard errors of the difference (Bonferroni's correction).
     """
     return NormalDist().inv_cdf(1 - 0.05 / max(n, 1))
 

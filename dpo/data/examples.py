@@ -128,7 +128,7 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
         if other is None:
             raise InputError("all prompts have the same text, and this loss needs responses to other prompts: add data")
         other_example = _read_example(other, example.example_index % len(other.examples))
-        # a rendered response may have EOS at the ends of turns, also after a prompt that is plain text
+        # `rendered` allows EOS inside texts: the other prompt's responses may need that, even if this prompt does not
         prompt = prompt._replace(rendered=prompt.rendered or other.rendered)
         mismatched.append(other_example._replace(prompt=prompt, example_index=example.example_index))
     return mismatched

@@ -161,7 +161,7 @@ def _read_value(row: Mapping[str, Any], column: str, where: str) -> str | list[A
     if isinstance(value, str):
         if MESSAGES_AS_TEXT.match(value):
             raise InputError(
-                f"{where}: {column} is a text that holds chat messages: write a list of them, to .jsonl or .parquet"
+                f"{where}: {column} is a text that holds chat messages: write them as a list, in .jsonl or .parquet"
             )
         return value
     originals = value if isinstance(value, list) else [value]
@@ -685,9 +685,9 @@ def _as_dialogue(record: Record) -> Record:
         raise CannotHoldError("responses that do not begin with the assistant")
     try:
         prompt = render_dialogue(prompt_messages, "")
-        responses = [render_dialogue(prompt_messages + response, "") for response in record.responses]
+        # each ends where another answer of the assistant would begin
+        dialogues = [render_dialogue(prompt_messages + response, "") for response in record.responses]
     except InputError as error:
         raise CannotHoldError("turns of other roles than user and assistant") from error
-    return record._replace(
-        prompt=prompt, responses=[text.removesuffix(ASSISTANT)[len(prompt) :] for text in responses], system=""
-    )
+    responses = [dialogue.removesuffix(ASSISTANT)[len(prompt) :] for dialogue in dialogues]
+    return record._replace(prompt=prompt, responses=responses)

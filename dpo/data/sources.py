@@ -135,7 +135,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
         copies = _find_named(name, entries)
         if len(copies) > 1:
             listed = ", ".join(str(file.relative_to(folder)) for files in copies for file in files)
-            raise InputError(f"{folder} holds its {name} split several times ({listed}): keep one of them")
+            raise InputError(f"{folder} has several files of its {name} split ({listed}): keep one of them")
         if copies:
             return copies[0]
     present = ", ".join(entry.name for entry in entries[:8] if entry.parent == folder) or "nothing"

@@ -116,7 +116,7 @@ def _find_base_for_peft(origin: Origin) -> str:
             f"python -m scripts.export {archive} {exported}"
         )
     if origin.plan.model.random_init:
-        raise InputError(f"PEFT cannot load the base of {adapter}, which was drawn from a seed: give --merge")
+        raise InputError(f"the base of {adapter} has random weights, which PEFT cannot load: give --merge")
     return resolve_name(origin.plan.model.name_or_path)
 
 

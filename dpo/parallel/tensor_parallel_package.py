@@ -226,7 +226,7 @@ def _make_rules(model: Any, devices: Sequence[torch.device]) -> tuple[Any, Any]:
     # on CPUs the package's own sum is in the order in which threads arrive, so results would differ from run to run
     add_up = "sum" if devices[0].type == "cuda" else CollectiveOperation(n, lambda *parts: [sum(parts)] * n)
     output_rules = rules.output_rules | {re.compile(f"{head}$"): {0: "sum"}}
-    # Keep the rule of output 0 alone. The package's rule for output 1 is for a cache, but now output 1 is the attention
+    # Keep only the rule of output 0. The package's rule for output 1 is for a cache, but now output 1 is the attention
     # weights, which are not needed.
     rules.output_rules = {
         pattern: {0: add_up if rule[0] == "sum" else rule[0]} for pattern, rule in output_rules.items()

@@ -35,7 +35,7 @@ class Appender(Callback):
         self._was_off = False  # the run has trained without this callback
 
     def find_end(self, path: Path, size: int) -> int:
-        """Position after the last complete record within `size` bytes.
+        """Position after the last complete record in the first `size` bytes.
 
         Subclasses know the form of a record; here all bytes count as complete.
         """

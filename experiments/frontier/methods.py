@@ -40,7 +40,10 @@ class Method(NamedTuple):
         return tuple(text.format(**values) for text in self.overrides)
 
     def count_passes(self, beta: float | None) -> int:
-        """Count the passes over the pairs, which fix the number of updates."""
+        """Count the passes over the pairs, which fix the number of updates.
+
+        `beta` is the value of `knob`. If the knob is the passes, `beta` multiplies them.
+        """
         if self.knob == "passes":
             return self.passes * int(beta or 1)
         return self.passes

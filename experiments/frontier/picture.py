@@ -64,7 +64,7 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
 
 
 def _set_reward_ranges(axes: Any, rows: Sequence[Row], methods: Sequence[str], highest_kl: float) -> None:
-    """Give both panels the same scale of rewards."""
+    """Give both panels the same scale: rewards, and gaps to pi*."""
     shown = [row for row in rows if row["method"] in methods]
     rewards = [row["reward"] for row in rows if row["method"] in (*methods, "sft")]
     highest = max(row["reward"] for row in rows if row["kl"] <= 1.1 * highest_kl)

@@ -90,7 +90,7 @@ class Sweep:
 
         Raises InputError if the directory has runs of other settings.
         """
-        self.sentiment("")  # before hours of sampling
+        self.sentiment("")  # fails now if there is no lexicon, not after hours of sampling
         settings = {"model": str(self.model), **self.size._asdict(), "overrides": [*self.overrides]}
         keep_settings(self.root, settings)
         import_all("experiments.language")

@@ -184,7 +184,7 @@ def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path
         ({"mine.csv": "a\n1\n"}, ["it holds mine.csv. datasets={dir}/mine.csv takes both splits from one file"]),
         (
             {"train.jsonl": "{}", "train.parquet": ""},
-            ["train split several times (train.jsonl, train.parquet)", "keep one of them"],
+            ["several files of its train split (train.jsonl, train.parquet)", "keep one of them"],
         ),
         (
             {"train.jsonl": '{"a": 1}\n\n{"a": \n'},

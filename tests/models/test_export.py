@@ -369,7 +369,7 @@ def test_what_cannot_be_exported_or_merged_is_one_sentence(base, tmp_path):
     for path, options, said in (
         (whole, {"merge": True, "model": str(home)}, "holds no adapter that --merge could merge"),
         (tmp_path / "run", {"dtype": "bfloat16"}, "--dtype bfloat16 is for a whole model.*: add --merge"),
-        (tmp_path / "run", {}, "PEFT cannot load the base of .*, which was drawn from a seed: give --merge"),
+        (tmp_path / "run", {}, "the base of .* has random weights, which PEFT cannot load: give --merge"),
         (foreign, {}, "is in PEFT's format already: .* give --merge"),
         (tied, {"merge": True}, "tied names the output head of LlamaForCausalLM, which is tied to its embedding"),
         (other, {"merge": True}, "other cannot be adapted in LlamaForCausalLM: "),

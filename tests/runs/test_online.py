@@ -571,7 +571,7 @@ def test_a_continued_run_needs_the_same_reward_model(tokenizer, run, tmp_path):
     settings = (*REWARDED, f"online.reward_model={save_reward_model(tmp_path / 'reward', 'llama', tokenizer)}")
     run("run", *settings, "n_examples=4")
     save_reward_model(tmp_path / "reward", "llama", tokenizer, template="{{ messages }}")
-    with pytest.raises(InputError, match=r"online.reward_model=\S+ has changed since the checkpoint: restore the scorer"):
+    with pytest.raises(InputError, match=r"online.reward_model=\S+ has changed since the checkpoint: restore"):
         run("run", *settings, "resume=auto")
 
 
