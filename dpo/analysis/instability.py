@@ -90,7 +90,7 @@ class InstabilityDetector:
         """The values with which later ones are compared."""
         return {
             "start": None if self.start is None else list(self.start),
-            "first": self.first,
+            "first": dict(self.first),
             "largest": {name: asdict(largest) for name, largest in self.largest.items()},
             "earlier": {name: list(values) for name, values in self._earlier.items()},
             "losses": list(self._losses),

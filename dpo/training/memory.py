@@ -58,7 +58,7 @@ PURPOSES = (  # in the order in which they are printed
 )
 # purposes whose memory is allocated while training, and so fragments the heap of a process on a CPU
 ALLOCATED_IN_TRAINING = ("gradients", "optimizer", "activations", "logits", "kv_cache")
-# memory lost to fragmentation, as a share of the memory for these purposes; measured on SmolLM2 in one process
+# memory lost to fragmentation, as a share of the memory for these purposes; measured on a CPU, on SmolLM2
 KEPT_SHARE = 0.2
 SPARE_SHARE = 0.15  # of a GPU's memory, for what is not predicted: the CUDA context, NCCL's buffers, fragmentation
 # settings of `fsdp_` keys that take more memory, so that processes send less

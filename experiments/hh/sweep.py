@@ -1,7 +1,7 @@
 """The runs of `experiments.hh`: a method trained on all folds but one.
 
 Pairs are scored in float32 by the checkpoints of a run. Scores of forward passes in bfloat16, in which the runs train,
-have errors about as large as the differences between policy and reference.
+have errors of two thirds of the margins' standard deviation early in a run (docs/language.md).
 """
 
 from __future__ import annotations
