@@ -168,8 +168,13 @@ def print_loading(data: Path, overrides: list[str], local_dir: Path, run: str, p
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--pairs", type=int, default=160_800)
-    parser.add_argument("--processes", type=lambda text: [*map(int, text.split(","))], help="only load the data")
-    parser.add_argument("--answers", action="store_true", help="times of the command line")
+    parser.add_argument(
+        "--processes",
+        type=lambda text: [*map(int, text.split(","))],
+        metavar="N,N",
+        help="only load the data, with each of these numbers of processes",
+    )
+    parser.add_argument("--answers", action="store_true", help="only time refusals, --help, --cfg job and completion")
     parser.add_argument("--checkout", type=Path, action="append", default=[], help="another checkout to compare with")
     parser.add_argument("--repeats", type=int, default=5)
     options, overrides = parser.parse_known_args()

@@ -292,7 +292,7 @@ def read_tools(
         return []
     if not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(
-            f"{where}: {column} must be a list of objects, the schemas of functions, or JSON of such a list, and is "
+            f"{where}: {column} must be a list of function schemas (objects), or JSON of such a list, and is "
             f"{value!r:.80}: correct it, or {fix}"
         )
     return [

@@ -227,8 +227,9 @@ class _Conversation:
         """Find where the first `n_before` messages of a dialogue end.
 
         `is_open` includes the generation prompt, as far as the dialogue has it. The template may render these messages
-        differently once others follow, such as without thinking. If so, the end of the last of these messages is found
-        in both texts, and what follows is compared. Raises InputError if the template leaves out or moves that message.
+        differently once others follow, such as without thinking. If so, the parts of the last of these messages
+        (content, thinking, calls) are found in the text of these messages alone and in the dialogue, and what follows
+        them in both is compared. Raises InputError if the template leaves out or moves that message.
         """
         text = self.render(messages[:n_before], is_open=is_open)
         if dialogue.startswith(text):
@@ -239,7 +240,7 @@ class _Conversation:
         parts = text_ends.keys() & dialogue_ends.keys()
         end = max((text_ends[part] for part in parts), default=0)
         dialogue_end = max((dialogue_ends[part] for part in parts), default=0)
-        # if parts are further apart in the dialogue than in the text, something else is between them
+        # if a part's end is further from the last one in the dialogue than in the text, something else is between them
         if not parts or any(dialogue_end - dialogue_ends[part] > end - text_ends[part] for part in parts):
             raise self._explain_lost_turn(last)
         tail = text[end:]

@@ -47,10 +47,11 @@ def find_origin(
     The path is a `policy.pt`, its directory, a run (its LATEST), an adapter's directory in PEFT's format, or a model's
     directory; with `hub` also a Hub id.
 
-    `model` names the base of an adapter or a `policy.pt`, as a directory or a Hub id. `model` is needed if no run names
-    the base, or if the base has moved. It also replaces a known base, but only if the path is `alone`: the user gives
-    no other path. `trust_remote_code` says whether the model's own code may be run, whatever the run's config says.
-    Raises InputError if the path names no model, or if it names a whole model, is `alone`, and `model` is given.
+    `model` names the base of an adapter or a `policy.pt`, as a directory or a Hub id. `model` is needed if neither the
+    adapter nor its run names the base, or if the base has moved. It also replaces a known base, but only if the path is
+    `alone`: the user gives no other path. `trust_remote_code` says whether the model's own code may be run, whatever
+    the run's config says. Raises InputError if the path names no model, or if it names a whole model, is `alone`, and
+    `model` is given.
     """
     path = Path(path).expanduser()
     is_whole_model = (path / "config.json").is_file() and not (path / POLICY_FILE).exists()
@@ -75,15 +76,15 @@ def find_origin(
     problem = _find_problem(weights, base)
     if model is not None and (alone or problem):
         base = model
-        # `model` replaces any base that an adapter names, an archive too
-        weights = Weights(None, adapter) if adapter else Weights(weights.archive)
+        if adapter:
+            weights = Weights(None, adapter)  # without the base or archive that the adapter names
         problem = _find_problem(weights, base)
-    if base is None or problem:
+    if base is None or problem:  # a missing base is a problem too
         raise InputError(f"{problem}: give --model DIR_OR_HUB_ID")
 
     plan = (run_plan or plan_model(base)).change("model.name_or_path", base)
     plan = plan.change("model.trust_remote_code", trust_remote_code)
-    if adapter and base == model:
+    if adapter and base == model:  # `model` has weights, even if the run's base had random ones
         plan = plan.change("model.random_init", False)
     if adapter and run_dir is None and list(adapter.glob("tokenizer*")):
         plan = plan.change("model.tokenizer_name_or_path", str(adapter))

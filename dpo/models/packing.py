@@ -167,7 +167,7 @@ def pack(
 
     The row length is `length` or, if None, the cheapest one up to twice `max_tree_tokens`, rounded up to a multiple of
     `alignment`. If a prompt and its responses exceed `max_tree_tokens`, they are divided among several trees, each with
-    the prompt. With `max_tree_tokens` None all trees are in one row, which has `segments`.
+    the prompt. With `max_tree_tokens` None all trees are in one row, at least `length` long, which has `segments`.
     """
     # prompt -> {distinct response with its cuts: its index}
     indices_by_prompt: dict[tuple, dict[tuple[tuple, tuple], int]] = {}

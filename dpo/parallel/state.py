@@ -29,6 +29,7 @@ def hold_the_same(weights: Iterable[torch.Tensor], other_weights: Iterable[torch
     weights, other_weights = list(weights), list(other_weights)
     if mesh.any(len(weights) != len(other_weights)):  # all processes return together, as gathering needs all
         return False
+    # `all` stops at a difference; the processes that gather a weight together compare the same part, so stop together
     are_equal = all(
         torch.equal(gather_like(weight, other).to(local_tensor(other)), local_tensor(other))
         for weight, other in zip(weights, other_weights, strict=True)
@@ -155,7 +156,7 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     try:
         optimizer.step()
     finally:
-        local_states, optimizer.state = optimizer.state, states
+        optimizer.state = states
         for group, parameters in zip(groups, parameters_by_group, strict=True):
             group["params"] = parameters
         for shard in shards.values():

@@ -622,8 +622,9 @@ def count_communication(plan: Plan) -> Bytes:
     dims, fsdp, n_microbatches = plan.dims, plan.fsdp, plan.data.gradient_accumulation_steps
     policy = find_policy_structure(plan, plan.model.policy_dtype)
     root, *blocks = (_count_elements(unit) for unit in _list_units(plan, policy))
-    # a reference that is the policy without its adapter, or with another, runs the policy's weights forward once more
-    n_passes = 3 if plan.reference in ("base", "adapter") else 2  # forward and backward
+    # forward and backward; a reference that is the policy without its adapter, or with another, runs forward once more
+    n_passes = 3 if plan.reference in ("base", "adapter") else 2
+    # the root unit stays gathered for a whole update, a block for a pass or, without resharding, for a microbatch
     n_gathers = n_microbatches * (n_passes if fsdp.reshard_after_forward else 1)
     gathered = (root + sum(blocks) * n_gathers) * DTYPES[plan.compute_dtype].itemsize
     if plan.reference == "model" and fsdp.frozen_weights != "whole":

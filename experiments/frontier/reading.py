@@ -232,7 +232,7 @@ def score_trials(rows: Sequence[Row]) -> dict[str, dict[tuple[float, int], float
     for row in rows:
         if row["method"] in METHODS:
             passes = row["passes"]
-            if METHODS[row["method"]].knob == "passes":  # a multiple of the trial's passes
+            if METHODS[row["method"]].knob == "passes":  # then `beta` is the factor of the trial's passes
                 passes //= row["beta"]
             rows_of_trial.setdefault((row["method"], row["lr"], passes), []).append(row)
     scores: dict[str, dict[tuple[float, int], float]] = {}

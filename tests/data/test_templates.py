@@ -305,7 +305,7 @@ def test_what_a_template_writes_as_json_is_not_changed(chat):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tools": "[{"}, "record 1 of mine: tools must be a list of objects, the schemas of functions, or JSON of "),
+        ({"tools": "[{"}, "record 1 of mine: tools must be a list of function schemas (objects), or JSON of "),
         ({"tools": ["look"]}, "such a list, and is ['look']: correct it, or leave the column out with "),
         ({"tools": {"name": "look"}}, "'dataset_sources.mine.columns={tools: null}'"),
         ({"prompt": [*ASK, {"role": "assistant", "tool_calls": [7]}, RESULT]}, "7 stands where an object with the fie"),
