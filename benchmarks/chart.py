@@ -29,7 +29,7 @@ PANELS = (  # (left edge, title, unit, column of the table)
 
 
 def draw(text: str) -> str:
-    """Draw the picture of the table in a document's text."""
+    """Draw an SVG of the table in a document's text."""
     section = text.partition("## Speed and memory")[2].partition("\n### ")[0]
     rows = {}  # cells, by the first cell
     for line in section.splitlines():

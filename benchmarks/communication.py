@@ -1,10 +1,11 @@
-"""Predicted memory and communication of FSDP, by model and keys.
+"""Predicted memory and communication of FSDP, by model and config keys.
 
     python -m benchmarks.communication
 
 Each cell has the memory that `dry_run` predicts for a GPU, the bytes that FSDP sends from a GPU in an update, and the
-share of an update that sending takes if none of it overlaps with compute. **The share is arithmetic, not measured**: an
-update of 64 pairs of 250 tokens, 8 pairs per GPU and microbatch; 340 GB/s between GPUs; a pair's compute as in MODELS.
+share of an update's time that sending takes if it does not overlap with compute. **The share is arithmetic, not
+measured**: an update of 64 pairs of 250 tokens, 8 pairs per GPU and microbatch; 340 GB/s between GPUs; a pair's compute
+as in MODELS.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class Model(NamedTuple):
     """A model's shape, and seconds of compute per pair.
 
     The seconds are for an H100 in bfloat16: matrix products at 550 and 600 TFLOP/s, attention over whole rows of 800
-    tokens at 100 TFLOP/s, and elementwise passes at 2.5 TB/s. With an adapter a quarter of the products, for gradients
-    of the weights, is not needed.
+    tokens at 100 TFLOP/s, and elementwise passes at 2.5 TB/s. With an adapter the products for gradients of the
+    weights, a quarter of all, are not needed.
     """
 
     config: transformers.PretrainedConfig
-    per_pair: float
-    per_pair_lora: float
+    pair_seconds: float
+    pair_seconds_lora: float
 
 
 MODELS = {
@@ -62,14 +63,14 @@ MODELS = {
         0.0331,
     ),
 }  # fmt: skip
-WHOLE, ONCE, IN_BFLOAT16 = "fsdp_frozen_weights=whole", "fsdp_reshard_after_forward=false", "fsdp_reduce_dtype=bfloat16"
+WHOLE, KEPT, IN_BFLOAT16 = "fsdp_frozen_weights=whole", "fsdp_reshard_after_forward=false", "fsdp_reduce_dtype=bfloat16"
 LORA = "lora=lora lr=1e-5"
 SETTINGS = {
     "`fsdp_frozen_weights=sharded`": "",
     "`fsdp_frozen_weights=whole`": WHOLE,
-    "and `fsdp_reshard_after_forward=false`": f"{WHOLE} {ONCE}",
-    "and `fsdp_reduce_once=true`": f"{WHOLE} {ONCE} fsdp_reduce_once=true",
-    "and `fsdp_reduce_dtype=bfloat16`": f"{WHOLE} {ONCE} fsdp_reduce_once=true {IN_BFLOAT16}",
+    "and `fsdp_reshard_after_forward=false`": f"{WHOLE} {KEPT}",
+    "and `fsdp_reduce_once=true`": f"{WHOLE} {KEPT} fsdp_reduce_once=true",
+    "and `fsdp_reduce_dtype=bfloat16`": f"{WHOLE} {KEPT} fsdp_reduce_once=true {IN_BFLOAT16}",
     "`lora=lora fsdp_frozen_weights=sharded`": LORA,
     "`lora=lora fsdp_frozen_weights=whole`": f"{LORA} {WHOLE}",
 }
@@ -95,14 +96,15 @@ def make_plan(folder: Path, name: str, settings: str, gpus: int) -> Plan:
         f"gradient_accumulation_steps={PAIRS // PER_MICROBATCH // gpus}",
     )  # fmt: skip
     plan = replace(resolve(compose([*common, *settings.split()]), world_size=gpus), gpus=gpus)
+    # `sharded` rows leave this key out
     return replace(plan, fsdp=replace(plan.fsdp, frozen_weights=plan.fsdp.frozen_weights or "sharded"))
 
 
-def list_numbers(plan: Plan, model: Model, passes: Passes) -> str:
+def format_cell(plan: Plan, model: Model, passes: Passes) -> str:
     """Format memory, bytes sent, and the share of time for sending."""
     memory = max(need.total() for need in sum_phases(plan, passes).values())
     sent = count_communication(plan).total()
-    seconds = PAIRS / plan.gpus * (model.per_pair_lora if plan.lora else model.per_pair)
+    seconds = PAIRS / plan.gpus * (model.pair_seconds_lora if plan.lora else model.pair_seconds)
     share = sent / BANDWIDTH / (sent / BANDWIDTH + seconds)
     return f"{memory / 1e9:.0f} GB, {sent / 1e9:.1f} GB, {share:.0%}"
 
@@ -125,7 +127,7 @@ def main() -> None:
             model.config.save_pretrained(folder / name)
             for file in GOLDEN.glob("tiny-llama/*token*"):
                 shutil.copy(file, folder / name)
-        passes = {}  # by model, with an adapter and without; they do not depend on the number of GPUs
+        passes = {}  # by model, with an adapter and without; the number of GPUs does not change them
         for label, settings in SETTINGS.items():
             cells = []
             for (name, model), gpus in itertools.product(MODELS.items(), GPUS):
@@ -133,7 +135,7 @@ def main() -> None:
                 key = name, plan.lora is None
                 if key not in passes:
                     passes[key] = run_passes(plan, load_data(plan, silent=True))
-                cells.append(list_numbers(plan, model, passes[key]))
+                cells.append(format_cell(plan, model, passes[key]))
             print_line(label, *cells)
 
 

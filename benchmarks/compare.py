@@ -84,7 +84,7 @@ TABLES = {
         "TensorParallelTrainer, 2 processes": ("trainer=TensorParallelTrainer", "world_size=2"),
     },
 }
-TRL = {  # more rows with --trl: options of DPOConfig
+TRL = {  # the rows that --trl adds, and their options of DPOConfig
     "trl": {},
     "trl, reference precomputed": {"precompute_ref_log_probs": True},
     "trl, bfloat16": {"bf16": True},
@@ -115,12 +115,12 @@ def read_shape(model: Any) -> Shape:
 def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
     """Count the FLOPs of a microbatch in policy and reference.
 
-    A forward pass has 2 per parameter and token; attention has 4 per token, column, layer and feature; the head counts
-    only for scored positions. A backward pass has twice as many. Recomputation to save memory is not counted.
+    A forward pass has 2 FLOPs per parameter and token; attention has 4 per token, column, layer and feature; the head
+    counts only for scored positions. A backward pass has twice the FLOPs. Recomputation to save memory is not counted.
     """
     rows, length = inputs.input_ids.shape
     n_scored = len(inputs.scored) if isinstance(inputs, Packed) else rows * length
-    n_attended = rows * length * length  # pairs of a token and a column, also if masked
+    n_attended = rows * length * length  # pairs of a token and a column of its row, also if masked
     if isinstance(inputs, Packed) and inputs.segments is not None:
         n_attended = int((inputs.segments.queries.diff().long() * inputs.segments.keys.diff()).sum())
     body = rows * length * 2 * shape.matrices + 4 * n_attended * shape.attention
@@ -131,8 +131,8 @@ def count_flops(shape: Shape, inputs: Any, *, with_reference: bool) -> float:
 def count_useful_flops(shape: Shape, examples: Sequence[Example], *, with_reference: bool) -> float:
     """Count the FLOPs that a global batch needs: the numerator of MFU.
 
-    A prompt counts once for all its responses, a token attends only to its own text up to itself, and padding does not
-    count.
+    A prompt counts once for all its responses, a token attends only to itself and earlier tokens of its own text, and
+    padding does not count.
     """
     flops = 0
     for example in examples:
@@ -147,7 +147,7 @@ def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, 
     """Train in this process, and measure each update but the first."""
     torch.backends.cuda.matmul.allow_tf32 = True  # as train.work does
     memory_before = 0 if torch.cuda.is_available() else resident_memory() / 1e9
-    config.n_examples = (updates + 2) * config.batch_size  # the first warms up; the last is for `count_collectives`
+    config.n_examples = (updates + 2) * config.batch_size  # one update warms up, and `count_collectives` needs one
     trainer = make_trainer(config, rank, world_size)
     shape = read_shape(trainer.policy)
     trainer.check_and_score_reference()
@@ -167,7 +167,7 @@ def measure(rank: int, world_size: int, config: Any, updates: int) -> dict[str, 
 
 def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
     with_reference = trainer.reference_model is not None
-    # the pairs with shared prefixes; positions of padding are in no tree
+    # the pairs with shared prefixes, for `needed`; positions of padding are in no tree
     packed = SharedPrefix({}, max_length=trainer.config.max_length).split(batch.examples, 1)
     start, cpu = time.perf_counter(), time.process_time()
     metrics = trainer.train_step(batch).metrics
@@ -185,7 +185,7 @@ def measure_update(trainer: Any, batch: Any, shape: Shape) -> dict[str, float]:
 
 
 def count_collectives(trainer: Any, batch: Any) -> dict[str, float]:
-    """Count an update's collectives, elements sent, and seconds, with waiting."""
+    """Count an update's collectives, their elements, and seconds including waiting."""
     with torch.profiler.profile(record_shapes=True) as profile:
         trainer.train_step(batch)
     events = [event for event in profile.events() if event.name.startswith(("gloo:", "nccl:"))]
@@ -202,9 +202,10 @@ def count_collectives(trainer: Any, batch: Any) -> dict[str, float]:
 def measure_row(overrides: Sequence[str], updates: int) -> dict[str, Any]:
     """Measure a row in fresh processes.
 
-    Memory and CPU seconds are those of the rank with the most; other values are those of rank 0.
+    Memory and CPU seconds are those of the rank with the most, `host_gb` is that of all ranks together, and other
+    values are those of rank 0.
     """
-    host_memory = [0]
+    host_memory = [0]  # bytes, at several moments
 
     def watch(pid: int) -> None:
         host_memory.append(measure_tree_memory(pid))
@@ -256,7 +257,7 @@ def write_pairs(overrides: Sequence[str], updates: int, folder: Path) -> dict[st
 
 
 def train_adapter(overrides: Sequence[str], folder: Path) -> Path:
-    """Train an adapter by an update of SFT, for `lora.reference=adapter`."""
+    """Train an adapter by one update of SFT, for `lora.reference=adapter`."""
     kept = [override for override in overrides if not override.startswith(("loss", "trainer", "world_size", "lora"))]
     fixed = ("exp_name=sft", "wandb.enabled=false", "do_first_eval=false", "export=false", "loss=sft", "lora=lora")
     one_update = ("n_examples=2", "batch_size=2", "gradient_accumulation_steps=1")

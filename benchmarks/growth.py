@@ -21,7 +21,7 @@ from benchmarks.compare import TABLES, measure_row
 from benchmarks.harness import Failed, print_row
 from benchmarks.startup import make_text
 
-SIZES = {  # one of them is varied at a time
+SIZES = {  # one size is varied at a time
     "batch_size": (4, 16, 64),
     "max_length": (256, 512, 1024, 2048),
     "pairs per prompt": (1, 2, 4, 8),
@@ -36,7 +36,9 @@ def write_pairs(path: Path, n: int, *, tokens: int, pairs_per_prompt: int) -> No
     words = make_text(rng)
 
     def draw_text(share: float) -> str:
-        n_words = int(share * tokens / TOKENS_PER_WORD * rng.lognormvariate(-0.2, 0.6)) + 1
+        n_words = (
+            int(share * tokens / TOKENS_PER_WORD * rng.lognormvariate(-0.2, 0.6)) + 1
+        )  # the random factor has mean 1
         start = rng.randrange(len(words) - n_words)
         return " ".join(words[start : start + n_words])
 
@@ -49,7 +51,10 @@ def write_pairs(path: Path, n: int, *, tokens: int, pairs_per_prompt: int) -> No
 
 
 def measure(sizes: dict[str, int], updates: int, overrides: list[str]) -> list[str]:
-    """Measure seconds per pair and memory of both layouts, and their ratios."""
+    """Measure seconds per pair and memory of both layouts, and their ratios.
+
+    Returns the cells of a row: the numbers, or an error.
+    """
     batch_size, max_length, pairs_per_prompt = (sizes[name] for name in SIZES)
     with tempfile.TemporaryDirectory() as data:
         for split, n in (("train", (updates + 1) * batch_size), ("test", 8)):

@@ -1,6 +1,6 @@
 """Configs, trainers, fresh processes, rounds in turn and tables for all benchmarks.
 
-`measure_afresh` starts this module as a process for each measurement; its argument is JSON.
+`measure_afresh` starts this module as a process for each measurement; the process's argument is JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Failed(Exception):
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose overrides of train.py, or exit if it would refuse them."""
+    """Compose overrides of train.py, or exit if they are invalid."""
     fixed = ["exp_name=benchmark", "wandb.enabled=false", "debug=true", "do_first_eval=false"]
     arguments = check_command_line([*fixed, *overrides])
     with hydra.initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
@@ -65,7 +65,7 @@ def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = Non
 
 
 def read_pairs(config: DictConfig, split: str = "train") -> list[TextExample]:
-    """Read a run's pairs in the order in which it uses them."""
+    """Read a run's pairs in the run's order."""
     is_train = split == "train"
     prompts = getattr(load_data(resolve(config), silent=True), split)
     batches = iterate_examples(
@@ -91,7 +91,7 @@ def run_python(
 ) -> str:
     """Run a fresh Python and return its output. Raises Failed.
 
-    `watch` is called with its process id every `every` seconds.
+    `watch` is called with the id of the new process every `every` seconds.
     """
     inherited = dict(os.environ)
     if python == sys.executable:  # ours; TRL has another Python
@@ -164,7 +164,7 @@ def measure_in_turns(measures: Mapping[Name, Callable[[int], Result]], rounds: i
 
 
 def add_range(values: Sequence[float]) -> str:
-    """Format the median, with the range of three values or more."""
+    """Format the median, and the range of three or more values."""
     text = f"{median(values):.2f}"
     return text if len(values) < 3 else f"{text} [{min(values):.2f}, {max(values):.2f}]"
 

@@ -5,9 +5,9 @@
     python -m benchmarks.hh_smollm2 --model SMOLLM2 --data HH --out DIR --quick
 
 SMOLLM2 is SmolLM2-135M or another model of transformers, HH a directory with train and test in the format of hh-rlhf.
-Each run is a command of train.py, which is printed, and writes to DIR/NAME. A second call continues runs that were
-stopped, and skips complete ones. Other arguments are overrides of train.py for all of our runs, such as
-`model.autocast=null`. DIR gets results.json, table.md, hh.png and hh-dark.png; samples are in DIR/NAME/scores.json.
+Each run is a command, which is printed, and writes to DIR/NAME. A second call continues runs that were stopped, and
+skips complete ones. Other arguments are overrides of train.py for all of our runs, such as `model.autocast=null`. DIR
+gets results.json, table.md, hh.png and hh-dark.png; samples are in DIR/NAME/scores.json.
 
 Every policy is scored in float32 by this project's code on all test rows (`preference_scores.py`). Intervals are 95 %,
 from resampling test prompts; they do not include variation over seeds of training.
@@ -60,13 +60,13 @@ OURS = {
     SFT: ("loss=sft", "lr=1e-5"),
     **{f"dpo {beta}": ("loss=dpo", f"loss.beta={beta}", *PREFERENCES) for beta in (0.05, 0.1, 0.5)},
     "ipo 0.1": IPO,
-    "ipo 0.1 per token": (*IPO, "loss.average=true"),  # TRL's IPO
+    "ipo 0.1 per token": (*IPO, "loss.average=true"),  # like TRL's IPO
 }
 TRL = {
     **{f"TRL dpo {beta}": {"loss_type": ["sigmoid"], "beta": beta} for beta in (0.1, 0.05, 0.5)},
     "TRL ipo 0.1 per token": {"loss_type": ["ipo"], "beta": 0.1},
 }
-# a result's key: the key of the samples' values that it averages over prompts
+# key of a result, and key of the samples' values of which the result is the mean over prompts
 SAMPLE_MEANS = {"kl": "kl", "kl_by_log_ratio": "log_ratio", "length": "tokens", "ended": "ended", "empty": "empty"}
 Result = dict[str, Any]  # the numbers of a policy (docs/metrics.md); None where a number does not apply
 
@@ -175,8 +175,8 @@ def online_pairs(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Read gaps and length differences of the training pairs, (n,) each.
 
     A gap is the log-ratio of chosen minus the log-ratio of rejected; a length difference is the tokens of chosen minus
-    the tokens of rejected. They are read from a run's ledger or TRL's logs, so each pair is measured before the update
-    that trains on it. TRL's margins are beta times the gaps under every loss, also under its per-token IPO.
+    the tokens of rejected. Gaps are read from a run's ledger or TRL's logs, where each pair is measured before it is
+    trained on. TRL's margins are beta times the gaps under every loss, also under TRL's per-token IPO.
     """
     if name in TRL:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
@@ -204,7 +204,7 @@ def seconds_per_pair(folder: Path, name: str) -> float:
 def make_result(out: Path, name: str) -> Result:
     """Collect the numbers of a policy.
 
-    Numbers that would compare SFT with itself are None.
+    For SFT the numbers of `rank_pairs` are None, as SFT's gaps are all 0.
     """
     folder = find_folder(out, name)
     scores, ratios = read_scores(out, name), log_ratios(out, name)
@@ -246,6 +246,7 @@ def rank_pairs(gaps: np.ndarray, differences: np.ndarray) -> Result:
 
 # --- tables and picture --------------------------------------------------------------------------------------------
 
+# cell of a result, by title; `accuracy` is None only for SFT
 COLUMNS: dict[str, Callable[[Result], str]] = {
     "": lambda r: r["name"],
     "KL to SFT, nats": lambda r: f"{r['kl']:.2f}" if r["accuracy"] else "",
@@ -311,12 +312,12 @@ def draw_picture(results: Sequence[Result], file: Path, *, dark: bool) -> None:
         for axis, (title, baseline, keys) in zip(axes, PANELS, strict=True):
             for row, result in enumerate(shown):
                 color = theme.colors[1 if result["trl_evaluation"] else 0]
-                for i, key in enumerate(keys):  # one in the middle of the row, two above each other
+                for i, key in enumerate(keys):  # one value is in the middle of the row, two are above each other
                     value: Interval = result[key]
-                    height = row + 0.15 * (2 * i - len(keys) + 1)
-                    axis.plot([value.low, value.high], [height, height], color=color, linewidth=1.4)
+                    y = row + 0.15 * (2 * i - len(keys) + 1)
+                    axis.plot([value.low, value.high], [y, y], color=color, linewidth=1.4)
                     face = color if i == 0 else theme.background
-                    axis.plot([value.mean], [height], "o", color=color, markerfacecolor=face, markersize=5)
+                    axis.plot([value.mean], [y], "o", color=color, markerfacecolor=face, markersize=5)
             axis.xaxis.set_major_locator(MaxNLocator(4))
             if baseline is not None:
                 axis.axvline(baseline, color=theme.muted, linewidth=0.8, linestyle=":")
@@ -349,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = options.only.split(";") if options.only else [*OURS, *(TRL if options.trl else ())]
     if unknown := set(names) - {*OURS, *TRL}:
         sys.exit(f"--only: unknown rows {', '.join(sorted(unknown))}; the rows are {'; '.join([*OURS, *TRL])}")
-    names = [SFT, *(name for name in names if name != SFT)]  # all others start from it
+    names = [SFT, *(name for name in names if name != SFT)]  # all others start from SFT
     if not options.trl and any(name in TRL and not find_policy(out, name).exists() for name in names):
         sys.exit("rows of TRL need --trl PYTHON")
     train_ours(out, SFT, options.model, overrides)

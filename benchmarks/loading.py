@@ -6,8 +6,8 @@ A run of one update writes an archive and a checkpoint. Then fresh processes loa
 with one, and resumed, with each trainer. The measurement starts when the data is loaded and ends before training.
 
 Only anonymous pages are counted (RssAnon in /proc/PID/status). VmHWM would include pages of mapped files, which the
-system reads on demand and reclaims when memory is short. RssAnon has no high-water mark, so this process reads it every
-millisecond.
+system reads on demand and reclaims when memory is short. RssAnon has no high-water mark, so the benchmark reads RssAnon
+every millisecond.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def measure(rank: int, world_size: int, config: Any, marker: str) -> dict[str, i
     """Load models as a run does, and measure the memory that stays.
 
     Returns the bytes of anonymous memory (`loaded`) and of the larger model's weights (`larger`). While models load,
-    the file `marker` holds the process id of rank 0, so that `measure_case` can watch its memory.
+    the file `marker` holds the process id of rank 0, so that `measure_case` can watch rank 0's memory.
     """
     load_data, sizes = preference_datasets.load_data, {}
 

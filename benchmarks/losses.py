@@ -5,9 +5,9 @@ Makes the last columns of the table in docs/losses.md.
     OMP_NUM_THREADS=1 python -m benchmarks.losses [LOSS ...]
 
 A small random Llama trains on the words of `tests/golden`, 8 pairs (or their 16 labelled responses) per update in 2
-microbatches. It sees 8 batches twice: the first time the reference scores each pair, the second time the reference's
-log-probabilities are cached. Times are CPU seconds of this process, which other work on the machine changes little; so
-it trains on the CPU.
+microbatches. The model sees 8 batches twice: the first time the reference scores each pair, the second time the
+reference's log-probabilities are cached. Times are CPU seconds of this process, which other work on the machine changes
+little; so the model trains on the CPU.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_small_llama(folder: Path) -> None:
 
 
 def measure(folder: Path, overrides: tuple[str, ...]) -> list[float]:
-    """Measure ratios of CPU time to DPO's: reference scoring, then cached."""
+    """Measure CPU time relative to DPO's, with the reference scored and cached."""
     paths = (f"model.name_or_path={folder / 'llama'}", f"local_run_dir={folder / 'run'}", f"local_dirs=[{folder}]")
     dpo_trainer, trainer = (make_trainer(compose([*SETTINGS, *paths, *row])) for row in (DPO, overrides))
     dpo_batches, batches = (list(itertools.islice(t.train_iterator, BATCHES)) for t in (dpo_trainer, trainer))

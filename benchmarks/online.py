@@ -5,8 +5,9 @@
 
 Takes the overrides of train.py. Defaults are `online=online online.scorer=shorter`, `loss=simpo` (which needs no
 reference) and no W&B. In a round both ways ("ours" and "bare") answer the prompts of one update, in the same batches of
-rows and with the same `online.max_new_tokens`. Their order alternates, and a first round does not count. Prints each
-round, medians and their ratio; also the number of forward passes, which is lower where all answers end early.
+rows and with the same `online.max_new_tokens`. The order of the ways alternates, and a first round does not count.
+Prints each round, medians and their ratio; also the number of forward passes, which is lower where all answers end
+early.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main() -> None:
         trainer = make_trainer(config)
         batches: OnlineBatches = trainer.batches
         plan, model = batches.plan, batches.objective.policy
-        prompts = [  # by index in the batch, for each round
+        prompts = [  # of each round, by their index in the batch
             {i: encode_prompt(prompt, trainer.data, plan) for i, prompt in enumerate(batch)}
             for batch in itertools.islice(itertools.cycle(batches.train()), options.rounds + 1)
         ]

@@ -16,7 +16,7 @@ from dpo.models.answers import Sampling, Tokens, answer
 from dpo.models.layouts import layout_by_rules
 
 RESAMPLES = 10_000
-BATCH = 8  # pairs of a forward pass; samples are drawn for four times as many prompts
+BATCH = 8  # pairs of a forward pass; four times as many samples are drawn at once
 
 
 # --- intervals -------------------------------------------------------------------------------------------------------
@@ -37,7 +37,8 @@ def bootstrap(*strata: Sequence[float] | np.ndarray, seed: int = 0) -> Interval:
     """Average values, one per prompt, with a percentile bootstrap interval.
 
     The same seed draws the same prompts for another policy's values, so that the difference of two policies' means is
-    the mean of their differences. The mean of several strata is the mean of their means; each is resampled separately.
+    the mean of their differences. The mean of several strata is the mean of their means; each stratum is resampled
+    separately.
     """
     rng = np.random.default_rng(seed)
     mean, resampled_means = 0.0, np.zeros(RESAMPLES)
@@ -95,7 +96,7 @@ class Drawn(NamedTuple):
     tokens: int  # number of tokens, with EOS if it ended
     ended: bool
     log_ratio: float  # log pi - log ref of the drawn tokens
-    kl: float  # sum over tokens of the KL between the two distributions of the token
+    kl: float  # sum over tokens of the KL between the two models' distributions of the token
 
 
 def draw(
@@ -122,9 +123,9 @@ def draw(
 def divergence(policy: Any, reference: Any, prompt: Tokens, response: Tokens) -> tuple[float, float]:
     """Estimate KL(policy || reference) from a drawn response, in two ways.
 
-    Both are unbiased. The first is the log-ratio of the response. The second is a sum over its tokens: the exact KL
-    between the two distributions of the token, given the tokens before. It varies less (Rao-Blackwell; arXiv
-    2504.10637).
+    Both estimates are unbiased. The first is the log-ratio of the response. The second sums over the response's tokens
+    the exact KL between the two models' distributions of the token, given the tokens before. The second varies less
+    (Rao-Blackwell; arXiv 2504.10637).
     """
     input_ids, drawn_ids = torch.tensor([[*prompt, *response]]), torch.tensor(response)[:, None]
     policy_logps, reference_logps = (  # (tokens of the response, vocabulary)

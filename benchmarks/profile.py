@@ -4,7 +4,7 @@
 
 Takes the overrides of train.py (datasets, loss, batch size, ...; W&B is off), and trains one process through the real
 loop. The first update warms up, and in the last one torch.profiler records kernels; the others are timed. Each phase
-ends when the device has finished, so the host does not run ahead. `other` is in no phase: data, metrics, logs.
+ends when the device has finished, so the host does not run ahead. `other` is time in no phase: data, metrics, logs.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Stopwatch:
         self.updates: list[dict[str, float]] = []
         self.is_on = True
         self._phases: dict[str, float] = defaultdict(float)
-        self._within = 0.0  # seconds of phases within the one that runs
+        self._within = 0.0  # seconds of phases within the running phase
         self._began = time.perf_counter()
 
     def time(self, phase: str, function: Callable) -> Callable:
         """Wrap a function, to count its seconds to `phase`.
 
-        Seconds of other phases within it do not count.
+        Seconds of phases that run within the function count only for those phases.
         """
 
         def timed(*args: Any, **options: Any) -> Any:
@@ -94,8 +94,7 @@ class Stopwatch:
 def profile_run(overrides: Sequence[str]) -> dict[str, Any]:
     """Train by the real loop, and measure.
 
-    Returns the median seconds of each phase, the seconds of the profiled update, and its kernels' seconds by kind and
-    by name.
+    Returns the median seconds of each phase and of an update, and `profile_kernels` of the last update.
     """
     watch, kernels = Stopwatch(), {}
     with tempfile.TemporaryDirectory() as folder:
@@ -134,7 +133,7 @@ def profile_run(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def profile_kernels(action: Callable[[], Any]) -> dict[str, Any]:
-    """Measure the seconds of an action and of its kernels."""
+    """Measure an action's seconds, and its kernels' by kind and name."""
     device = torch.profiler.ProfilerActivity.CUDA if ON_GPU else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[device]) as profile:
         start = time.perf_counter()
@@ -154,9 +153,9 @@ def find_kind(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.lower())), "rest")
 
 
-def print_profile(found: dict[str, Any]) -> None:
-    total, kernels = found["seconds"], found["kernels"]
-    phases = {phase: spent for phase, spent in found["phases"].items() if spent}
+def print_profile(profile: dict[str, Any]) -> None:
+    total, kernels = profile["seconds"], profile["kernels"]
+    phases = {phase: spent for phase, spent in profile["phases"].items() if spent}
     print(f"\n{total:.4f} s an update, median; {phases['other'] / total:.3%} of it in no phase")
     for phase, spent in phases.items():
         print_row(phase, [f"{spent:.4f} s", f"{spent / total:.1%}"])

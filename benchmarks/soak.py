@@ -3,9 +3,9 @@
     python -m benchmarks.soak model.name_or_path=DIR [--kills 50] [--seed 0] [overrides of train.py ...]
 
 A kill is a SIGKILL of the run or of one of its two ranks: some time after the start, during training or during a save.
-The seed decides which. Then the run is continued with `resume=auto`. Runs are started until the number of kills is
-reached. The benchmark counts lost runs, which could not be resumed, and runs that differ from an uninterrupted one in a
-metric, or in a bit of weights, optimizer state or counters.
+The seed decides on victim and moment. Then the run is continued with `resume=auto`. Runs are started until the number
+of kills is reached. The benchmark counts lost runs, which could not be resumed, and runs that differ from an
+uninterrupted one in a metric, or in a bit of weights, optimizer state or counters.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def find_differences(expected: Path, actual: Path) -> list[str]:
     for name in ("samples.jsonl", "samples.txt"):
         if _read_text(expected / name) != _read_text(actual / name):
             differences.append(name)
-    expected_last, *_ = find_checkpoints(expected)
+    expected_last, *_ = find_checkpoints(expected)  # newest first
     actual_last, *_ = find_checkpoints(actual)
     if expected_last.name != actual_last.name:
         return [*differences, f"the last checkpoint is {expected_last.name} and {actual_last.name}"]
@@ -97,7 +97,8 @@ def find_workers(parent: int) -> list[int]:
     workers = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()  # those after the name: state, parent
+            # the fields after the name: state, parent, ...
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[1]) == parent and b"spawn_main" in (folder / "cmdline").read_bytes():
                 workers.append(int(folder.name))
     return workers
@@ -129,7 +130,7 @@ def kill_at_random(process: subprocess.Popen, run_dir: Path, draw: random.Random
     n_lines = count_lines()
     phase = draw.choice(("update", "save", "start"))
     n_files = draw.randrange(1, 7)
-    delays = {"update": draw.uniform(0, 2), "save": 0, "start": draw.uniform(0, 8)}  # seconds after the phase begins
+    delays = {"update": draw.uniform(0, 2), "save": 0, "start": draw.uniform(0, 8)}  # seconds, once the phase has begun
     has_begun = {
         "update": lambda: count_lines() != n_lines,
         "save": lambda: count_saved_files() >= n_files,
@@ -187,8 +188,9 @@ def main() -> None:
             _, errors = process.communicate()
             if process.returncode:
                 sys.exit(f"the uninterrupted run failed:\n{errors}")
-            target = options.kills * n_trainers // len(TRAINERS)  # kills up to now; each trainer has an equal share
-            while (n_left := target - count_kills(total)) > 0:
+            # kills of this trainer and those before it, with equal shares
+            n_wanted = options.kills * n_trainers // len(TRAINERS)
+            while (n_left := n_wanted - count_kills(total)) > 0:
                 run_dir = Path(folder, f"{trainer}-{total['runs']}")
                 total += soak(uninterrupted, run_dir, settings, min(5, n_left), draw)
                 print(f"{trainer}: {dict(total)}", flush=True)

@@ -1,4 +1,4 @@
-"""Time until answers and the first update; memory of data.
+"""Time until train.py answers or makes its first update; memory of data.
 
     python -m benchmarks.startup --answers [--checkout DIR ...] [--repeats 5]
     python -m benchmarks.startup model.name_or_path=DIR [--pairs 160800] [overrides of train.py ...]
@@ -7,11 +7,11 @@
 `--answers` prints the median times that a user waits for a refused config, `--help`, `--cfg job` and completion; with
 `--checkout` also for other checkouts of this project, in turns.
 
-Without it synthetic pairs are written in HH's format and lengths (dialogues of one to four turns, log-normal numbers of
-words). train.py runs on a thousandth of them, then on all, each twice and for a few updates; the second run finds the
-table that the first built. The peaks of memory differ by the memory of the data, with the pages of its files. With
-`--processes` all pairs are only loaded in that many processes, also twice, and each process's growth is printed: its
-own memory (anonymous), its share of shared memory, and its peak.
+Without `--answers` synthetic pairs are written in HH's format and lengths (dialogues of one to four turns, log-normal
+numbers of words). train.py runs on a thousandth of the pairs, then on all, each twice and for a few updates; the second
+run finds the table that the first built. The difference of the peaks is the memory of the data, with the pages of the
+data's files. With `--processes` all pairs are only loaded in each of these numbers of processes, also twice, and each
+process's growth is printed: its own memory (anonymous), its share of shared memory, and its peak.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def measure_run(data: Path, overrides: list[str], folder: Path, run: str) -> tup
 
 
 def read_memory(file: str, *names: str) -> dict[str, int]:
-    """Read sizes in bytes from a file of /proc; 0 if missing."""
+    """Read sizes in bytes from a /proc file; missing sizes are 0."""
     sizes = {}
     for line in Path(file).read_text().splitlines():
         if line.endswith(" kB"):

@@ -113,7 +113,8 @@ def dpo(pairs: list[dict], log_probs: torch.Tensor, **options: Any) -> torch.Ten
 def cpo(pairs: list[dict], log_probs: torch.Tensor, *, kind: str, **options: Any) -> torch.Tensor:
     """Compute CPO's loss of a kind of scores: sums, means or log-ratios.
 
-    TRL's DPO trainer ignores `label_smoothing` under `sigmoid`; its CPO trainer, with the same formula, uses it.
+    Also for DPO with `label_smoothing`, which TRL's DPO trainer ignores under `sigmoid`: the CPO trainer has the same
+    formula with smoothing.
     """
     scores = log_probs.sum(1)
     if kind == "means":
@@ -137,7 +138,7 @@ def orpo(pairs: list[dict], log_probs: torch.Tensor, *, beta: float) -> torch.Te
 class ModelOfLabels:
     """A stand-in for a model that also scores mismatched responses.
 
-    Their `KL_input_ids` are ones, and all other ids are zeros.
+    The ids of mismatched responses (`KL_input_ids`) are ones, and all other ids are zeros.
     """
 
     training, is_gradient_checkpointing = True, False

@@ -74,7 +74,7 @@ def train(rows: list[dict[str, Any]], head: list[float], *, centering: float) ->
             optim="sgd",
             max_grad_norm=0,
             center_rewards_coefficient=centering or None,
-            # by default EOS is the padding, and the model scores the token before the EOS that ends a text
+            # by default EOS is the padding, so the model would score the token before a text's final EOS
             pad_token=tokenizer.convert_ids_to_tokens(len(tokenizer) - 1),
             max_length=None,
             bf16=False,

@@ -1,9 +1,9 @@
 """TRL's DPOTrainer on given pairs, set up like our trainer.
 
 `benchmarks.compare` and `benchmarks.hh_smollm2` run `python -m benchmarks.trl_runs FOLDER` with the Python of TRL's
-environment, so this imports nothing of the project. FOLDER has `train.json`, perhaps `test.json`, and `settings.json`
-with the model and arguments of DPOConfig. TRL trains on the rows in their order, with RMSprop, our clipping and our
-warm-up. Prints a line of JSON: seconds and loss of each update but the first, and the peak memory.
+environment, so this file imports nothing of the project. FOLDER has `train.json`, perhaps `test.json`, and
+`settings.json` with the model and arguments of DPOConfig. TRL trains on the rows in their order, with RMSprop, our
+clipping and our warm-up. Prints a line of JSON: seconds and loss of each update but the first, and the peak memory.
 
 With `test.json` a stopped run continues from its last checkpoint. FOLDER then gets the policy in `hf`, and `trl.json`:
 the margin of each training pair before its update, the seconds of each update, and TRL's evaluation of the test rows.

@@ -43,7 +43,7 @@ def sample(
 ) -> list[list[Answer]]:
     """Sample answers to each prompt.
 
-    Answer k to prompt i has the random numbers of (first + i, k) for every policy.
+    The random numbers of answer k to prompt i depend on (first + i, k) alone, so all policies get the same.
     """
     # (prompt, number of the answer) for each answer; the number determines the random numbers
     requests = [(prompt, (first + i) * n_samples + k) for i, prompt in enumerate(prompts) for k in range(n_samples)]
@@ -61,7 +61,7 @@ def sum_kls(policy: Side, reference: Side, prompts: Sequence[Tokens], answers: S
     """Estimate KL(policy || reference) from each answer of the policy.
 
     An estimate is the sum, over the answer's tokens, of the KL between the two models' distributions of the token given
-    the tokens before (Rao-Blackwell; arXiv 2504.10637). `benchmarks.preference_scores.divergence` takes one answer.
+    the tokens before (Rao-Blackwell; arXiv 2504.10637). `benchmarks.preference_scores.divergence` does it for one.
     """
     kls: list[float] = []
     texts = [(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -31,15 +31,15 @@ class Estimate(NamedTuple):
 def estimate_mean(values: Any, clusters: Any, strata: Any = None) -> Estimate:
     """Estimate the mean of values, (n,), that are independent only between clusters.
 
-    With `strata` it is the mean of the strata's means. The interval is normal, by linearization: a value's influence on
-    the mean is its distance from its stratum's mean, divided by the stratum's size and by the number of strata.
-    Influences add up within a cluster.
+    With `strata` the estimate is the mean of the strata's means. The interval is normal, by linearization: a value's
+    influence on the mean is its distance from its stratum's mean, divided by the stratum's size and by the number of
+    strata. Influences add up within a cluster.
     """
     values = np.asarray(values, float)
     if strata is None:
         strata = np.zeros(len(values))
     _, clusters = np.unique(np.asarray(clusters), return_inverse=True)  # the number of each value's cluster, (n,)
-    _, strata = np.unique(strata, return_inverse=True)  # the number of its stratum, (n,)
+    _, strata = np.unique(strata, return_inverse=True)  # the number of each value's stratum, (n,)
     sizes = np.bincount(strata)  # (strata,)
     means = np.bincount(strata, values) / sizes  # (strata,)
     influences = (values - means[strata]) / (sizes[strata] * len(sizes))  # (n,)
@@ -60,7 +60,7 @@ def format_table(lines: Sequence[Sequence[str]]) -> str:
 
 @contextmanager
 def new_picture(width: float, height: float, theme: Theme) -> Iterator[Figure]:
-    """Make a figure of these inches."""
+    """Make a figure of this width and height in inches."""
     with mpl.rc_context({"font.size": 10, "font.family": "sans-serif"}):
         picture = Figure(figsize=(width, height), dpi=200, facecolor=theme.background, layout="constrained")
         FigureCanvasAgg(picture)

@@ -39,14 +39,14 @@ Row = dict[str, Any]
 
 
 class Job(NamedTuple):
-    """A run in `directory`, by train.py if it has overrides."""
+    """A run in `directory`, made by train.py if there are `overrides`."""
 
     directory: Path
     overrides: tuple[str, ...] = ()
 
     @property
     def result(self) -> Path:
-        """The file that `finish` writes last; then the job is done."""
+        """The file that `finish` writes last; with it the job is done."""
         return self.directory / "rows.json"
 
 
@@ -97,7 +97,7 @@ def keep_settings(root: Path, settings: Mapping[str, Any]) -> None:
     """
     written, text = root / "sweep.json", json.dumps(settings, indent=1)
     if written.exists() and written.read_text(encoding="utf-8") != text:
-        raise InputError(f"{root} has runs with other settings (see its sweep.json): remove it, or give another --out")
+        raise InputError(f"{root} has runs with other settings (sweep.json): remove this folder, or give another --out")
     root.mkdir(parents=True, exist_ok=True)
     write_whole(written, text)
 
@@ -142,13 +142,13 @@ def iterate_rows(
 
     A line is printed for each job that was not done before, with the time left.
     """
-    started, n_there = time.perf_counter(), sum(job.result.exists() for job in jobs)
-    if n_there:
-        print(f"{name}: {n_there} of {len(jobs)} runs were done before", flush=True)
+    started, n_before = time.perf_counter(), sum(job.result.exists() for job in jobs)
+    if n_before:
+        print(f"{name}: {n_before} of {len(jobs)} runs were done before", flush=True)
     for n_done, job in enumerate(run_all(jobs, finish, at_once=len(os.sched_getaffinity(0))), start=1):
         rows = read_rows(job.result)
-        if n_done > n_there:
-            secs_left = (time.perf_counter() - started) / (n_done - n_there) * (len(jobs) - n_done)
+        if n_done > n_before:
+            secs_left = (time.perf_counter() - started) / (n_done - n_before) * (len(jobs) - n_done)
             text = f"{n_done}/{len(jobs)}  {name} {job.directory.name}: {describe(job, rows)}"
             print(f"{text}  {secs_left:.0f} s left", flush=True)
         yield job, rows
@@ -204,9 +204,7 @@ def run_command(command: Callable[[], None], out: Path | None = None) -> int:
 def make_parser(name: str, document: str) -> argparse.ArgumentParser:
     """Make the parser of an experiment on a language model."""
     parser = argparse.ArgumentParser(prog=f"python -m experiments.{name}", description=document.split("\n")[0])
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help="a model of transformers, with weights"
-    )
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a transformers model with weights")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: .cache/{name}, or .cache/{name}-quick")
     parser.add_argument("--quick", action="store_true", help="a trial of minutes, too small to conclude anything from")
     parser.add_argument("--methods", help="the methods to run, with commas between them (default: all)")
@@ -215,7 +213,7 @@ def make_parser(name: str, document: str) -> argparse.ArgumentParser:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Exit if train.py would refuse these overrides, before the first run."""
+    """Exit, before the first run, if train.py would refuse these overrides."""
     from dpo.settings.command_line import check_command_line
 
     check_command_line(["exp_name=experiment", "model.name_or_path=MODEL", *overrides])
@@ -227,15 +225,15 @@ def choose_directory(name: str, options: argparse.Namespace) -> Path:
 
 
 def select_jobs(runs: Mapping[Job, Any], names: Sequence[str]) -> list[Job]:
-    """Select the jobs of the methods in `names`, and finished jobs.
+    """Select the jobs of the methods in `names`, and all finished jobs.
 
-    `runs` has a tuple for each job, which begins with its method.
+    `runs` maps each job to a tuple that begins with the job's method.
     """
     return [job for job, (method, *_) in runs.items() if method in names or job.result.exists()]
 
 
 def choose_methods(parser: argparse.ArgumentParser, methods: Sequence[str], wanted: str | None) -> list[str]:
-    """Choose the methods that `--methods` names; all without it."""
+    """Choose the methods that `--methods` names, all by default."""
     names = wanted.split(",") if wanted else [*methods]
     if unknown := [name for name in names if name not in methods]:
         parser.error(f"--methods: unknown {', '.join(unknown)}; the methods are {', '.join(methods)}")

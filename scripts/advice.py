@@ -49,7 +49,7 @@ class Gpu(NamedTuple):
     total: int  # bytes of memory
     free: int
     bf16: bool  # supports bfloat16
-    error: str | None = None  # of a matrix product
+    error: str | None = None  # of a matrix product, or of the probe
 
 
 class Advice(NamedTuple):
@@ -70,7 +70,7 @@ def gb(n_bytes: float) -> str:
 def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") -> Advice:
     """Recommend how to train `model`, or the largest that fits.
 
-    `memory` is the host's, in bytes.
+    If nothing fits, or without a GPU, recommends a tiny model. `memory` is the host's, in bytes.
     """
     n_gpus = len(gpus)
     usable_bytes = 0.9 * min((gpu.total for gpu in gpus), default=memory)
@@ -111,7 +111,7 @@ def recommend(gpus: Sequence[Gpu], *, memory: float, model: str = "pythia28") ->
         )
     dpo = f"loss=dpo loss.beta=0.1 exp_name=hh_dpo model.archive=RUN_OF_SFT/LATEST{reference_setting}"
     reasons.append(f"then DPO: the same with {dpo}")
-    # about 64 examples per update, as in the README, in whole microbatches
+    # batches of about 64 examples, as in the README, in whole microbatches
     microbatch = n_gpus * examples
     accumulation = max(1, 64 // microbatch)
     command = (

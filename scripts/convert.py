@@ -44,12 +44,12 @@ from dpo.settings.places import SUFFIXES, Source, find_suffix
 from dpo.system.plain_files import replacing
 
 NAME = "IN"  # the source's name in messages
-KINDS = ("pairs", "labels", "targets")  # the first one that the columns hold is converted
+KINDS = ("pairs", "labels", "targets")  # the first of these that IN's columns hold is converted
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 class Report:
-    """Changes to records that OUT requires, with their counts."""
+    """Counts of the changes that OUT requires, and where each first occurs."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = text.replace(f"training on {KINDS[-1]} needs", "converting needs")
         print(f"error: {text}", file=sys.stderr)
         return 2
-    except OSError as error:  # a file that cannot be read raises InputError, so it was a write
+    except OSError as error:  # a file that cannot be read raises InputError, so writing failed
         print(f"error: {options.out} cannot be written: {error}", file=sys.stderr)
         return 1
     return 0
@@ -127,7 +127,7 @@ def convert(source: Source, split: str, out: Path, to: str) -> str:
 def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[list[tuple[str, dict[str, Any]]], str]:
     """Convert the rows of a split.
 
-    Returns each with the place that it is from, and the name of the source's format.
+    Returns (place in the source, converted row) for each row that OUT can hold, and the name of the source's format.
     """
     rows = load_rows(source, split)
     used = find_used_columns(rows, source)
@@ -135,10 +135,10 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
     converted, data_format = [], source.format
     for row, where in zip(iterate_rows(rows, used.values()), iterate_places(rows, source.path), strict=True):
         record = read_record(row, used, where, name=NAME)
-        data_format = data_format or recognize_format(row, used, record) or "columns of its own"
+        data_format = data_format or recognize_format(row, used, record) or "columns of its own"  # by the first row
         scores = read_scores(row, used, len(record.responses), where) if record.is_list else []
         if not holds_lists and len(scores) == 2 and scores[0] != scores[1]:
-            # a list of two responses becomes a pair
+            # OUT has no lists, but a list of two responses is a pair if one has the higher score
             ranked = record.responses if scores[0] > scores[1] else record.responses[::-1]
             record = record._replace(responses=ranked, is_list=False)
         try:
@@ -153,23 +153,25 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
 
 
 def convert_row(
-    row: Mapping[str, Any], used: Mapping[str, str], record: Record, target: Format
+    row: Mapping[str, Any], used: Mapping[str, str], record: Record, out_format: Format
 ) -> tuple[dict[str, Any], list[str]]:
     """Convert a row that was read as `record`, and say what changed.
 
-    Columns that `target` and the row's own format do not have are copied. Raises CannotHoldError.
+    Columns that neither the row's own format nor `out_format` has are copied. Raises CannotHoldError.
     """
-    written, changes = write_record(record, target)
-    numbers = (*NUMBER_FIELDS, "scores") if record.is_list else NUMBER_FIELDS  # these have the same names everywhere
-    written |= {field: row[used[field]] for field in numbers if used.get(field) in row}
+    written, changes = write_record(record, out_format)
+    # the fields of numbers have the same names in all formats
+    number_fields = (*NUMBER_FIELDS, "scores") if record.is_list else NUMBER_FIELDS
+    written |= {field: row[used[field]] for field in number_fields if used.get(field) in row}
     if "scores" in used and not record.is_list:
         changes.append(f"the column {used['scores']} is left out")
-    taken = {*target.columns.values(), *(field for field in NUMBER_FIELDS if field in used)}
+    taken = {*out_format.columns.values(), *(field for field in NUMBER_FIELDS if field in used)}
     unused = {column: value for column, value in row.items() if column not in used.values()}
     copied = {column: value for column, value in unused.items() if column not in taken}
-    # an empty value is no loss, nor a value that a used column has too: UltraFeedback's messages repeat chosen
-    kept = [None, "", [], {}, *(row[column] for column in used.values() if column in row)]
-    lost = [column for column, value in unused.items() if column in taken and value not in kept]
+    # an unused column whose name OUT needs is lost, except for values that are empty or that a used column repeats:
+    # UltraFeedback's messages repeat chosen
+    no_loss = [None, "", [], {}, *(row[column] for column in used.values() if column in row)]
+    lost = [column for column, value in unused.items() if column in taken and value not in no_loss]
     if is_system_unused(row, used, record):
         lost.append(used[SYSTEM])
     changes += [f"the column {column} is left out" for column in lost]
@@ -177,7 +179,10 @@ def convert_row(
 
 
 def find_used_columns(rows: Sequence[Any], source: Source) -> dict[str, str]:
-    """Find IN's columns by field, for the first of KINDS that fits."""
+    """Find IN's columns by field, for the first of KINDS that fits.
+
+    Raises the ColumnsError of the last kind if none fits.
+    """
     present = find_columns(rows)
     options: dict[str, Any] = {
         "name": NAME,
@@ -193,9 +198,10 @@ def find_used_columns(rows: Sequence[Any], source: Source) -> dict[str, str]:
 
 
 def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collection[str], report: Report) -> None:
-    """Change the values that a kind of file cannot hold.
+    """Change the values of `rows` that a kind of file cannot hold.
 
-    Raises InputError for a value of a `needed` column, and for a text that is not Unicode, which only JSON can hold.
+    Raises InputError if a table cannot hold a `needed` column, and for a text that is not Unicode, unless the file is
+    JSON.
     """
     if "json" not in suffix:
         for where, row in rows:
@@ -231,7 +237,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
     opener = gzip.open if suffix.endswith(".gz") else open
     with opener(path, "wt", encoding="utf-8", newline="") as file:
         if kind in SEPARATORS:
-            # with \r in `lineterminator` a text with a lone \r is quoted; else readers would end the row there
+            # \r in `lineterminator` makes the writer quote a text with a lone \r, at which readers would end the row
             writer = csv.DictWriter(file, names, delimiter=SEPARATORS[kind], lineterminator="\r\n")
             writer.writeheader()
             writer.writerows(rows)
@@ -245,7 +251,7 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
     """Write rows that have the same columns to a Parquet file.
 
     In Parquet all objects of a column have the same fields. If that would change nulls, types or the order of keys in
-    tools or arguments of calls, these become JSON.
+    tools or arguments of calls, all tools and arguments become JSON.
     """
     import pyarrow.parquet
 
@@ -253,6 +259,7 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
     with suppress(pyarrow.ArrowException, OverflowError):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         read_back = (_encode_objects(drop_nulls(row)) for row in pyarrow.parquet.read_table(path).to_pylist())
+        # the JSON of tools and arguments also shows changes of nulls, types and order
         if all(drop_nulls(row) == read for row, read in zip(as_json, read_back, strict=True)):
             return
     try:

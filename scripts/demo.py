@@ -3,8 +3,8 @@
     python -m scripts.demo [--seed N | --seeds K] [--picture FILE.png]
 
 Writes `.cache/demo/{sft,dpo}` (for a seed other than 0: `.cache/demo/seed-N/{sft,dpo}`) and a page about them,
-`.cache/demo/report/report.html`. A completed stage is not run again (`make clean-demo` removes all of them).
-`--picture` also writes the picture that opens the page, as FILE.png and, for dark pages, FILE-dark.png. For the README:
+`.cache/demo/report/report.html`. A completed stage is not run again (`make clean-demo` removes all stages).
+`--picture` also writes the picture at the top of the page: FILE.png and, for dark pages, FILE-dark.png. For the README:
 
     python -m scripts.demo --seeds 3 --picture docs/demo.png
 """
@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
     untrained: Shares
     before: Shares  # after SFT, before DPO
     after: Shares
-    losses: tuple[float, float]  # SFT's first and last
+    losses: tuple[float, float]  # at SFT's first and last evaluation
     accuracies: tuple[float, float]  # reward accuracy at DPO's first and last evaluation
 
 
@@ -167,7 +167,7 @@ def write_page(outcomes: Sequence[Outcome], picture_file: Path | None) -> Path:
         picture_file.with_stem(f"{picture_file.stem}-dark").write_bytes(dark)
     lead = Lead("What DPO changed", light, dark, ALT, describe(changes))
     runs = [find_directory(outcome.seed) / stage for outcome in outcomes for stage in STAGES]
-    seed = outcomes[0].seed if len(outcomes) == 1 else 0  # several seeds have one report, beside seed 0
+    seed = outcomes[0].seed if len(outcomes) == 1 else 0  # several seeds have one report, in the place of seed 0's
     return write_report(runs, find_directory(seed) / "report", lead=lead)
 
 
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.seed < 0 or (options.seeds is not None and options.seeds < 1):
         parser.error("--seed must be at least 0, --seeds at least 1")
     if options.picture is not None and (options.picture.suffix != ".png" or not options.picture.parent.is_dir()):
-        parser.error(f"--picture {options.picture} must end in .png, in a directory that exists")
+        parser.error(f"--picture {options.picture} must end in .png and be in a directory that exists")
     seeds = [options.seed] if options.seeds is None else range(options.seeds)
     for seed in seeds:
         for stage in STAGES:

@@ -33,10 +33,10 @@ def draw(changes: Sequence[Change], *, dark: bool) -> bytes:
         axis: Any = picture.subplots()
         for stage in range(len(STAGES)):
             for i, change in enumerate(changes):
-                height = stage - 0.4 + (i + 0.5) * thickness
-                draw_bar(axis, change[stage], height, 0.94 * thickness, theme)
+                y = stage - 0.4 + (i + 0.5) * thickness
+                draw_bar(axis, change[stage], y, 0.94 * thickness, theme)
         axis.set_yticks((0, 1), STAGES, fontsize=11, fontweight="bold", color=theme.ink)
-        axis.set_ylim(1.45, -0.45)
+        axis.set_ylim(1.45, -0.45)  # the first stage is at the top
         axis.set_xlim(0, 1.2)  # leaves space for the text to the right of a bar
         axis.set_xticks([])
         axis.tick_params(length=0)
@@ -48,18 +48,18 @@ def draw(changes: Sequence[Change], *, dark: bool) -> bytes:
     return file.getvalue()
 
 
-def draw_bar(axis: Any, shares: Shares, height: float, thickness: float, theme: Theme) -> None:
+def draw_bar(axis: Any, shares: Shares, y: float, thickness: float, theme: Theme) -> None:
     """Draw the shares of a run's answers side by side."""
     left = 0.0
     for kind, color in KINDS.items():
         share = getattr(shares, kind)
-        axis.barh(height, share, thickness, left=left, color=theme.colors[color])
+        axis.barh(y, share, thickness, left=left, color=theme.colors[color])
         if share >= 0.3:  # wide enough for a label
             style = {"va": "center", "color": theme.background, "fontsize": 8.5, "fontweight": "bold"}
-            axis.text(left + 0.01, height, f"{percent(share)} {kind}", **style)
+            axis.text(left + 0.01, y, f"{percent(share)} {kind}", **style)
         left += share
-    # usually the thinnest part, so it has its label beside the bar
-    axis.text(1.01, height, f"{percent(shares.broken)} broken", va="center", color=theme.ink)
+    # the broken answers are usually the thinnest part, so their label is beside the bar
+    axis.text(1.01, y, f"{percent(shares.broken)} broken", va="center", color=theme.ink)
 
 
 def describe(changes: Sequence[Change]) -> str:

@@ -186,7 +186,7 @@ def probe_devices() -> list[Gpu]:
 
 
 def find_matmul_error(device: str, dtype: Any) -> str | None:
-    """Describe the error of a matrix product; None if it is right."""
+    """Describe a matrix product's error; None if the product is right."""
     import torch
 
     left, right = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)  # (512, 512) each
@@ -209,7 +209,8 @@ def probe_all_reduce(backend: str, n: int) -> list[dict[str, float]]:
 def all_reduce(rank: int, backend: str, n: int, folder: str) -> None:
     """Sum a tensor over all ranks, five times.
 
-    Writes the tensor's bytes, the number of wrong elements and the seconds of the fastest sum to FOLDER/RANK.json.
+    Writes the tensor's bytes, the number of wrong elements in all sums, and the seconds of the fastest to
+    FOLDER/RANK.json.
     """
     import torch
     import torch.distributed as dist
@@ -240,7 +241,7 @@ def all_reduce(rank: int, backend: str, n: int, folder: str) -> None:
 
 @functools.cache
 def visible_gpus() -> tuple[list[Gpu], str | None]:
-    """List the GPUs that torch sees, or give the query's error."""
+    """List the GPUs that torch sees, and the error if that failed."""
     try:
         import torch
 

@@ -4,9 +4,10 @@
     python -m scripts.export CHECKPOINT OUT --merge [--dtype bfloat16]     # adapter and base as one model
 
 CHECKPOINT is a run's directory (which means its LATEST), one of its step-N, LATEST or BEST, or a policy.pt, also one
-that the reference code wrote. A policy.pt without its run's config.yaml beside it needs `--model`, its base model. The
-weights keep their dtype unless `--dtype` is given. Without `--merge` an adapter is exported in PEFT's format; `--merge`
-also takes the directory of an adapter in PEFT's format. Exit status: 0 written, 1 could not be written, 2 bad input.
+that the reference code wrote. A policy.pt without its run's config.yaml beside it needs the base model, by `--model`.
+The weights keep their dtype unless `--dtype` is given. Without `--merge` an adapter is exported in PEFT's format. With
+`--merge` CHECKPOINT may also be the directory of an adapter in PEFT's format. Exit status: 0 written, 1 could not be
+written, 2 bad input.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m scripts.ledger RUN [--top 10] [--no-texts] [--json] [--trust-remote-code]
 
 For runs with `ledger=true`, also while they train or after a kill. The texts of pairs come from the run's datasets, if
-these can be loaded here; the texts of drawn pairs are in the ledger. docs/metrics.md explains the counts. Exit status:
-0, or 2 if RUN has no ledger. Changes nothing.
+these can be loaded here; the texts of pairs that an online run drew are in the ledger. docs/metrics.md explains the
+counts. Exit status: 0, or 2 if RUN has no ledger. Changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPLITS = {"train": "train", "eval": "test"}  # a split's name in a ledger: its n
 
 
 def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = False) -> Mapping[str, Mapping[str, str]]:
-    """Find the texts of pairs, by example, in the run's datasets.
+    """Find the texts of pairs in the run's datasets, by `pair.example`.
 
     Custom data also needs a tokenizer, as it may hold chats. A tokenizer's own code runs only with
     `trust_remote_code`, whatever the run's config says. Raises InputError if the config is unusable, or the data cannot
@@ -59,7 +59,7 @@ def find_texts(run: Run, pairs: Sequence[Pair], *, trust_remote_code: bool = Fal
         options["tokenizer"] = tokenizer
     texts = {}
     for (split, dataset), wanted_digests in digests.items():
-        # `pairs` has no other kind of example, as only pairs and ranked lists have margins
+        # pairs or ranked lists, as a ledger has only examples with margins
         kind = {"trains_on": run.trains_on or "pairs", "list_pairs": plan.data.list_pairs}
         for prompt in iterate_prompts(get_dataset, [dataset], split, **kind, **options):
             for index in range(len(prompt.examples)):
@@ -87,7 +87,7 @@ def make_lines(summary: LedgerSummary) -> list[str]:
 
 
 def shorten(text: str, *, keep_end: bool) -> str:
-    """Put a text on one line, without start or end if long."""
+    """Put a text on one line, shortened at one end if long."""
     text = " ".join(text.split())
     if len(text) <= LONGEST_TEXT:
         return text

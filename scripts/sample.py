@@ -6,11 +6,11 @@
 CHECKPOINT_OR_DIR is a run's directory (which means its LATEST), one of its step-N, LATEST or BEST, a policy.pt, a
 directory in Hugging Face's format or PEFT's, or a Hub id. The reference is the model that the run started from, or
 `--reference`. The reward of a policy's answer is beta * (log pi - log ref), with the run's beta or `--beta`; for the
-reference's answer, pi is the first policy. An answer depends on `--seed` and the prompt's number, not on its batch.
+reference's answer, pi is the first policy. An answer depends on `--seed` and the prompt's number, not on the batch.
 
 A prompt that is a string is put into the form that the model was trained on: hh is "\\n\\nHuman: ...
-\\n\\nAssistant:", chat the tokenizer's chat template, raw the string as it is. If the form is not known, it is chat if
-the tokenizer has a template, else raw. The script prints the form, and `--format` chooses another.
+\\n\\nAssistant:", chat the tokenizer's chat template, raw the string as it is. If that form is not known, chat is used
+if the tokenizer has a template, else raw. The script prints the form, and `--format` chooses another.
 
 Each record of `--file` has `prompt`: a string, or a list of chat messages; it may have `tools`, which the chat template
 gets. Exit status: 0, 1 if the answers cannot be written, 2 bad input, 130 if Ctrl-C ended a file's answers early.
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # a file that cannot be read raises InputError, so it was a write
+    except OSError as error:  # a file that cannot be read raises InputError, so writing failed
         print(f"error: the answers cannot be written: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -132,21 +132,21 @@ def sample(options: argparse.Namespace) -> None:
     if options.file is None:
         converse(panel, sampling, form_note)
         return
-    prompts = [
-        panel.encode(prompt, f"record {number} of {options.file}", sampling, its_tools)
-        for number, (prompt, its_tools) in enumerate(zip(given_prompts, tools, strict=True), start=1)
+    encoded = [
+        panel.encode(prompt, f"record {number} of {options.file}", sampling, prompt_tools)
+        for number, (prompt, prompt_tools) in enumerate(zip(given_prompts, tools, strict=True), start=1)
     ]
     print(form_note)
-    answer_file(panel, sampling, given_prompts, prompts, out=options.out, batch_size=options.batch_size)
+    answer_file(panel, sampling, given_prompts, encoded, out=options.out, batch_size=options.batch_size)
 
 
 # --- a file of prompts ---------------------------------------------------------------------------------------------
 
 
 def read_prompts(file: Path, out: Path) -> tuple[list[Any], list[Any]]:
-    """Read a file's prompts and the tools of each.
+    """Read a file's prompts and the tools of each, or None.
 
-    Raises InputError if the answers cannot be written.
+    Raises InputError, also if the answers cannot be written to `out`.
     """
     from dpo.data.schema import get_field
     from dpo.data.sources import load_rows
@@ -168,15 +168,15 @@ def read_prompts(file: Path, out: Path) -> tuple[list[Any], list[Any]]:
 
 
 def answer_file(
-    panel: Panel, sampling: Sampling, given_prompts: list[Any], prompts: list[Tokens], *, out: Path, batch_size: int
+    panel: Panel, sampling: Sampling, given_prompts: list[Any], encoded: list[Tokens], *, out: Path, batch_size: int
 ) -> None:
     """Write the answers to each prompt, with rewards and numbers of tokens."""
     from tqdm import tqdm
 
     finite_rewards: dict[str, list[float]] = {}  # by model
     with out.open("w", encoding="utf-8") as file:
-        for start in tqdm(range(0, len(prompts), batch_size), unit="batch", disable=None):
-            batch = prompts[start : start + batch_size]
+        for start in tqdm(range(0, len(encoded), batch_size), unit="batch", disable=None):
+            batch = encoded[start : start + batch_size]
             numbers = range(start, start + len(batch))
             answers_by_prompt = panel.answer(batch, numbers, sampling)
             rewards_by_prompt = panel.rewards(batch, answers_by_prompt)
@@ -187,16 +187,16 @@ def answer_file(
                 texts: dict[str, str | None] = {name: answer.text for name, answer in answers.items()}
                 texts.setdefault("reference", None)  # if there is no reference
                 json_rewards = {name: finite.get(name) for name in rewards}  # null for NaN, infinity and no reward
-                n_tokens = {"prompt": len(prompts[number])} | {name: len(a.tokens) for name, a in answers.items()}
+                n_tokens = {"prompt": len(encoded[number])} | {name: len(a.tokens) for name, a in answers.items()}
                 line = {"prompt": given_prompts[number], **texts, "rewards": json_rewards, "tokens": n_tokens}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
     means = ""
     for name, model_rewards in finite_rewards.items():
         means += f"; mean reward of the {name} {fmean(model_rewards):.4g}"
-        if len(model_rewards) < len(prompts):
+        if len(model_rewards) < len(encoded):
             means += f" over {len(model_rewards)} answers"
-    print(f"{count(len(prompts), 'prompt')} answered in {out}{means}")
+    print(f"{count(len(encoded), 'prompt')} answered in {out}{means}")
 
 
 # --- prompts that are typed ----------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def show_columns(panel: Panel, prompt: Tokens, number: int, sampling: Sampling) 
 
     columns = Columns([side.name for side in panel.sides])
     answers = panel.stream(prompt, number, sampling, lambda name, text: columns.show(name, text.strip()))
-    for name, answer in answers.items():
+    for name, answer in answers.items():  # streamed text may lack an incomplete last character
         columns.show(name, answer.text.strip())
     columns.close([*describe(panel, prompt, answers).values()])
 

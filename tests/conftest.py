@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-# Fixtures import what needs torch: xdist reads this file too, before it starts the processes that run tests.
+# Only fixtures import what needs torch: xdist reads this file too, before starting the processes that run tests.
 os.environ["HF_HUB_OFFLINE"] = "1"
-if "GPU_TEST_CHILD" not in os.environ:  # tests/gpu/conftest.py decides for these
+if "GPU_TEST_CHILD" not in os.environ:  # tests/gpu/conftest.py decides for its child processes
     os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny: threads would wait for each other
 
-gc.disable()  # until tests are collected: nothing that they import is garbage
+gc.disable()  # until tests are collected: nothing that the tests import is garbage
 
 
 def pytest_collection_finish() -> None:
@@ -27,9 +27,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores, as many tests wait.
+    """One process more than there are cores, as many tests wait.
 
-    Each takes a gigabyte of memory.
+    At most 5, as each takes a gigabyte of memory.
     """
     return min(len(os.sched_getaffinity(0)) + 1, 5)
 
@@ -45,7 +45,7 @@ def tokenizer():
 
 @pytest.fixture
 def chat(tokenizer):
-    """A function from a chat template to the tiny tokenizer with it."""
+    """A function that gives a copied tiny tokenizer a chat template."""
 
     def with_template(template: str):
         copied = copy.deepcopy(tokenizer)
@@ -61,7 +61,7 @@ def fake_group(monkeypatch):
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    monkeypatch.setattr("dpo.parallel.mesh._set_pg_timeout", lambda *arguments: None)  # it has no timeout
+    monkeypatch.setattr("dpo.parallel.mesh._set_pg_timeout", lambda *arguments: None)  # the fake group has no timeout
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -86,7 +86,7 @@ def tiny_llama(loaded_tiny_llama):
 def rows(tmp_path_factory) -> Path:
     """Two datasets of 22 training pairs and 8 test pairs each.
 
-    The pairs have 11 prompts: 5 batches of 4 and a rest.
+    Training pairs have 11 prompts, and make 5 batches of 4 and a rest.
     """
     from support.runs import write_rows
 
@@ -109,7 +109,7 @@ def rows(tmp_path_factory) -> Path:
 def finished(rows, tmp_path_factory) -> Callable[..., Path]:
     """The directory of a complete run with these overrides, trained once.
 
-    Compare with it, or copy it. Ask for it before anything is patched.
+    Compare with the run, or copy it. Ask for it before anything is patched.
     """
     from support.runs import small_run, train_here
 
@@ -146,7 +146,7 @@ def run(command):
 
 @pytest.fixture
 def run_and_stop(run, monkeypatch):
-    """The same, stopped by a signal in an update."""
+    """Run train.py's `run` here, stopped by a signal in update `after`."""
     from dpo.reporting.files import FileLogger
     from dpo.system.signals import Stopped
 

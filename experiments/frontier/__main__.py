@@ -8,8 +8,8 @@ are computed by enumeration, and compared with pi* and best-of-N.
 
 Writes `frontier.json` (a row for each policy), `frontier.png` and `frontier-dark.png` to DIR (.cache/frontier), and
 prints tables. The default has the paper's comparison with three seeds; --night all methods with ten seeds on each of
-five tasks; --quick one seed on a third of the pairs. The same command continues a sweep that was stopped.
-`trainer=FSDPTrainer world_size=2` runs it on two processes.
+five tasks; --quick one seed on two fifths of the pairs. The same command continues a sweep that was stopped.
+With `trainer=FSDPTrainer world_size=2` each run of train.py has two processes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SIZES = {
     "tune": Size(pairs=2496, sft_epochs=12, seeds=(100,)),  # a seed that no other run uses
 }
 QUICKLY_MEASURED = 100  # held-out prompts of --quick
-RATES = (5e-4, 1e-3, 2e-3, 4e-3)  # learning rates that --tune tries, each with these numbers of passes
-PASSES = (1, 2, 4)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)  # learning rates that --tune tries
+PASSES = (1, 2, 4)  # over the pairs, each tried with each rate
 
 
 def run_sweeps(
@@ -47,7 +47,7 @@ def run_sweeps(
     noise: float,
     settings: dict[str, dict[str, Any]] | None = None,
 ) -> None:
-    """Make all runs, and write rows, pictures and tables."""
+    """Make all runs, write rows and pictures, and print tables."""
     from experiments.frontier.picture import draw
     from experiments.frontier.reading import tables
 
@@ -58,7 +58,7 @@ def run_sweeps(
         sweep.train_reference()
         sweep.write_preferences(wanted)
         rows += sweep.list_known() + sweep.train_all(wanted)
-        write_rows(out / "frontier.json", rows)  # after each task, as a night is long
+        write_rows(out / "frontier.json", rows)  # after each task, as --night takes long
     for name, dark in (("frontier.png", False), ("frontier-dark.png", True)):
         (out / name).write_bytes(draw(rows, dark=dark))
     print("\n\n".join(tables(rows)))
@@ -90,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.frontier", description=__doc__.split("\n")[0])
     sizes = parser.add_mutually_exclusive_group()
     for option, description in (
-        ("--quick", "smaller: one seed, a third of the pairs"),
+        ("--quick", "smaller: one seed, two fifths of the pairs"),
         ("--night", "larger: all methods, ten seeds on each of five tasks"),
-        ("--tune", "only try learning rates and passes: settings.json"),
+        ("--tune", "only try learning rates and passes, and write the best to settings.json"),
     ):
         sizes.add_argument(option, dest="size", action="store_const", const=option.strip("-"), help=description)
     parser.set_defaults(size="default")
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="P",
         help=f"the share of labels that is flipped in the noisy runs (default: {NOISE}); 0 leaves these runs out",
     )
-    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="only print the tables of written rows")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="only print the tables of these files")
     parser.add_argument("overrides", nargs="*", help="of train.py, such as trainer=FSDPTrainer world_size=2")
     options = parser.parse_intermixed_args(arguments)
     if not 0 <= options.label_noise < 0.5:

@@ -14,7 +14,7 @@ import numpy as np
 from experiments.frontier.task import NONE, Task
 
 AT_ONCE = 3  # prompts whose trees are computed together, so few that a CPU's cache holds them
-IN_ROW = 2  # symbols in which the texts of one row of a tree differ; fewer make more rows, more make longer rows
+IN_ROW = 2  # last symbols, in which texts of one row of a tree differ; fewer make more rows, more make longer rows
 OPTIMAL_BETAS = np.geomspace(50, 0.02, 61)  # of pi*, close together, as the curve is interpolated between them
 
 
@@ -32,13 +32,13 @@ class Tree:
     """All texts of up to `depth` symbols after prompts, in few rows.
 
     A row starts with a prompt and `branch` symbols, and there is a row for every choice of these symbols. The texts of
-    a row share these tokens. For each longer text the row has one more token, its last symbol, which sees only the
-    tokens of its own text. With `ends`, every text but the longest is also followed by EOS.
+    a row share these tokens. For each longer text the row has one more token, the text's last symbol, which sees
+    only the tokens of this text. With `ends`, every text but the longest is also followed by EOS.
     """
 
     def __init__(self, task: Task, *, depth: int, ends: bool) -> None:
         self.n, self.n_prompt, self.branch = task.symbols, task.prompt_length, max(1, depth - IN_ROW)
-        self._tokens: list[int] = []  # of a row, after its prompt and first symbols
+        self._tokens: list[int] = []  # of every row, after the prompt and the `branch` symbols
         n_first = self.n_prompt + self.branch
         self._seen = [*np.tril(np.ones((n_first, n_first), dtype=bool))]  # which tokens each token of a row sees
         # places in a row, by number of symbols: the last tokens of the texts, and EOS after the texts
@@ -63,18 +63,18 @@ class Tree:
         return len(self._seen) - 1
 
     def run(self, model: Any, prompts: Any) -> Any:
-        """Run a model on the rows of all prompts (N, prompt_length)."""
+        """Run a model on the rows of prompts (N, prompt_length), in order."""
         import torch
 
-        n_rows, length = self.n**self.branch, len(self._seen)  # of each prompt
-        first = torch.cartesian_prod(*[torch.arange(self.n)] * self.branch).view(n_rows, self.branch)
-        after = torch.cat([first, torch.tensor(self._tokens, dtype=torch.long).expand(n_rows, -1)], dim=1)
+        n_rows, length = self.n**self.branch, len(self._seen)  # rows of a prompt, and tokens of a row
+        branches = torch.cartesian_prod(*[torch.arange(self.n)] * self.branch).view(n_rows, self.branch)
+        after = torch.cat([branches, torch.tensor(self._tokens, dtype=torch.long).expand(n_rows, -1)], dim=1)
         input_ids = torch.cat([prompts.repeat_interleave(n_rows, 0), after.repeat(len(prompts), 1)], dim=1)
         is_seen = torch.zeros(length, length, dtype=torch.bool)
         for i, seen in enumerate(self._seen):
             is_seen[i, : len(seen)] = torch.from_numpy(seen)
         mask = torch.zeros(length, length).masked_fill(~is_seen, torch.finfo(torch.float32).min)
-        positions = is_seen.sum(-1, keepdim=True).T - 1  # in its own text, (1, length)
+        positions = is_seen.sum(-1, keepdim=True).T - 1  # of each token in its text, (1, length)
         return model(
             input_ids,
             attention_mask=mask.expand(len(input_ids), 1, -1, -1),
@@ -122,7 +122,7 @@ def compute_logps(model: Any, task: Task, prompts: Any) -> Any:
 def compute_scores(trunk: Any, head: Any, task: Task, prompts: Any, *, per_token: bool) -> Any:
     """A reward model's score of every response, (prompts, leaves).
 
-    `head` turns a hidden state into a number. A response's score is that of its last token, or the sum over its tokens
+    `head` turns a token's hidden state into a score. A response's score is its last token's, or the sum over its tokens
     if `per_token`. A shorter response is ended by EOS, which is a token like the others.
     """
     import torch
@@ -141,7 +141,7 @@ def compute_scores(trunk: Any, head: Any, task: Task, prompts: Any, *, per_token
 
 
 def leaf_values(compute: Any, prompts: np.ndarray) -> np.ndarray:
-    """Compute values of all leaves, (prompts, leaves), few prompts at once."""
+    """Compute values of all leaves, (prompts, leaves), AT_ONCE prompts at a time."""
     import torch
 
     with torch.no_grad():
@@ -150,7 +150,7 @@ def leaf_values(compute: Any, prompts: np.ndarray) -> np.ndarray:
 
 
 def leaf_logps(model: Any, task: Task, prompts: np.ndarray) -> np.ndarray:
-    """Log-probability of every response to every prompt, (prompts, leaves)."""
+    """`compute_logps` of any number of prompts, an array (prompts, leaves)."""
     return leaf_values(lambda part: compute_logps(model, task, part), prompts)
 
 
@@ -164,7 +164,7 @@ def draw(model: Any, task: Task, prompts: np.ndarray, rng: np.random.Generator) 
             input_ids = torch.from_numpy(np.where(texts == NONE, 0, texts))  # after EOS any token will do
             logits = model(input_ids).logits[:, -1].double().numpy()
             tokens = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn from the softmax of the logits
-            goes_on &= tokens < task.symbols  # else it is EOS
+            goes_on &= tokens < task.symbols  # the only other token is EOS
             texts = np.concatenate([texts, np.where(goes_on, tokens, NONE)[:, None]], axis=1)
     return texts[:, task.prompt_length :]
 
@@ -194,8 +194,8 @@ def make_point(logps: np.ndarray, reference: np.ndarray, rewards: np.ndarray) ->
 def optimum(beta: float, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     """Log-probabilities of pi*, eq. 4 of arXiv 2305.18290.
 
-    pi*(y | x) = reference(y | x) exp(r(x, y) / beta) / Z(x). With a reward model's scores for `rewards`, it is the
-    best policy that PPO on this reward model could find.
+    pi*(y | x) = pi_ref(y | x) exp(r(x, y) / beta) / Z(x), and `reference` is log pi_ref. With a reward model's scores
+    for `rewards`, pi* is the best policy that PPO on this reward model could find.
     """
     logits = reference + rewards / beta
     logits = logits - logits.max(-1, keepdims=True)  # so that exp does not overflow
@@ -213,7 +213,7 @@ def reweight(scale: float, logps: np.ndarray, reference: np.ndarray) -> np.ndarr
 def best_of_n(n: int, reference: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     """Log-probabilities of the best of n draws from the reference.
 
-    They are -inf for probability 0. Ties are decided at random.
+    A response of probability 0 has -inf. Ties are decided at random.
 
     Let p(w) be the reference's probability of a reward w, and F(w) its probability of at most w. The best draw has
     reward w with probability F(w)^n - (F(w) - p(w))^n, which the responses with this reward share in proportion to the
@@ -268,7 +268,7 @@ class Limit:
         return min(point.reward + beta * (kl - point.kl), float(self.rewards.max(-1).mean()))
 
     def measure(self, logps: np.ndarray, task: Task, *, optimal: bool = False) -> dict[str, float]:
-        """Measure a policy, for its row; `optimal` if it is pi*."""
+        """Measure a policy for its row; `optimal`: the policy is pi*."""
         point = make_point(logps, self.reference, self.rewards)
         probabilities, lengths = np.exp(logps), (task.leaves != NONE).sum(-1)
         return {

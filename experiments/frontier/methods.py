@@ -23,12 +23,12 @@ class Method(NamedTuple):
     passes: int = 4  # over the pairs
     knob: str = "beta"
     noisy: bool = False  # some of its labels are flipped
-    fresh: bool = False  # trains on new responses: each prompt once, in smaller batches for as many updates
+    fresh: bool = False  # uses each prompt once, in smaller batches for as many updates
     pairs: int = BATCH  # of an update; a fresh method divides them by its passes
     examples_per_pair: int = 1
-    between: tuple[float, ...] = ()  # more betas, for `--night`, where the policies of `betas` lie far apart
+    between: tuple[float, ...] = ()  # betas that --night adds where policies of `betas` lie far apart
     core: tuple[float | None, ...] = ()  # the betas of the default sweep, which is the paper's comparison
-    control: bool = False  # also trained where responses differ in length
+    control: bool = False  # also trained on tasks of free length
 
     def list_overrides(self, *, beta: float | None, noise: float, **others: object) -> tuple[str, ...]:
         """List a run's overrides of train.py.
@@ -58,7 +58,7 @@ SIMPO = ("loss=simpo", "loss.beta={beta}", "loss.gamma={gamma}")  # gamma / beta
 APO = ("loss=apo_zero", "loss.beta={beta}", REFERENCE)
 KTO = ("loss=kto", "loss.beta={beta}", "unpair=true", REFERENCE)
 SCORER = ("online.scorer=function", "online.function={scorer}", "online.max_new_tokens={longest}")
-ONLINE = ("online=online", *SCORER, "online.ties=skip")  # a tie here is a response twice, which has no gradient
+ONLINE = ("online=online", *SCORER, "online.ties=skip")  # a tie here is the same response twice: no gradient
 
 IPO_BETAS = (0.5, 0.2, 0.1, 0.03, 0.01)
 REWARD_MODELS = ("rm_last", "rm_tokens")  # runs that train no policy

@@ -38,54 +38,54 @@ WIDTH, HEIGHT = 4.9, 5.6  # inches of a panel
 def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
     """Draw a PNG with lines through means over seeds.
 
-    Dots are policies along the runs of the first seed. Both panels have the same scales. They show the task of fixed
-    length, if it was run.
+    Dots are policies along the runs of the first seed. Both panels have the same scales. Shown are rows of fixed
+    length, or of free length if there are no others.
     """
     theme = DARK if dark else LIGHT
     fixed_length = any(row["fixed_length"] for row in rows)
-    last = select(rows, fixed_length=fixed_length)
-    methods = [method for method in STYLES if method in list_methods(last)]
+    end_rows = select(rows, fixed_length=fixed_length)
+    methods = [method for method in STYLES if method in list_methods(end_rows)]
     along = [row for row in rows if "share" in row and row["fixed_length"] == fixed_length]
     with new_picture(2 * WIDTH, HEIGHT, theme) as picture:
         axes: Any = picture.subplots(1, 2)
-        highest_kl = max(row["kl"] for row in last if row["method"] in methods)
-        _draw_limit(axes[0], last, theme)
-        _draw_best_of_n(axes, last, theme, highest_kl)
+        highest_kl = max(row["kl"] for row in end_rows if row["method"] in methods)
+        _draw_limit(axes[0], end_rows, theme)
+        _draw_best_of_n(axes, end_rows, theme, highest_kl)
         for method in methods:
-            own = [row for row in along if row["method"] == method]
-            _draw_method(axes, last, own, method, theme)
+            method_along = [row for row in along if row["method"] == method]
+            _draw_method(axes, end_rows, method_along, method, theme)
         for axis, title in zip(axes, ("expected true reward", "gap to the optimum"), strict=True):
             axis.set_title(title, loc="left", fontsize=10, color=theme.ink)
             style_axis(axis, theme)
             axis.set_xlim(-0.02 * highest_kl, 1.04 * highest_kl)
-        _set_reward_ranges(axes, last, methods, highest_kl)
+        _set_reward_ranges(axes, end_rows, methods, highest_kl)
         add_legend(picture, axes[0], theme)
         return to_png(picture)
 
 
 def _set_reward_ranges(axes: Any, rows: Sequence[Row], methods: Sequence[str], highest_kl: float) -> None:
-    """Give both panels the same scale: rewards, and gaps to pi*."""
+    """Give the panels of rewards and of gaps the same scale."""
     shown = [row for row in rows if row["method"] in methods]
     rewards = [row["reward"] for row in rows if row["method"] in (*methods, "sft")]
     highest = max(row["reward"] for row in rows if row["kl"] <= 1.1 * highest_kl)
     widest_gap = max(row["most_reward"] - row["reward"] for row in shown)
     span = 1.1 * max(highest - min(rewards), widest_gap)
     axes[0].set_ylim(min(rewards) - 0.05 * span, min(rewards) + 0.95 * span)
-    axes[1].set_ylim(0.95 * span, -0.05 * span)  # better policies are higher in both panels
+    axes[1].set_ylim(0.95 * span, -0.05 * span)  # inverted: better policies are higher in both panels
 
 
 def _average(rows: Sequence[Row], key: str) -> np.ndarray:
-    """Average pi*'s or best-of-N's rows over tasks, in order of KL."""
+    """Average values of pi* or best-of-N over tasks, in increasing order."""
     values: dict[Any, list[float]] = {}
     for row in rows:
         values.setdefault((row["method"], row["beta"]), []).append(row[key])
-    return np.sort([np.mean(own) for own in values.values()])  # reward and KL rise together
+    return np.sort([np.mean(of_tasks) for of_tasks in values.values()])  # reward and KL rise together
 
 
 def _draw_limit(axis: Any, rows: Sequence[Row], theme: Theme) -> None:
     """Draw the reference and pi*."""
-    known = [row for row in rows if row["method"] in ("sft", "pi_star")]
-    kls, rewards = (_average(known, key) for key in ("kl", "reward"))
+    limit_rows = [row for row in rows if row["method"] in ("sft", "pi_star")]
+    kls, rewards = (_average(limit_rows, key) for key in ("kl", "reward"))
     axis.fill_between(kls, rewards, 2 * max(rewards), color=theme.grid, alpha=0.6, linewidth=0)
     axis.text(0.03, 0.95, "no policy can be here", transform=axis.transAxes, va="top", fontsize=8.5, color=theme.muted)
     axis.plot(kls, rewards, color=theme.ink, linewidth=2, label="\N{GREEK SMALL LETTER PI}*, the optimum")

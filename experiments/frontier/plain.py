@@ -1,7 +1,7 @@
 """Methods that train.py does not have, in plain torch.
 
-They are Unlikelihood, REINFORCE, exact RL, and reward models. They train on the sweep's pairs or prompts from its
-reference, with the optimizer and the schedule of the other methods.
+They are Unlikelihood, REINFORCE, exact RL, and reward models. All start from the sweep's reference, and train on its
+pairs or prompts with the optimizer and the schedule of the other methods.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Setting(NamedTuple):
 
 
 class RewardModel(torch.nn.Module):
-    """The reference with a new head, which gives each token a number.
+    """The reference with a new head, which gives each token a score.
 
-    A response's score is that of its last token, or the sum over its tokens if `per_token`.
+    A response's score is its last token's, or the sum over its tokens if `per_token`.
     """
 
     def __init__(self, reference: Any, *, per_token: bool) -> None:
@@ -120,7 +120,7 @@ def token_logps(model: Any, token_ids: torch.Tensor, is_scored: torch.Tensor) ->
 def make_unlikelihood(reference: Any, task: Task, pairs: Pairs, setting: Setting) -> tuple[Any, Loss]:
     """Make a policy and the loss of Unlikelihood.
 
-    It is -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)). The second term is from arXiv 1908.04319.
+    The loss is -log pi(chosen) - alpha sum_t log(1 - pi(rejected token t)). The second term is from arXiv 1908.04319.
     """
     policy, alpha = copy.deepcopy(reference).train(), setting.beta or 0.0
 

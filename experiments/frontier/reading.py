@@ -14,7 +14,7 @@ from experiments.runs import Row
 
 REWARD_KLS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)  # columns of the table of rewards at equal KL
 BUDGETS = np.linspace(0, 5, 51)  # of KL; --tune averages over them
-# 0.975 quantiles of Student's t with 1 to 9 degrees of freedom; with more, the last makes intervals slightly too wide
+# 0.975 quantiles of Student's t with 1 to 9 degrees of freedom; for more, the last makes intervals slightly too wide
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 COVERED = 0.9  # share of the seeds that must have a value for a mean to be shown
 Unit = tuple[int, int]  # task and seed
@@ -59,8 +59,8 @@ def collect_curve(rows: Sequence[Row], method: str) -> Curve:
 
 def most_reward(rows: Sequence[Row], kl: float, task: int = 0) -> float:
     """Reward of a task's pi* at this KL, interpolated between its rows."""
-    known = [row for row in rows if row["method"] in ("sft", "pi_star") and row["task"] == task]
-    kls, rewards = zip(*sorted((row["kl"], row["reward"]) for row in known), strict=True)
+    limit_rows = [row for row in rows if row["method"] in ("sft", "pi_star") and row["task"] == task]
+    kls, rewards = zip(*sorted((row["kl"], row["reward"]) for row in limit_rows), strict=True)
     return float(np.interp(kl, kls, rewards))
 
 
@@ -71,16 +71,16 @@ def find_gaps(curve: Curve, kl: float) -> np.ndarray:
     highest KL of the unit's policies, and below 0.9 times their lowest KL, where it rises steeply from 0.
     """
     gaps = []
-    for kls, own_gaps in zip(curve.kl, curve.limit - curve.reward, strict=True):
+    for kls, unit_gaps in zip(curve.kl, curve.limit - curve.reward, strict=True):
         order = kls.argsort()
         lowest, highest = 0.9 * kls.min(), kls.max()
-        gap = np.interp(kl, [0.0, *kls[order]], [0.0, *own_gaps[order]])  # the reference has KL 0 and no gap
+        gap = np.interp(kl, [0.0, *kls[order]], [0.0, *unit_gaps[order]])  # the reference has KL 0 and no gap
         gaps.append(gap if lowest <= kl <= highest else np.nan)
     return np.array(gaps)
 
 
 def at_equal_kl(curve: Curve, rows: Sequence[Row], kl: float) -> np.ndarray:
-    """Compute each unit's reward at this KL, (units,): pi*'s less its gap."""
+    """Compute each unit's reward at this KL, (units,): pi*'s less the gap."""
     limits = {task: most_reward(rows, kl, task) for task in {task for task, _ in curve.units}}
     return np.array([limits[task] for task, _ in curve.units]) - find_gaps(curve, kl)
 
@@ -133,7 +133,7 @@ def summarize(values: np.ndarray, units: Sequence[Unit], sign: str = "") -> str:
     averaged = values[is_there]
     if len({*tasks}) > 1:
         values_by_task = [values[is_there & (tasks == task)] for task in dict.fromkeys(tasks)]
-        averaged = np.array([own.mean() if len(own) else np.nan for own in values_by_task])
+        averaged = np.array([of_task.mean() if len(of_task) else np.nan for of_task in values_by_task])
     text = mean_and_interval(averaged, sign)
     if text == "-" or is_there.all():
         return text
@@ -145,13 +145,13 @@ def summarize(values: np.ndarray, units: Sequence[Unit], sign: str = "") -> str:
 
 def tables(rows: Sequence[Row]) -> list[str]:
     """Make Markdown tables: planned comparisons, best policies, and rewards at equal KL."""
-    found = [_make_planned_table(rows)]
+    all_tables = [_make_planned_table(rows)]
     for fixed_length in (True, False):
         own_rows = select(rows, fixed_length=fixed_length)
         if list_methods(own_rows):
             name = "fixed length" if fixed_length else "free length"
-            found += [_make_peak_table(own_rows, name), _make_reward_table(own_rows, name)]
-    return [table for table in found if table]
+            all_tables += [_make_peak_table(own_rows, name), _make_reward_table(own_rows, name)]
+    return [table for table in all_tables if table]
 
 
 def _make_planned_table(rows: Sequence[Row]) -> str:
@@ -162,6 +162,7 @@ def _make_planned_table(rows: Sequence[Row]) -> str:
         if {first, second} <= {*list_methods(own_rows)}:
             first_curve, second_curve = (collect_curve(own_rows, method) for method in (first, second))
             assert first_curve.units == second_curve.units  # paired
+            # the first's reward less the second's: each is pi*'s less a gap
             differences = [find_gaps(second_curve, kl) - find_gaps(first_curve, kl) for kl in PLANNED_KLS]
             cells = [summarize(values, first_curve.units, "+") for values in differences]
             lines.append([f"{first} - {second}", _name_length(fixed_length), *cells, ""])
@@ -212,7 +213,7 @@ def _make_reward_table(rows: Sequence[Row], name: str) -> str:
         cells = [summarize(at_equal_kl(curve, rows, kl), curve.units) for kl in REWARD_KLS]
         if set(cells) != {"-"}:
             lines.append([method, *cells])
-    # best-of-N needs no run; in its rows N takes the place of beta
+    # best-of-N needs no run; N takes the place of beta in its curve
     best_rows = [row for row in rows if row["method"].startswith("best_of")]
     best_of = collect_curve([{**row, "method": "best", "beta": row["n"]} for row in best_rows], "best")
     lines.append(["best of N", *(summarize(at_equal_kl(best_of, rows, kl), best_of.units) for kl in REWARD_KLS)])
@@ -226,7 +227,7 @@ def _make_reward_table(rows: Sequence[Row], name: str) -> str:
 
 
 def score_trials(rows: Sequence[Row]) -> dict[str, dict[tuple[float, int], float]]:
-    """Compute `within_budget` by method and trial: learning rate and passes."""
+    """Compute `within_budget` by method and trial (learning rate, passes)."""
     reference = next(row for row in rows if row["method"] == "sft")
     rows_of_trial: dict[tuple[str, float, int], list[Row]] = {}
     for row in rows:
@@ -253,8 +254,9 @@ def format_trials(rows: Sequence[Row]) -> str:
     scores = score_trials(rows)
     trials = [*dict.fromkeys(itertools.chain(*scores.values()))]
     lines = [["method", *(f"{lr:g}, {passes}" for lr, passes in trials)]]
-    for method, own in scores.items():
-        best = max(own.values())
-        cells = (f"**{own[trial]:.3f}**" if own[trial] == best else f"{own[trial]:.3f}" for trial in trials)
+    for method, score_of_trial in scores.items():
+        best = max(score_of_trial.values())
+        ordered = (score_of_trial[trial] for trial in trials)
+        cells = (f"**{score:.3f}**" if score == best else f"{score:.3f}" for score in ordered)
         lines.append([f"`{method}`", *cells])
     return format_table(lines)

@@ -33,7 +33,7 @@ COMMON = (*QUIET, "n_eval_examples=16", "eval_batch_size=16", "eval_every=100000
 def write_model(directory: Path, task: Task) -> None:
     """Write a small Llama without weights, and its tokenizer.
 
-    If all responses have the same length, the model has no EOS: the trainer truncates the EOS of the texts.
+    If all responses have the same length, the model has no EOS: the trainer truncates the texts' EOS.
     """
     import tokenizers
     import transformers
@@ -42,11 +42,11 @@ def write_model(directory: Path, task: Task) -> None:
     vocabulary = {token: i for i, token in enumerate((*letters, EOS))}
     splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=EOS))
     splitter.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")  # a token per letter
-    splitter.decoder = tokenizers.decoders.Fuse()  # joins them without spaces
+    splitter.decoder = tokenizers.decoders.Fuse()  # joins tokens without spaces
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=splitter, eos_token=EOS, pad_token=EOS)
     tokenizer.save_pretrained(directory)
-    end = None if task.fixed_length else vocabulary[EOS]
-    special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": end}
+    eos_id = None if task.fixed_length else vocabulary[EOS]
+    special = {"bos_token_id": None, "eos_token_id": eos_id, "pad_token_id": eos_id}
     config = transformers.LlamaConfig(**MODEL, **special, vocab_size=task.symbols + (0 if task.fixed_length else 1))
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(directory)
@@ -73,7 +73,7 @@ def read_pairs(file: Path, task: Task) -> Pairs:
 
 
 def write_scorer(root: Path, task: Task, seed: int) -> str:
-    """Write a file for `online.function`, and return its name."""
+    """Write a scorer's file; return the value of `online.function`."""
     file = root / "scorers" / f"seed_{seed}.py"
     file.parent.mkdir(exist_ok=True)
     code = f"from experiments.frontier.task import Task, noisy_scorer\n\nscore = noisy_scorer({task}, seed={seed})\n"

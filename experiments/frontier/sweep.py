@@ -33,7 +33,7 @@ from experiments.runs import Job, Row, import_all, iterate_rows, keep_settings, 
 SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
 DRAWS = tuple(2**k for k in range(1, 13))  # the N of best-of-N
 EVALUATED = 16  # pairs that the trainer evaluates at the end of a run
-COURSE = 3  # parts of a run; policies along it are measured after each
+COURSE = 3  # parts of a run; a policy along the run is measured after each part but the last
 
 
 class Size(NamedTuple):
@@ -74,7 +74,7 @@ class Run(NamedTuple):
     def batch(self) -> int:
         """Pairs or prompts of an update."""
         method = METHODS[self.method]
-        if method.fresh:  # as many updates as in `passes` over the pairs, each with fewer prompts
+        if method.fresh:  # as many updates as `passes` over the pairs make, each with fewer prompts
             return max(1, method.pairs // self.passes)
         return method.pairs
 
@@ -95,7 +95,7 @@ class Sweep:
     # --- the reference and the data -----------------------------------------------------------------------------------
 
     def train_reference(self) -> None:
-        """Run SFT on a demonstrator's texts, from which all methods start.
+        """Train all methods' reference by SFT on a demonstrator's texts.
 
         Raises InputError if the directory has runs of other settings.
         """
@@ -183,7 +183,7 @@ class Sweep:
         return [part * i for i in range(1, COURSE)] if run.course and part else []
 
     def finish(self, job: Job, run: Run) -> None:
-        """Train by `plain.py` if need be, measure, and write the rows."""
+        """Train by `plain.py` if train.py did not, measure, and write rows."""
         method, n_updates, course = METHODS[run.method], self.count_updates(run), self.list_course(run)
         rows: list[Row] = []
 
@@ -230,7 +230,7 @@ class Sweep:
             yield self.make_row(f"best_by_{run.method}", run, best, beta=n, n=n)
 
     def train_all(self, wanted: Sequence[Run]) -> list[Row]:
-        """Train all runs. Returns their rows, in the same order."""
+        """Train all runs, and return their rows in the order of `wanted`."""
         run_of_job = {self.make_job(run): run for run in wanted}
 
         def finish(job: Job) -> None:
@@ -247,7 +247,7 @@ class Sweep:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def make_row(self, method: str, run: Run | None, logps: np.ndarray, **others: Any) -> Row:
-        """Make the row of a policy; `run` is what trained it."""
+        """Make the row of a policy; `run`, if any, trained the policy."""
         row = {
             "task": self.task.seed,
             "fixed_length": self.task.fixed_length,
@@ -283,7 +283,7 @@ def _read_ties(job: Job) -> dict[str, float]:
 
 
 def list_runs(size: Size, task: Task, noise: float, settings: dict[str, dict[str, Any]] | None = None) -> list[Run]:
-    """List a sweep's runs; without `noise`, noisy methods are left out.
+    """List a sweep's runs; with `noise` 0, noisy methods are left out.
 
     `settings` has learning rates and passes by method, as `--tune` wrote them; the default is those of `methods.py`.
     """

@@ -74,7 +74,7 @@ class Task:
         """All responses, shorter ones first, (leaves, response_length)."""
         leaves = []
         for length in range(self.shortest, self.response_length + 1):
-            shape = self.symbols**length, length  # also for the empty response
+            shape = self.symbols**length, length  # (1, 0) for the empty response
             responses = np.array([*itertools.product(range(self.symbols), repeat=length)], dtype=int).reshape(shape)
             n_missing = self.response_length - length
             leaves.append(np.pad(responses, ((0, 0), (0, n_missing)), constant_values=NONE))
@@ -134,15 +134,15 @@ class Task:
         """Draw a response of the demonstrator to each prompt, (prompts, response_length).
 
         The demonstrator is a Markov chain: the next symbol depends on the symbol before and on the prompt's first
-        symbol, not on the reward. Unless all responses have the same length, it may stop after each symbol.
+        symbol, not on the reward. Unless all responses have the same length, the chain may stop after each symbol.
         """
         table_rng, n = np.random.default_rng([self.seed, 4]), self.symbols
         by_one_before, by_prompt = table_rng.normal(size=(n, n)), table_rng.normal(size=(n, n))
         responses = np.full((len(prompts), self.response_length), NONE)
-        symbols = prompts[:, -1]  # the last of each prompt, then of each response
+        symbols = prompts[:, -1]  # the last symbol of each prompt, then of each response so far
         goes_on = np.full(len(prompts), True)
         for t in range(self.response_length):
-            if t > 0 and not self.fixed_length:  # no response is empty
+            if t > 0 and not self.fixed_length:  # so no response is empty
                 goes_on &= rng.random(len(prompts)) >= STOP_PROBABILITY
             logits = LOGIT_SCALE * (by_one_before[symbols] + by_prompt[prompts[:, 0]])
             symbols = (logits + rng.gumbel(size=logits.shape)).argmax(-1)  # drawn from the softmax of the logits

@@ -33,8 +33,8 @@ def run(
     sweep = Sweep(out / "hh-runs", model, read_pairs(files)[: size.pairs], size, overrides)
     sweep.prepare()
     data, rows = Data([pair.first_turn for pair in sweep.pairs], sweep.folds), []
-    for found in sweep.train_all(methods):
-        rows += found
+    for run_rows in sweep.train_all(methods):
+        rows += run_rows
         write_rows(out / "hh.json", rows)
         for name, dark in (("hh.png", False), ("hh-dark.png", True)):
             (out / name).write_bytes(draw(rows, data, dark=dark))

@@ -40,7 +40,8 @@ class Pair(NamedTuple):
 def read_pairs(files: Sequence[Path]) -> list[Pair]:
     """Read the distinct pairs of files in HH's form.
 
-    A file has JSON lines, and may be gzipped. Raises InputError for a file or row in another form.
+    A file has JSON lines, and may be gzipped. Rows with equal responses or different prompts are left out. Raises
+    InputError for a file or row in another form.
     """
     pairs: dict[Pair, None] = {}
     for file in files:
@@ -59,7 +60,7 @@ def read_pairs(files: Sequence[Path]) -> list[Pair]:
 
 
 def split_folds(first_turns: Sequence[str], n_folds: int) -> np.ndarray:
-    """Number the fold of each pair, (pairs,).
+    """Find the number of each pair's fold, (pairs,).
 
     Pairs with the same first turn are in one fold. The turns are dealt out in the order of their hashes, each to the
     fold that has the fewest pairs so far. So folds do not depend on the order of the pairs.
@@ -78,8 +79,8 @@ def predict_by_length(tokens: Any, folds: np.ndarray) -> np.ndarray:
     """Margins of chosen over rejected by a regression on length, (pairs,).
 
     `tokens` are the lengths of chosen and rejected, (pairs, 2). A response's score is a weighted sum of its length, log
-    length, and squared log length. A logistic regression on the pairs of the other folds fits the weights. Pairs whose
-    chosen response is longer count as much there as pairs whose chosen response is shorter: otherwise the regression
+    length, and squared log length. A logistic regression on the pairs of the other folds fits the weights. In it, pairs
+    whose chosen response is longer count as much as pairs whose chosen response is shorter: otherwise the regression
     prefers the shorter response in almost every pair.
     """
     tokens = np.asarray(tokens, float)
@@ -89,9 +90,9 @@ def predict_by_length(tokens: Any, folds: np.ndarray) -> np.ndarray:
     _, kinds = np.unique(np.sign(tokens[:, 0] - tokens[:, 1]), return_inverse=True)  # longer, shorter or equal
     margins = np.zeros(len(tokens))
     for fold in np.unique(folds):
-        own, others = folds == fold, folds != fold
-        shares = 1 / np.bincount(kinds[others])[kinds[others]]
-        margins[own] = differences[own] @ fit_logistic(differences[others], shares / shares.sum())
+        in_fold, others = folds == fold, folds != fold
+        shares = 1 / np.bincount(kinds[others])[kinds[others]]  # the same sum for each kind
+        margins[in_fold] = differences[in_fold] @ fit_logistic(differences[others], shares / shares.sum())
     return margins
 
 

@@ -47,33 +47,35 @@ def judge(margins: np.ndarray) -> np.ndarray:
 
 
 def collect(rows: Sequence[Row], method: str) -> dict[float, Evaluation]:
-    """Join the folds of a method, by the share of a run."""
-    own_rows = sorted((row for row in rows if row["method"] == method), key=lambda row: row["fold"])
+    """Join the rows of a method's folds, by share of a run."""
+    method_rows = sorted((row for row in rows if row["method"] == method), key=lambda row: row["fold"])
     evaluations = {}
-    for share in sorted({row["share"] for row in own_rows}):
-        folds = [row for row in own_rows if row["share"] == share]
-        pairs, chosen, rejected, kls = (np.concatenate([row[key] for row in folds]) for key in ("pairs", *ROLES, "kl"))
+    for share in sorted({row["share"] for row in method_rows}):
+        fold_rows = [row for row in method_rows if row["share"] == share]
+        pairs, chosen, rejected, kls = (
+            np.concatenate([row[key] for row in fold_rows]) for key in ("pairs", *ROLES, "kl")
+        )
         evaluations[share] = Evaluation(pairs, chosen, rejected, estimate_mean(kls, range(len(kls))))
     return evaluations
 
 
 def balance(scores: np.ndarray, pairs: np.ndarray, differences: np.ndarray, data: Data) -> Estimate:
-    """Average the accuracies where chosen is shorter and where it is longer.
+    """Average two accuracies: where chosen is shorter, and where it is longer.
 
     `scores` (n,) belong to `pairs` (n,); `differences` are chosen minus rejected tokens, by the number of the pair.
     Pairs of equal lengths do not count. The interval is clustered by first turn.
     """
-    own = differences[pairs]
-    is_counted = own != 0
+    pair_differences = differences[pairs]
+    is_counted = pair_differences != 0
     turns = [data.first_turns[pair] for pair in pairs[is_counted]]
-    return estimate_mean(scores[is_counted], turns, strata=own[is_counted] > 0)
+    return estimate_mean(scores[is_counted], turns, strata=pair_differences[is_counted] > 0)
 
 
 def interpolate(evaluations: Sequence[Evaluation], kl: float) -> np.ndarray | None:
     """Interpolate the score of each pair at this KL, (n,).
 
-    The interpolation is linear in KL along the runs, so the mean is the interpolated accuracy. None if all evaluations
-    have a higher KL, or all a lower one.
+    The interpolation is linear in KL along the runs, so the mean over pairs is the interpolated accuracy. None if all
+    evaluations have a higher KL, or all a lower one.
     """
     ordered = sorted(evaluations, key=lambda evaluation: evaluation.kl.mean)
     kls = [evaluation.kl.mean for evaluation in ordered]
@@ -93,7 +95,7 @@ def list_methods(rows: Sequence[Row]) -> list[str]:
 
 
 class Baselines(NamedTuple):
-    """Held-out pairs of all folds, ranked without preferences."""
+    """Held-out pairs of all folds, ranked by length or the reference alone."""
 
     pairs: np.ndarray  # numbers of the pairs, (n,)
     differences: np.ndarray  # chosen minus rejected tokens, by the number of the pair
@@ -102,12 +104,12 @@ class Baselines(NamedTuple):
 
 def make_baselines(rows: Sequence[Row], data: Data) -> Baselines:
     """Make the baselines from the rows of the method with most folds."""
-    last = [row for row in rows if row["share"] == 1.0]
-    method = max(list_methods(rows), key=lambda method: sum(row["method"] == method for row in last))
-    own = sorted((row for row in last if row["method"] == method), key=lambda row: row["fold"])
+    end_rows = [row for row in rows if row["share"] == 1.0]
+    method = max(list_methods(rows), key=lambda method: sum(row["method"] == method for row in end_rows))
+    fold_rows = sorted((row for row in end_rows if row["method"] == method), key=lambda row: row["fold"])
 
     def join(key: str) -> np.ndarray:
-        return np.concatenate([row[key] for row in own])
+        return np.concatenate([row[key] for row in fold_rows])
 
     pairs = join("pairs")
     tokens = np.stack([join(f"{role}_tokens") for role in ROLES], axis=-1)  # (n, 2)
@@ -137,7 +139,7 @@ def format_tables(rows: Sequence[Row], data: Data) -> str:
 def _find_scores(rows: Sequence[Row], method: str, kl: float) -> dict[str, Scores]:
     """Find a method's scores at END and AT_KL.
 
-    There are none at a KL beyond its runs.
+    AT_KL has none if `kl` is beyond the method's runs.
     """
     evaluations = collect(rows, method)
     end, at_kl = evaluations[1.0], interpolate([*evaluations.values()], kl)
@@ -162,7 +164,8 @@ def _make_method_lines(
         accuracy = balance(judge(margins), baselines.pairs, baselines.differences, data)
         lines.append([name, "", f"{accuracy:.3f}", "", "", f"{len(baselines.pairs)}"])
     for method, scores_by_point in scores.items():
-        end = collect(rows, method)[1.0]
+        end = collect(rows, method)[1.0]  # after the whole run
+        # at END and AT_KL
         accuracies = [f"{_average(found, baselines, data):.3f}" if found else "-" for found in scores_by_point.values()]
         changes = f"{end.chosen.mean():.1f} / {end.rejected.mean():.1f}"
         lines.append([METHODS[method].label, f"{end.kl}", *accuracies, changes, f"{len(end.pairs)}"])
@@ -196,12 +199,12 @@ def _make_difference_lines(
 def draw(rows: Sequence[Row], data: Data, *, dark: bool) -> bytes:
     """Draw a PNG of balanced accuracy against KL along the runs."""
     theme = DARK if dark else LIGHT
-    ranked, differences, baseline_margins = make_baselines(rows, data)
+    baseline_pairs, differences, baseline_margins = make_baselines(rows, data)
     with new_picture(WIDTH, HEIGHT, theme) as picture:
         axis: Any = picture.subplots()
         styles = ((0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
         for line, (name, margins) in zip(styles, baseline_margins.items(), strict=True):
-            accuracy = balance(judge(margins), ranked, differences, data)
+            accuracy = balance(judge(margins), baseline_pairs, differences, data)
             axis.axhline(accuracy.mean, color=theme.muted, linewidth=1.2, linestyle=line, label=name)
         for color, method in zip(theme.colors, METHODS, strict=False):
             if method in list_methods(rows):

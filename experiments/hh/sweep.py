@@ -65,7 +65,7 @@ METHODS = {  # the most informative first
 class Size(NamedTuple):
     """Size of the experiment."""
 
-    folds: int  # number of the N_FOLDS folds for which policies are trained
+    folds: int  # number of the N_FOLDS folds that runs hold out
     pairs: int | None  # number of pairs used; None: all
     batch: int  # pairs of an update
     kl_prompts: int  # held-out prompts of a fold whose answers estimate KL
@@ -134,7 +134,7 @@ class Sweep:
         return Example(tuple(prompt), tuple(map(tuple, responses)))
 
     def list_course(self, fold: int) -> list[int]:
-        """List the numbers of pairs after which a policy is evaluated."""
+        """List how many pairs are trained on before each evaluation."""
         n_updates = int((self.folds != fold).sum()) // self.size.batch
         if n_updates < COURSE:
             raise InputError(f"{len(self.pairs)} pairs are too few for {COURSE} updates: give more")

@@ -2,8 +2,8 @@
 
     python -m experiments.sentiment --model DIR [--quick] [--methods NAMES] [--out DIR] [OVERRIDES OF train.py ...]
 
-The true reward is the sentiment of a continuation by VADER's lexicon (pip install vaderSentiment). A language model's
-own continuations are labelled by it, and DPO, online DPO, IPO and SFT on the chosen train adapters on these labels.
+The true reward is the sentiment of a continuation by VADER's lexicon (pip install vaderSentiment). This reward labels a
+language model's own continuations, and DPO, online DPO, IPO and SFT on the chosen train adapters on these labels.
 docs/language.md describes the task and the estimates.
 
 Writes `sentiment.json` (a row for each policy, after every run), `sentiment.png` and `sentiment-dark.png` to DIR
@@ -29,8 +29,8 @@ def run(out: Path, sweep: Sweep, methods: Sequence[str]) -> None:
 
     sweep.prepare()
     rows = sweep.list_known()
-    for found in sweep.train_all(methods):
-        rows += found
+    for run_rows in sweep.train_all(methods):
+        rows += run_rows
         write_rows(out / "sentiment.json", rows)
         for name, dark in (("sentiment.png", False), ("sentiment-dark.png", True)):
             (out / name).write_bytes(draw(rows, dark=dark))

@@ -66,7 +66,7 @@ def make_scorer(scale: Scale) -> Callable[[Sequence[str], Sequence[str]], list[f
 
 
 def write_scorer(root: Path, scale: Scale) -> str:
-    """Write a file for `online.function`, and return its name."""
+    """Write a scorer's file; return the value of `online.function`."""
     file = root / "scorer.py"
     module = "from experiments.sentiment.data import Scale, make_scorer"
     file.write_text(f"{module}\n\nscore = make_scorer({scale})\n", encoding="utf-8")
@@ -74,7 +74,7 @@ def write_scorer(root: Path, scale: Scale) -> str:
 
 
 def keep_prompt(tokens: Sequence[int], encode: Callable[[str], list[int]], decode: Callable[..., str]) -> str | None:
-    """Decode a prompt; None if short, or its text has other tokens."""
+    """Decode a prompt; None if short, or if encoding changes its tokens."""
     if len(tokens) < PROMPT_TOKENS:
         return None
     prompt = [*tokens[:PROMPT_TOKENS]]
@@ -85,7 +85,7 @@ def keep_prompt(tokens: Sequence[int], encode: Callable[[str], list[int]], decod
 def label_pairs(records: Sequence[dict[str, Any]], rewards: np.ndarray, seed: int) -> list[dict[str, str]]:
     """Label two responses to each prompt by the Bradley-Terry model.
 
-    `rewards` are (prompts, 2). The first is chosen with probability sigmoid(the difference of the rewards).
+    `rewards` are (prompts, 2). The first response is chosen with probability sigmoid(its reward - the other's).
     """
     margins = rewards[:, 0] - rewards[:, 1]
     first_wins = np.random.default_rng(seed).random(len(records)) < 1 / (1 + np.exp(-margins))

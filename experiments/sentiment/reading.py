@@ -36,11 +36,11 @@ def at_kl(rows: Sequence[Row], method: str, kl: float) -> np.ndarray | None:
 
     The interpolation is linear in KL between the reference and the method's policies. None above their highest KL.
     """
-    own = [*list_policies(rows, REFERENCE), *list_policies(rows, method)]
-    kls = [row["kl"] for row in own]
-    if len(own) < 2 or kl > max(kls):
+    policies = [*list_policies(rows, REFERENCE), *list_policies(rows, method)]
+    kls = [row["kl"] for row in policies]
+    if len(policies) < 2 or kl > max(kls):
         return None
-    rewards = np.array([row["rewards"] for row in own]).T  # (prompts, policies)
+    rewards = np.array([row["rewards"] for row in policies]).T  # (prompts, policies)
     return np.array([np.interp(kl, kls, prompt_rewards) for prompt_rewards in rewards])
 
 
@@ -93,13 +93,13 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
             **{"color": theme.muted, "linestyle": (0, (4, 2)), "marker": ".", "label": "best of N"},
         )
         for color, name in zip(theme.colors, METHODS, strict=False):
-            own = list_policies(rows, name)
-            if own:
+            policies = list_policies(rows, name)
+            if policies:
                 axis.errorbar(
-                    [row["kl"] for row in own],
-                    [row["reward"] for row in own],
-                    xerr=[row["kl_half_width"] for row in own],
-                    yerr=[row["reward_half_width"] for row in own],
+                    [row["kl"] for row in policies],
+                    [row["reward"] for row in policies],
+                    xerr=[row["kl_half_width"] for row in policies],
+                    yerr=[row["reward_half_width"] for row in policies],
                     **{"color": color, "marker": MARKERS[name], "markersize": 5, "elinewidth": 1},
                     label=METHODS[name].label,
                 )

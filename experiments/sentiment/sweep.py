@@ -42,7 +42,7 @@ ONLINE = (
 )  # fmt: skip
 BATCH = 16  # pairs or prompts of an update
 SAVE_EVERY = 512  # pairs between checkpoints, from which a killed run goes on
-OVERSAMPLED = 1.4  # factor on the needed prompts and pairs, as some texts have other tokens than were sampled
+OVERSAMPLED = 1.4  # times the needed prompts and pairs: some texts are tokenized to other tokens than were sampled
 PROMPTS_OF_A_JOB = 256
 # seeds of the sampling
 PROMPT_SEED, PAIR_SEED, HELD_OUT_SEED, LABEL_SEED, POLICY_SEED = range(5)
@@ -70,8 +70,8 @@ class Size(NamedTuple):
     pairs: int
     validation: int  # pairs that the trainer evaluates
     held_out: int  # prompts on which policies are measured
-    samples: int  # of a policy for each of them
-    reference_samples: int
+    samples: int  # of a policy for each of these prompts
+    reference_samples: int  # of the reference, likewise
     kl_samples: int  # samples from which KL is estimated
     knobs: int  # values of a method's knob that are run
 
@@ -121,11 +121,11 @@ class Sweep:
         return [
             {
                 "prompt": prompt,
-                "texts": [answer.text for answer in own],
-                "ended": [answer.ended for answer in own],
-                "canonical": all(map(self.is_canonical, own)),
+                "texts": [answer.text for answer in prompt_answers],
+                "ended": [answer.ended for answer in prompt_answers],
+                "canonical": all(map(self.is_canonical, prompt_answers)),
             }
-            for prompt, own in zip(prompts, answers, strict=True)
+            for prompt, prompt_answers in zip(prompts, answers, strict=True)
         ]
 
     # --- prompts and pairs --------------------------------------------------------------------------------------------
@@ -161,14 +161,16 @@ class Sweep:
         n_each = math.ceil(int(OVERSAMPLED * n_wanted) / len(openings))
         answers = language.sample(self.reference, self.tokenizer, openings, sampling, n_samples=n_each)
         texts = []
-        for opening, own in zip(openings, answers, strict=True):
-            for answer in own:
+        for opening, continuations in zip(openings, answers, strict=True):
+            for answer in continuations:
                 tokens = (*opening, *answer.tokens)
                 if self.tokenizer.eos_token_id not in tokens[:PROMPT_TOKENS]:
                     texts.append(data.keep_prompt(tokens, self.encode, self.decode))
         distinct = [*dict.fromkeys(text for text in texts if text is not None)]
         if len(distinct) < n_wanted:
-            raise InputError(f"{self.model} gave {len(distinct)} distinct prompts, and {n_wanted} are needed")
+            raise InputError(
+                f"{self.model} gave {len(distinct)} distinct prompts, and {n_wanted} are needed: give another --model"
+            )
         order = np.random.default_rng(PROMPT_SEED).permutation(len(distinct))[:n_wanted]
         return [distinct[i] for i in order]
 
@@ -195,8 +197,8 @@ class Sweep:
         if len(records) < n_pairs + n_validation:
             raise InputError(
                 f"only {len(records)} of the pairs that {self.model} gave can be used, and {n_pairs + n_validation} "
-                f"are needed: the rest have equal responses, or one with other tokens than were sampled. Give another "
-                f"--model"
+                f"are needed: the rest have equal responses, or a text that is tokenized to other tokens than were "
+                f"sampled. Give another --model"
             )
         records = records[: n_pairs + n_validation]
         sentiments = np.array([[self.sentiment(text) for text in row["texts"]] for row in records])
@@ -256,7 +258,7 @@ class Sweep:
 
     def find_rewards(self, texts: Sequence[Sequence[str]]) -> np.ndarray:
         """True rewards, (prompts, samples)."""
-        return self.scale.standardize([[self.sentiment(text) for text in own] for own in texts])
+        return self.scale.standardize([[self.sentiment(text) for text in prompt_texts] for prompt_texts in texts])
 
     @cached_property
     def reference_rewards(self) -> np.ndarray:

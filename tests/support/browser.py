@@ -24,13 +24,13 @@ import fcntl, os, sys
 for number, pipe in zip((3, 4), [fcntl.fcntl(int(pipe), fcntl.F_DUPFD, 10) for pipe in sys.argv[1:3]]):
     os.dup2(pipe, number)
 os.execv(sys.argv[3], sys.argv[3:])
-"""  # it reads commands from 3 and answers on 4
+"""  # Chromium reads commands from descriptor 3, and answers on 4
 
 
 class Browser:
     """A page of Chromium.
 
-    `events` are the messages that it sent by itself.
+    `events` are the messages that Chromium sent unasked.
     """
 
     def __init__(self, commands: int, answers: int) -> None:
@@ -59,7 +59,7 @@ class Browser:
             self.events.append(answer)
 
     def open(self, page: Path, *, width: int, dark: bool = False) -> None:
-        """Show a page on a screen of so many pixels."""
+        """Show a page on a screen of this width in pixels."""
         self.events.clear()
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
@@ -80,7 +80,7 @@ class Browser:
         return [json.dumps(event["params"]) for event in self.events if event["method"] in kinds]
 
     def requests(self) -> list[str]:
-        """URLs that the page asked for, except data that it holds."""
+        """URLs that the page asked for, except `data:` URLs."""
         sent = [
             event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"
         ]
@@ -106,20 +106,20 @@ class Browser:
 def browser() -> Iterator[Browser]:
     """A Chromium that ends with the block."""
     assert CHROMIUM is not None
-    to_read, commands = os.pipe()
-    answers, to_write = os.pipe()
+    chromium_in, commands = os.pipe()
+    answers, chromium_out = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         program = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe"]
-        command = [sys.executable, "-c", AS_3_AND_4, str(to_read), str(to_write), *program]
+        command = [sys.executable, "-c", AS_3_AND_4, str(chromium_in), str(chromium_out), *program]
         process = subprocess.Popen(
             command,
-            pass_fds=(to_read, to_write),
+            pass_fds=(chromium_in, chromium_out),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(to_read)
-        os.close(to_write)
+        os.close(chromium_in)
+        os.close(chromium_out)
         try:
             yield Browser(commands, answers)
         finally:

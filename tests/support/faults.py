@@ -21,8 +21,8 @@ from support.warm import Python
 
 def start_run(overrides: list[str], fault: Callable[[], None] | None = None, **environment: str) -> Python:
     """`python train.py OVERRIDES` in a session of its own, beside the test."""
-    own = make_environment(**environment)
-    return Python("train.py", *overrides, environment=own, merge=True, session=True, fault=fault)
+    environment = make_environment(**environment)
+    return Python("train.py", *overrides, environment=environment, merge=True, session=True, fault=fault)
 
 
 def start_interpreter(
@@ -31,7 +31,7 @@ def start_interpreter(
     """`python ARGUMENTS` in a new interpreter and a session of its own."""
 
     def begin() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # wherever the tests run
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests may run with SIGINT ignored
         prepare()
 
     return subprocess.Popen(
@@ -74,7 +74,7 @@ def _name(argument: Any) -> Any:
 
 
 def at_update(number: int, act: Callable[[], Any]) -> None:
-    """Call `act` in the middle of the update after this many."""
+    """Call `act` in the middle of update `number` + 1."""
     from trainers import BasicTrainer
 
     clip = BasicTrainer.clip_gradient
@@ -88,26 +88,26 @@ def at_update(number: int, act: Callable[[], Any]) -> None:
 
 
 def kill_after_update(number: int) -> None:
-    """SIGKILL this process in the middle of the update after this many."""
+    """SIGKILL this process in the middle of update `number` + 1."""
     at_update(number, partial(signal.raise_signal, signal.SIGKILL))
 
 
 def run_out_of_memory_at(number: int) -> None:
-    """Ask torch for too much memory in the update after this many."""
+    """Ask torch for too much memory in update `number` + 1."""
     import torch
 
     at_update(number, partial(torch.empty, 10**13))
 
 
 def swallow_signal_in(place: str, number: int) -> None:
-    """Let a signal come in `MODULE:NAME`, which swallows what is raised."""
+    """Let a signal come in `MODULE:NAME`, which swallows the handler's exception."""
     call_before(place, partial(signal.raise_signal, number))
 
 
 def call_before(place: str, act: Callable[[], Any]) -> None:
     """Call `act` before the first call of `MODULE:NAME`.
 
-    What it raises is swallowed.
+    An exception of `act` is swallowed.
     """
     module, _, names = place.partition(":")
     *path, name = names.split(".")
@@ -125,6 +125,6 @@ def call_before(place: str, act: Callable[[], Any]) -> None:
 
 
 def limit_file_size(n_bytes: int) -> None:
-    """Let longer files fail to be written, as on a full disk."""
+    """Let writes beyond this size fail, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))

@@ -1,6 +1,6 @@
 """Sizes, models, data and runs of the tests in `tests/gpu`.
 
-On a GPU they measure models of a useful size; without one they run small, which only shows that they run.
+On a GPU the tests measure models of a useful size. Without a GPU the models are small, which only shows that tests run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pick(full: Choice, quick: Choice, small: Choice) -> Choice:
 
 
 def skip_without_compiler() -> None:
-    """Skip a test whose kernels Triton compiles, where it cannot."""
+    """Skip a test if Triton cannot compile the test's kernels."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         pytest.skip("Triton needs a C compiler: install gcc, or set CC")
     headers = Path(sysconfig.get_path("include"))
@@ -68,7 +68,7 @@ class HostReads(TorchDispatchMode):
         self.number = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.index.Tensor:  # with booleans it looks for those that are true
+        if function is torch.ops.aten.index.Tensor:  # for a boolean index the host waits for the number of True
             self.number += any(index is not None and index.dtype == torch.bool for index in args[1])
         self.number += function in self.waits
         return function(*args, **(kwargs or {}))
@@ -152,8 +152,8 @@ class Process:
     def __init__(self, folder: Path, name: str, *arguments: str, **environment: str) -> None:
         self.name, self.log = name, folder / f"{name}.log"
         environment = make_environment(**environment)
-        if GPU and environment.get("CUDA_VISIBLE_DEVICES") != "":  # as many threads as in training
-            environment.pop("OMP_NUM_THREADS")
+        if GPU and environment.get("CUDA_VISIBLE_DEVICES") != "":
+            environment.pop("OMP_NUM_THREADS")  # as many threads as in training
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, *arguments],
@@ -173,7 +173,7 @@ class Process:
         return ([line.strip() for line in self.text.splitlines() if line.strip()] or ["no output"])[-1][:300]
 
     def wait(self, seconds: float = 600) -> int | None:
-        """The exit status; None, with the process killed, if it takes longer."""
+        """The exit status; None after these seconds, with the process killed."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -181,7 +181,7 @@ class Process:
             return None
 
     def done(self) -> Self:
-        """Wait until it has ended well."""
+        """Wait for the process, which must end well."""
         status = self.wait()
         assert status == 0, f"{self.name} ended with status {status}: {self.text[-3000:]}"
         return self
@@ -221,7 +221,7 @@ def wait_until(there: Callable[[], Any], seconds: float = 60) -> bool:
 
 
 def train_here(folder: Path, name: str, *overrides: str) -> None:
-    """Run `train.work` in this process; a test patches the trainer."""
+    """Run `train.work` in this process, where a test can patch the trainer."""
     import torch.distributed as dist
 
     import train

@@ -9,7 +9,7 @@ from support.records import evaluation, rewards, update, write_run
 
 
 def row(example: str, number: int, split: str, chosen: float, rejected: float, tokens: tuple[int, int]) -> dict:
-    """A visit with these differences of policy and reference; beta is 0.1."""
+    """A visit whose responses have these log-ratios; beta is 0.1."""
     return {
         **dict.fromkeys(SCHEMA.names, 0),
         **{"example": example, "dataset": "hh", "update": number, "epoch": 0, "split": split, "truncated": False},
@@ -20,7 +20,7 @@ def row(example: str, number: int, split: str, chosen: float, rejected: float, t
 
 
 def with_ledger(folder: Path, rows: list[dict]) -> Path:
-    """Write a run whose last evaluation averages the rows of split eval."""
+    """Write a run with this ledger, and always the same metrics."""
     run = write_run(folder, [update(1), update(2), evaluation(2, 0.6, **rewards("eval", 0.1, -0.05))])
     schema = make_schema(rows[0] if rows else SCHEMA.names)
     begin(run / "ledger.arrows", schema)

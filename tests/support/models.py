@@ -17,7 +17,7 @@ from dpo.data.examples import Example
 from dpo.models.layouts import Padded
 from dpo.models.pretrained import disable_dropout
 
-VOCABULARY = 101  # a prime: divides by no number of processes
+VOCABULARY = 101  # a prime: no number of processes divides it
 COMMON = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -63,7 +63,7 @@ def build(
 ) -> transformers.PreTrainedModel:
     """A small model with the same weights at every call.
 
-    `family`: a name of FAMILIES, or what gives a config. On the meta device there are no weights.
+    `family`: a name of FAMILIES, or a function that makes a config. On the meta device there are no weights.
     """
     config = FAMILIES[family]() if isinstance(family, str) else family()
     torch.manual_seed(0)
@@ -77,9 +77,9 @@ def build(
 
 
 def batch_of(rows: int, length: int = 12, *, shared: bool = False) -> dict[str, torch.Tensor]:
-    """Random pairs with prompts of 5 tokens, every second response padded.
+    """Random pairs with prompts of 5 tokens, every second pair padded.
 
-    `shared`: some have texts in common.
+    `shared`: some pairs have texts in common.
     """
     generator = torch.Generator().manual_seed(3)
     batch = {}
@@ -104,7 +104,7 @@ def list_examples(rows: int, length: int = 12, *, shared: bool = False) -> list[
 
 
 def plain_logps(model: Any, examples: list[Example]) -> torch.Tensor:
-    """Log-probabilities of the responses by the plain path.
+    """Log-probabilities of the responses, by one padded forward pass.
 
     Shape (2, B): chosen and rejected; (1, B) for SFT targets.
     """
@@ -140,7 +140,7 @@ def save_reward_model(
 ) -> str:
     """Write a random sequence classification model with a tokenizer.
 
-    `settings` are of its config.
+    `settings` go into the model's config.
     """
     config = REWARD_MODELS[family]()
     config.update({"vocab_size": len(tokenizer), "num_labels": 1, **settings})
@@ -156,4 +156,4 @@ def save_reward_model(
     return str(folder)
 
 
-logging.getLogger("transformers").setLevel(logging.ERROR)  # about token ids that a tiny vocabulary lacks
+logging.getLogger("transformers").setLevel(logging.ERROR)  # no warnings about token ids that a tiny vocabulary lacks

@@ -24,7 +24,7 @@ SHARED = ROOT.parent / "shared"  # real data and more golden runs, on the mainta
 
 
 def make_environment(**more: str) -> dict[str, str]:
-    """Without network, W&B key and settings of Hydra."""
+    """The environment of a run, without network, W&B key and Hydra settings."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "HYDRA"))}
     return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **more}
 
@@ -81,7 +81,7 @@ def assert_alike(run_dir: Path, other: Path, tolerance: float = 1e-5) -> None:
 
 
 def assert_gone(pids: list[int], within: float = 10) -> None:
-    """None of these processes is there any more, or soon."""
+    """Wait until none of these processes runs; fail if one stays."""
     deadline = time.monotonic() + within
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, f"of {pids}, some are still there"
@@ -96,7 +96,7 @@ def is_running(pid: int) -> bool:
 
 
 def write_rows(path: Path, rows: list) -> Path:
-    """One JSON object per line."""
+    """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -156,7 +156,7 @@ def write_chats(folder: Path) -> Path:
                 )
             )
             asked = [{**bad, "content": "Where?"}, ask]
-            # one begins with a call, one with an answer, and of some pairs both have calls
+            # chosen begins with a call, rejected with an answer; in some pairs both have calls
             chosen, rejected = [*looked, good], [*asked, *looked, bad] if i % 3 else [bad]
             rows.append({"prompt": [ask], "chosen": chosen, "rejected": rejected, "tools": tools})
         write_rows(folder / f"{split}.jsonl", rows)
@@ -185,7 +185,7 @@ def run_here(overrides: list[str]) -> None:
 
 
 def train_here(overrides: list[str]) -> None:
-    """Train in this process, or in several if a trainer is named."""
+    """Train in this process, or in others if a trainer is named."""
     if any(override.startswith("trainer=") for override in overrides):
         result = train(*overrides)
         assert result.returncode == 0, result.stderr
@@ -221,7 +221,7 @@ def golden_command(golden: dict, data: str, run_dir: str) -> list[str]:
     settings = {k: v for k, v in golden["config"].items() if k != "loss"}
     loss = dict(golden["config"]["loss"])
     name = loss.pop("name")
-    if name == "ipo":  # the reference reads dpo's keys there and does not use them
+    if name == "ipo":  # the reference code reads dpo's other keys for ipo too, and ignores them
         loss = {"beta": loss["beta"]}
     return [
         f"loss={name}",

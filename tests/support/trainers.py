@@ -18,7 +18,7 @@ from trainers import BasicTrainer
 
 
 def compose(folder: Path, run: str, *overrides: str) -> DictConfig:
-    """The config of a short run on the words."""
+    """The config of a short run on the data of tests/golden/words."""
     return runs.compose(
         *("exp_name=test", f"local_run_dir={folder / run}", f"local_dirs=[{folder}]"),
         *(f"model.name_or_path={GOLDEN / 'tiny-llama'}", "model.reference_dtype=float32", "datasets=[hh]"),
@@ -41,9 +41,9 @@ def next_batch(trainer: BasicTrainer) -> Batch:
 
 
 def updates(trainer: BasicTrainer, n: int = 2) -> list[dict[str, float]]:
-    """The metrics of so many updates, and of an evaluation after them."""
+    """The metrics of `n` updates, without times, then of an evaluation."""
     trainer.check_and_score_reference()
-    found = [trainer.train_step(next_batch(trainer)).metrics for _ in range(n)]
+    lines = [trainer.train_step(next_batch(trainer)).metrics for _ in range(n)]
     of_eval = trainer.evaluator.metrics().means()
-    timeless = [{k: v for k, v in line.items() if "second" not in k and "memory" not in k} for line in found]
+    timeless = [{k: v for k, v in line.items() if "second" not in k and "memory" not in k} for line in lines]
     return [*timeless, of_eval]

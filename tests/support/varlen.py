@@ -28,9 +28,9 @@ def list_segments(
     scale: float,
     window_size: list[int],
 ) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
-    """Yield each segment's queries, keys, these keys' values per query head, and probabilities (H, n, m).
+    """Yield each segment's slices of queries and keys, its keys (m, H, D), and probabilities (H, n, m).
 
-    The last query of a segment is that of its last key, as in FlashAttention.
+    A segment's last query and last key are of the same token, as in FlashAttention.
     """
     for (start, end), (first, last) in zip(pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True):
         n, m = end - start, last - first
@@ -38,7 +38,7 @@ def list_segments(
         assert n <= m <= longest[1]
         queries, keys = slice(start, end), slice(first, last)
         k = key[keys].float().repeat_interleave(query.shape[1] // key.shape[1], 1)  # (m, H, D)
-        back = torch.arange(m - n, m)[:, None] - torch.arange(m)
+        back = torch.arange(m - n, m)[:, None] - torch.arange(m)  # places from a query back to a key, (n, m)
         left, right = window_size
         seen = (back >= -right) & ((back <= left) | (left < 0))
         scores = torch.einsum("nhd,mhd->hnm", query[queries].float(), k) * scale
@@ -61,9 +61,9 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output (L, H, D); the statistics that the backward pass of a real kernel needs are empty."""
     out, scale = torch.empty_like(query), query.shape[-1] ** -0.5 if scale is None else scale
-    longest, groups = (max_q, max_k), query.shape[1] // key.shape[1]
+    longest, heads_per_key = (max_q, max_k), query.shape[1] // key.shape[1]
     for queries, keys, _, p in list_segments(query, key, cu_seq_q, cu_seq_k, longest, scale, window_size):
-        v = value[keys].float().repeat_interleave(groups, 1)
+        v = value[keys].float().repeat_interleave(heads_per_key, 1)
         out[queries] = torch.einsum("hnm,mhd->nhd", p, v).to(out.dtype)
     return out, torch.empty(0), torch.empty(0)
 
@@ -91,12 +91,12 @@ def attend_backward(
     for queries, keys, k, p in list_segments(query, key, cu_seq_q, cu_seq_k, longest, scale, window_size):
         q, g = query[queries].float(), grad[queries].float()
         v = value[keys].float().repeat_interleave(q.shape[1] // kv_heads, 1)
-        of_p = torch.einsum("nhd,mhd->hnm", g, v)
-        of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * scale
-        grads[0][queries] = torch.einsum("hnm,mhd->nhd", of_scores, k).to(query.dtype)
+        grad_p = torch.einsum("nhd,mhd->hnm", g, v)
+        grad_scores = p * (grad_p - (grad_p * p).sum(-1, keepdim=True)) * scale
+        grads[0][queries] = torch.einsum("hnm,mhd->nhd", grad_scores, k).to(query.dtype)
         # summed over the query heads that share a key
         for grad_of, of_head in zip(
-            grads[1:], (torch.einsum("hnm,nhd->mhd", of_scores, q), torch.einsum("hnm,nhd->mhd", p, g)), strict=True
+            grads[1:], (torch.einsum("hnm,nhd->mhd", grad_scores, q), torch.einsum("hnm,nhd->mhd", p, g)), strict=True
         ):
             grad_of[keys] = of_head.unflatten(1, (kv_heads, -1)).sum(2).to(grad_of.dtype)
     return grads[0], grads[1], grads[2]

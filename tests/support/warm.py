@@ -1,9 +1,9 @@
 """Python processes that start in no time.
 
 They are forked from one that has imported what a run needs. `Python` does what `python ARGUMENTS` does, with an
-environment, a directory and output of its own, and `launch` what `dpo.system.launching.launch` does. The workers that
-they start are forked too. They cannot show how an interpreter starts: what a test promises of imports, of signals
-before them and of spawned workers needs real processes.
+environment, a directory and output of its own, and `launch` what `dpo.system.launching.launch` does. The workers of
+both are forked too. Forked processes cannot show how an interpreter starts: a test of imports, of signals before
+imports or of spawned workers needs real processes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CONTEXT.set_forkserver_preload(
 class Python:
     """`python ARGUMENTS` without a terminal, with methods of subprocess.Popen.
 
-    `session`: it leads a session, as a command in a terminal does. `merge`: errors go where output goes. `fault`: a
-    function that is called in the process first.
+    `session`: the process leads a session, as a command in a terminal does. `merge`: errors go where output goes.
+    `fault`: a function that is called in the process first.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Python:
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """All that it printed, and its errors, once it has ended."""
+        """Wait for the end, and return all output and all errors."""
         self.wait(timeout)
         return self._out.read_text(), self._err.read_text()
 
@@ -105,7 +105,7 @@ def launch(
 ) -> None:
     """`dpo.system.launching.launch` in a process of its own, with forked workers.
 
-    `constants` of its module are changed there. Raises what it raises.
+    `constants` of `launching` are changed in that process. Raises what the original raises.
     """
     receiver, sender = CONTEXT.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -144,16 +144,16 @@ class Setting(NamedTuple):
         os.environ.clear()
         os.environ.update(self.environment)
         torch.set_num_threads(1)
-        # torch's thread pool does not survive a fork; the first two threads to ask for a new one at once would race
+        # torch's thread pool does not survive a fork; the first two threads to ask for a new pool at once would race
         os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # wherever the tests run
-        multiprocessing.process._parent_process = None  # it is nobody's worker
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run with SIGINT ignored
+        multiprocessing.process._parent_process = None  # this process is nobody's worker
         start_method = "spawn" if torch.cuda.is_available() else "fork"  # CUDA works in no forked process
         importlib.import_module("dpo.system.launching").START_METHOD = start_method
 
 
 def redirect(out: Path, err: Path) -> None:
-    """Send output and errors to files; nothing comes in."""
+    """Send output and errors to files; the input is empty."""
     appending = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for number, (path, flags) in enumerate(((Path(os.devnull), os.O_RDONLY), (out, appending), (err, appending))):
         os.dup2(os.open(path, flags), number)
