@@ -236,7 +236,7 @@ def train(
     resume_from: Path | None,
 ) -> None:
     """Make the trainer, which loads the models and a checkpoint, and train."""
-    from dpo.models.loading import find_following, model_loaders
+    from dpo.models.loading import find_following_reference, model_loaders
     from dpo.models.weights import load_archive
     from dpo.training.memory import explain_out_of_memory
 
@@ -249,7 +249,9 @@ def train(
             policy, reference = models
             if resume_from is not None and plan.lora is None:  # the trainer itself loads an adapter
                 load_archive(policy, str(resume_from))
-            saved_reference = find_following(plan, resume_from)  # weights of a reference that follows the policy
+            saved_reference = find_following_reference(
+                plan, resume_from
+            )  # weights of a reference that follows the policy
             if reference is not None and saved_reference:
                 load_archive(reference, saved_reference)
         trainer = find_trainer(plan)(

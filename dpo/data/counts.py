@@ -183,10 +183,11 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
     if updates_per_epoch == 0:
         return 0, examples
     if n_examples is not None:
-        # an epoch that reaches n_examples within its whole batches is cut off, and drops nothing
+        # dropped examples count towards n_examples, but only a whole batch ends the run; the epoch in which it does so
+        # is cut off, and drops nothing
         uncut_epochs = max(0, ceil((n_examples - updates_per_epoch * batch_size) / examples))
         if n_epochs is None or uncut_epochs < n_epochs:
-            # the batch that reaches n_examples is the last one; at least one batch always runs
+            # 1 if dropped examples of the epoch before reached n_examples: then the next batch ends the run
             updates_in_cut_epoch = max(1, ceil((n_examples - uncut_epochs * examples) / batch_size))
             return uncut_epochs * updates_per_epoch + updates_in_cut_epoch, uncut_epochs * dropped_per_epoch
     return n_epochs * updates_per_epoch, n_epochs * dropped_per_epoch

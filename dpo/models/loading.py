@@ -122,7 +122,7 @@ def notes_on_base(plan: Plan) -> list[str]:
     ]
 
 
-def find_following(plan: Plan, resume_from: Path | None) -> Path | None:
+def find_following_reference(plan: Plan, resume_from: Path | None) -> Path | None:
     """The checkpoint's file with the reference, if it follows the policy.
 
     `resume_from` is the checkpoint's directory, or None for a run that is not resumed.
@@ -183,7 +183,7 @@ def model_loaders(
     load_policy_base = partial(load, plan.model.policy_dtype, policy_archive)
     if plan.reference != "model":
         return load_policy_base, None
-    reference_archive = find_following(plan, resume_from) or archive
+    reference_archive = find_following_reference(plan, resume_from) or archive
     return load_policy_base, partial(load, plan.reference_dtype, reference_archive)
 
 

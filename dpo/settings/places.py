@@ -56,7 +56,9 @@ class Source:
         columns, data_format = value.get("columns") or {}, value.get("format")
         if (columns or data_format) and name in list_built_in():
             setting = f"columns={columns}" if columns else f"format={data_format}"
-            raise InputError(f"{key}.{setting}: {name} has columns of its own; choose another name for your data")
+            raise InputError(
+                f"{key}.{setting}: the built-in dataset {name} has fixed columns; choose another name for your data"
+            )
         if data_format is not None and data_format not in DATA_FORMATS:
             raise InputError(f"{key}.format={data_format} is not one of {', '.join(DATA_FORMATS)}")
         if columns and data_format:

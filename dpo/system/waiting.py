@@ -66,7 +66,7 @@ def _heartbeat_key(rank: int) -> str:
 
 @contextmanager
 def sending_heartbeats(beat_secs: float = BEAT_SECS) -> Iterator[None]:
-    """Send heartbeats to waiting ranks inside, from a thread."""
+    """Send heartbeats from a thread, within the block, to waiting ranks."""
     done, store, key = threading.Event(), default_store(), _heartbeat_key(dist.get_rank())
 
     def beat() -> None:

@@ -41,7 +41,8 @@ class Tree:
         self._tokens: list[int] = []  # of every row, after the prompt and the `branch` symbols
         n_first = self.n_prompt + self.branch
         self._seen = [*np.tril(np.ones((n_first, n_first), dtype=bool))]  # which tokens each token of a row sees
-        # places in a row, by number of symbols: the last tokens of the texts, and EOS after the texts
+        # _last_places[t] has the places, in a row, of the last tokens of its texts of t symbols: up to t = branch there
+        # is one such text. _end_places[t] has those of EOS after these texts; without `ends` it is empty
         self._last_places = [[self.n_prompt - 1 + t] for t in range(self.branch + 1)]
         self._end_places: list[list[int]] = []
         for _ in range(self.branch, depth):

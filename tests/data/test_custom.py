@@ -98,7 +98,7 @@ def test_columns_may_have_other_names(tokenizer, chat):
     with pytest.raises(InputError, match=r"mine\.columns has the fields promt: give fields of pairs"):
         get_custom(rows, "mine", tokenizer, {"promt": "question"})
     sources = {"hh": {"path": "x", "columns": RENAMED}}
-    with pytest.raises(InputError, match=r"dataset_sources\.hh\.columns=.*: hh has columns of its own"):
+    with pytest.raises(InputError, match=r"dataset_sources\.hh\.columns=.*: the built-in dataset hh has fixed columns"):
         next(get_batch_iterator(["hh"], tokenizer, n_epochs=1, dataset_sources=sources))
 
 

@@ -135,8 +135,11 @@ REFUSED = [
         "dataset_sources.a={path:a,format:hh,columns:{chosen:b}}",
         "dataset_sources.a has columns={'chosen': 'b'} and format=hh, which names columns too: give one",
     ),
-    ("dataset_sources.hh={path:a,format:alpaca}", "dataset_sources.hh.format=alpaca: hh has columns of its own; choo"),
-    ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'}: hh has columns of"),
+    (
+        "dataset_sources.hh={path:a,format:alpaca}",
+        "dataset_sources.hh.format=alpaca: the built-in dataset hh has",
+    ),
+    ("dataset_sources.hh={path:a,columns:{chosen:b}}", "dataset_sources.hh.columns={'chosen': 'b'}: the built-in"),
     # --- keys that contradict each other
     ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by gradient_accumulation_steps"),
     (
