@@ -249,9 +249,7 @@ def train(
             policy, reference = models
             if resume_from is not None and plan.lora is None:  # the trainer itself loads an adapter
                 load_archive(policy, str(resume_from))
-            saved_reference = find_following_reference(
-                plan, resume_from
-            )  # weights of a reference that follows the policy
+            saved_reference = find_following_reference(plan, resume_from)
             if reference is not None and saved_reference:
                 load_archive(reference, saved_reference)
         trainer = find_trainer(plan)(

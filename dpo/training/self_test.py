@@ -132,9 +132,8 @@ def _check_forwards(
             )
     difference = _find_largest({name: values - eval_logps[name] for name, values in train_logps.items()})
     epsilon = torch.finfo(repeat_dtype or train_logps["chosen"].dtype).eps
-    if difference > MAX_EPSILONS * epsilon * max(
-        1.0, _find_largest(train_logps)
-    ):  # at least 1: a reward model gives rewards, which may be near 0
+    size = max(1.0, _find_largest(train_logps))  # at least 1: a reward model gives rewards, which may be near 0
+    if difference > MAX_EPSILONS * epsilon * size:
         raise InputError(
             f"self-test: train-mode and eval-mode log-probabilities differ by {difference:.3g}: "
             f"{type(policy).__name__} is random in train mode: disable dropout or router noise in its config"
