@@ -425,7 +425,7 @@ def test_keys_that_save_communication_are_recommended_while_they_fit(on_gpus, mo
     need = predict_peak(plan, data).total()
     for gpu, expected in (
         (10**12, both),
-        ((need + 3 * PARAMETERS) / 0.85, r"with fsdp_reshard_after_forward=false \([^(]*\)$"),
+        ((need + 3 * PARAMETERS) / 0.85, r"less: fsdp_reshard_after_forward=false \([^(]*\)$"),
         (need, None),
     ):
         plan, data = on_gpus("fsdp_frozen_weights=whole", gpu=gpu)
