@@ -64,7 +64,7 @@ def test_a_sweep_over_experiments_is_a_run_of_each(tmp_path):
     short = ("batch_size=4", "n_examples=8", "do_first_eval=false", "n_eval_examples=4", "eval_batch_size=4")
     names = ("shp_pythia28_sft", "hh_pythia28_dpo")
     result = train(
-        "-m", f"experiment={','.join(names)}", *small, *short, "model.archive=null", "local_dirs=[.]",
+        "-m", f"experiment={','.join(names)}", *small, *short, "model.archive=null", f"local_dirs=[{tmp_path}]",
         f"local_run_dir={tmp_path}/runs", f"hydra.sweep.dir={tmp_path}/hydra",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
