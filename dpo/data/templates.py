@@ -320,7 +320,8 @@ def _list_parts(messages: Messages) -> Iterator[str]:
 def _find_dropped(messages: Messages, rendered: str) -> str:
     """Find words of messages that a rendered text lacks.
 
-    Returns the beginning of the first text that is not there as a whole; empty if all texts are there.
+    Returns what the first incomplete text lacks: its beginning, up to the longest end of the text that is there, and
+    then to the end of a word. Empty if all texts are there.
     """
 
     def is_there(text: str) -> bool:  # as it is, or as a template writes JSON
@@ -328,9 +329,10 @@ def _find_dropped(messages: Messages, rendered: str) -> str:
 
     texts = (text.strip() for text in _list_parts(messages))
     text = next((text for text in texts if not is_there(text)), "")
-    length = bisect_left(range(len(text)), True, key=lambda start: is_there(text[start:]))  # the rest is in `rendered`
-    rest_of_word = takewhile(lambda character: not character.isspace(), text[length:])
-    return text[:length] + "".join(rest_of_word)
+    # bisection, as with an end of the text every shorter end is there too
+    n_lacking = bisect_left(range(len(text)), True, key=lambda start: is_there(text[start:]))
+    rest_of_word = takewhile(lambda character: not character.isspace(), text[n_lacking:])
+    return text[:n_lacking] + "".join(rest_of_word)
 
 
 def _remove_final_eos(text: str, eos: str | None) -> str:

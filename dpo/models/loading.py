@@ -173,10 +173,10 @@ def model_loaders(
     stays_on_cpu = plan.trainer.multi_process or plan.trainer.cuts_layers or plan.quantized
     device_map = None if stays_on_cpu else choose_device_map(plan.gpus)
 
-    def load(dtype: str, archive: Path | None) -> Any:
+    def load(dtype: str, weights_path: Path | None) -> Any:
         if rank != 0:
             return find_structure(plan, dtype)
-        return load_base(plan, DTYPES[dtype], archive, device_map=device_map)
+        return load_base(plan, DTYPES[dtype], weights_path, device_map=device_map)
 
     # a checkpoint with an adapter has no weights of the base
     policy_archive = resume_from if resume_from and plan.lora is None else archive
