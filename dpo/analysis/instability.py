@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-# a spike is above SPIKE_RATIO times the median of the last 100 values, and above LARGEST_RATIO times the largest value
+# a spike is above SPIKE_RATIO times the median of the last N_TYPICAL values, and above LARGEST_RATIO times the largest value
 # before it, other spikes aside. The second condition is for late updates: once most pairs are learned, a small batch
 # has the loss of its worst pair, and many values are far above the median. With an exponential tail, a value exceeds
 # 3 times the largest of the n values before it with a probability of 6 / ((n + 1) (n + 2) (n + 3))
 SPIKE_RATIO, LARGEST_RATIO = 10.0, 3.0
+N_TYPICAL = 100  # values whose median is the typical one
 FIRST_BLOCK = 100  # values in the first block of `RecentLargest`
 FEWEST_VALUES = 20  # values before the first possible spike; their mean sets the scale for FAINT
 FAINT = 0.01  # a value below this fraction of the mean of the first 20 values is not a spike
@@ -80,7 +81,7 @@ class InstabilityDetector:
         self.start = start
         self.first: dict[str, float] = {}  # mean of each metric's first 20 values
         self.largest: dict[str, RecentLargest] = {}  # by metric; spikes are not added
-        self._earlier: dict[str, deque[float]] = {name: deque(maxlen=100) for name in ("grad_norm", "loss/train")}
+        self._earlier: dict[str, deque[float]] = {name: deque(maxlen=N_TYPICAL) for name in ("grad_norm", "loss/train")}
         updates_with_fewest_pairs = math.ceil(FEWEST_PAIRS / batch_size) if batch_size > 0 else FEWEST_PAIRS
         self._long_window = max(FEWEST_UPDATES, updates_with_fewest_pairs)
         self._losses = deque[float](maxlen=self._long_window)
@@ -101,10 +102,9 @@ class InstabilityDetector:
         self.start = Means(*state["start"]) if state["start"] else None
         self.first = dict(state["first"])
         self.largest = {name: RecentLargest(**largest) for name, largest in state["largest"].items()}
-        for name, values in state["earlier"].items():
-            self._earlier[name].extend(values)
-        self._losses.extend(state["losses"])
-        self._margins.extend(state["margins"])
+        self._earlier = {name: deque(values, maxlen=N_TYPICAL) for name, values in state["earlier"].items()}
+        self._losses = deque(state["losses"], maxlen=self._long_window)
+        self._margins = deque(state["margins"], maxlen=self._long_window)
 
     def find_spike(self, name: str, value: float) -> float | None:
         """Add a gradient norm or loss; return its ratio if it spikes.
