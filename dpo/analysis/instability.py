@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-# a spike is above SPIKE_RATIO times the median of the last N_TYPICAL values, and above LARGEST_RATIO times the largest value
-# before it, other spikes aside. The second condition is for late updates: once most pairs are learned, a small batch
-# has the loss of its worst pair, and many values are far above the median. With an exponential tail, a value exceeds
-# 3 times the largest of the n values before it with a probability of 6 / ((n + 1) (n + 2) (n + 3))
+# a spike is above SPIKE_RATIO times the median of the last N_TYPICAL values, and above LARGEST_RATIO times the largest
+# value before it, other spikes aside. The second condition is for late updates: once most pairs are learned, a small
+# batch has the loss of its worst pair, and many values are far above the median. With an exponential tail, a value
+# exceeds 3 times the largest of the n values before it with a probability of 6 / ((n + 1) (n + 2) (n + 3))
 SPIKE_RATIO, LARGEST_RATIO = 10.0, 3.0
 N_TYPICAL = 100  # values whose median is the typical one
 FIRST_BLOCK = 100  # values in the first block of `RecentLargest`
