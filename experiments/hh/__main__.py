@@ -1,4 +1,4 @@
-"""Cross-fitted accuracy on HH, balanced over length, and at equal KL.
+"""Cross-fitted accuracy on HH, balanced over lengths, and at equal KL.
 
     python -m experiments.hh --model DIR --pairs FILE [FILE ...] [--quick] [--methods NAMES] [--out DIR]
         [OVERRIDES OF train.py ...]
@@ -28,11 +28,11 @@ def run(
     out: Path, model: Path, files: Sequence[Path], size: Size, methods: Sequence[str], overrides: Sequence[str]
 ) -> None:
     """Make all runs; write rows and pictures after each, and print tables."""
-    from experiments.hh.reading import Data, draw, format_tables
+    from experiments.hh.reading import draw, format_tables, make_data
 
     sweep = Sweep(out / "hh-runs", model, read_pairs(files)[: size.pairs], size, overrides)
-    sweep.prepare()
-    data, rows = Data([pair.first_turn for pair in sweep.pairs], sweep.folds), []
+    rows = sweep.prepare()
+    data = make_data(sweep, rows)
     for run_rows in sweep.train_all(methods):
         rows += run_rows
         write_rows(out / "hh.json", rows)

@@ -1,4 +1,4 @@
-"""Pairs of HH, folds by first turn, and predictions by length.
+"""Pairs of HH, folds by first turn, and predictions without a model.
 
 Imports no torch.
 """
@@ -8,16 +8,20 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from dpo.errors import InputError
 from preference_datasets import extract_anthropic_prompt
 
-RIDGE = 1e-3  # keeps the weights of the regression finite
+LENGTH_RIDGE = 1e-3  # keeps the weights finite
+WORDS_RIDGE = 1e-2  # of features whose mean square is 1 / pairs
+N_NEWTON = 10  # steps of a regression
+WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*|[^\w\s]")
 
 
 class Pair(NamedTuple):
@@ -75,33 +79,54 @@ def split_folds(first_turns: Sequence[str], n_folds: int) -> np.ndarray:
     return np.array([fold_of_turn[turn] for turn in first_turns])
 
 
-def predict_by_length(tokens: Any, folds: np.ndarray) -> np.ndarray:
+def predict_by_length(differences: np.ndarray, folds: np.ndarray) -> np.ndarray:
     """Margins of chosen over rejected by a regression on length, (pairs,).
 
-    `tokens` are the lengths of chosen and rejected, (pairs, 2). A response's score is a weighted sum of its length, log
-    length, and squared log length. A logistic regression on the pairs of the other folds fits the weights. In it, pairs
-    whose chosen response is longer count as much as pairs whose chosen response is shorter: otherwise the regression
-    prefers the shorter response in almost every pair.
+    `differences` are chosen minus rejected tokens, (pairs,). A logistic regression on the pairs of the other folds fits
+    a weighted sum of a difference, its sign, and the logarithm of its size.
     """
-    tokens = np.asarray(tokens, float)
-    features = np.stack((tokens, np.log(tokens), np.log(tokens) ** 2), axis=-1)  # (pairs, 2, 3)
-    differences = features[:, 0] - features[:, 1]
-    differences /= differences.std(0)
-    _, kinds = np.unique(np.sign(tokens[:, 0] - tokens[:, 1]), return_inverse=True)  # longer, shorter or equal
-    margins = np.zeros(len(tokens))
+    sign = np.sign(differences)
+    features = np.stack((sign, differences, sign * np.log1p(np.abs(differences))), axis=-1)
+    scales = np.maximum(np.sqrt((features**2).mean(0)), 1e-9)  # 0 if all lengths are equal
+    return _cross_fit(features / scales, folds, LENGTH_RIDGE)
+
+
+def predict_by_words(pairs: Sequence[Pair], folds: np.ndarray) -> np.ndarray:
+    """Margins of chosen over rejected by a regression on words, (pairs,).
+
+    A logistic regression on the pairs of the other folds fits a weight for each word and punctuation mark; a response's
+    score is the sum of the weights of those it contains.
+    """
+    words: dict[str, int] = {}  # numbers of the words
+    entries = []  # (pair, word, 1 if only chosen has it, -1 if only rejected has it)
+    for number, pair in enumerate(pairs):
+        chosen, rejected = (set(WORD.findall(text.lower())) for text in (pair.chosen, pair.rejected))
+        for word in sorted(chosen ^ rejected):
+            entries.append((number, words.setdefault(word, len(words)), 1 if word in chosen else -1))
+    rows, columns, values = np.array(entries).T
+    differences = np.zeros((len(pairs), len(words)), np.float32)
+    differences[rows, columns] = values
+    # the same regression with one feature per pair, as there are more words than pairs
+    products = (differences @ differences.T).astype(float)
+    eigenvalues, vectors = np.linalg.eigh(products / np.diag(products).mean())
+    return _cross_fit(vectors * np.sqrt(np.maximum(eigenvalues, 0)), folds, WORDS_RIDGE)
+
+
+def _cross_fit(differences: np.ndarray, folds: np.ndarray, ridge: float) -> np.ndarray:
+    """Predict each fold's margins by a regression on the other folds, (pairs,)."""
+    margins = np.zeros(len(differences))
     for fold in np.unique(folds):
-        in_fold, others = folds == fold, folds != fold
-        shares = 1 / np.bincount(kinds[others])[kinds[others]]  # the same sum for each kind
-        margins[in_fold] = differences[in_fold] @ fit_logistic(differences[others], shares / shares.sum())
+        margins[folds == fold] = differences[folds == fold] @ fit_logistic(differences[folds != fold], ridge)
     return margins
 
 
-def fit_logistic(differences: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Fit w to maximize the weighted mean of log sigmoid(w x), (features,)."""
-    weights = np.zeros(differences.shape[1])
-    for _ in range(50):  # Newton's steps
+def fit_logistic(differences: np.ndarray, ridge: float) -> np.ndarray:
+    """Fit w to maximize mean log sigmoid(w x) - ridge / 2 |w|^2, (features,)."""
+    n, size = differences.shape
+    weights = np.zeros(size)
+    for _ in range(N_NEWTON):
         p = 1 / (1 + np.exp(-differences @ weights))
-        gradient = differences.T @ (shares * (1 - p)) - RIDGE * weights
-        curvature = (differences.T * (shares * p * (1 - p))) @ differences + RIDGE * np.eye(len(weights))
+        gradient = differences.T @ (1 - p) / n - ridge * weights
+        curvature = (differences.T * (p * (1 - p) / n)) @ differences + ridge * np.eye(size)
         weights += np.linalg.solve(curvature, gradient)
     return weights

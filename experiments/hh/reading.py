@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpo.analysis.curves import DARK, LIGHT
-from experiments.hh.pairs import predict_by_length
-from experiments.hh.sweep import METHODS, ROLES
+from experiments.hh.pairs import predict_by_length, predict_by_words
+from experiments.hh.sweep import METHODS, REFERENCE, ROLES, Sweep
 from experiments.reading import Estimate, add_legend, estimate_mean, format_table, new_picture, style_axis, to_png
 from experiments.runs import Row
 
 COMPARED = "dpo-0.1"  # with which the other methods and the baselines are compared, as planned
 END, AT_KL = "at the end", "at equal KL"  # points of the runs at which methods are compared
 MARKERS = {"dpo-0.1": "o", "ipo-0.1": "^", "dpo-0.5": "s", "kto-0.1": "D", "dpo-0.05": "v"}
+STYLES = ((0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (7, 2)))  # of the baselines' lines
 WIDTH, HEIGHT = 6.4, 5.2  # inches
-Scores = dict[int, float]  # by the number of the pair
+MAX_BINS, PAIRS_PER_BIN = 8, 30  # bins of length differences
+Scores = Mapping[int, float]  # by the number of the pair: 1 if ranked right, 0 if wrong
 
 
 class Evaluation(NamedTuple):
@@ -29,21 +31,38 @@ class Evaluation(NamedTuple):
     kl: Estimate
 
     @property
-    def scores(self) -> np.ndarray:
-        """Scores of the pairs, (n,); see `judge`."""
-        return judge(self.chosen - self.rejected)
+    def scores(self) -> Scores:
+        return judge(self.pairs, self.chosen - self.rejected)
 
 
 class Data(NamedTuple):
-    """First turns and folds, by the number of the pair."""
+    """The pairs, by their numbers, and how they are ranked without training."""
 
     first_turns: Sequence[str]
     folds: np.ndarray
+    differences: np.ndarray  # chosen minus rejected tokens
+    baselines: Mapping[str, Scores]  # by their names
 
 
-def judge(margins: np.ndarray) -> np.ndarray:
-    """Score margins: 1 if positive, 0 if negative, 1/2 if 0."""
-    return (np.sign(margins) + 1) / 2
+def make_data(sweep: Sweep, rows: Sequence[Row]) -> Data:
+    """Make the baselines of a sweep from its pairs and the reference's rows."""
+    tokens = np.array([[len(ids) for ids in sweep.encode(n).responses] for n in range(len(sweep.pairs))])  # (pairs, 2)
+    reference = [row for row in rows if row["method"] == REFERENCE]
+    scored = np.concatenate([row["pairs"] for row in reference])
+    logps = np.stack([np.concatenate([row[role] for row in reference]) for role in ROLES], axis=-1)  # (n, 2)
+    differences, everything = tokens[:, 0] - tokens[:, 1], np.arange(len(tokens))
+    baselines = {
+        "length, logistic regression": judge(everything, predict_by_length(differences, sweep.folds)),
+        "words, logistic regression": judge(everything, predict_by_words(sweep.pairs, sweep.folds)),
+        "log ref, sum": judge(scored, logps @ [1, -1]),
+        "log ref, mean over tokens": judge(scored, logps / tokens[scored] @ [1, -1]),
+    }
+    return Data([pair.first_turn for pair in sweep.pairs], sweep.folds, differences, baselines)
+
+
+def judge(pairs: np.ndarray, margins: np.ndarray) -> Scores:
+    """Score the pairs' margins: 1 if positive, 0 if negative, 1/2 if 0."""
+    return dict(zip(pairs.tolist(), (np.sign(margins) + 1) / 2, strict=True))
 
 
 def collect(rows: Sequence[Row], method: str) -> dict[float, Evaluation]:
@@ -59,157 +78,122 @@ def collect(rows: Sequence[Row], method: str) -> dict[float, Evaluation]:
     return evaluations
 
 
-def balance(scores: np.ndarray, pairs: np.ndarray, differences: np.ndarray, data: Data) -> Estimate:
-    """Average two accuracies: where chosen is shorter, and where it is longer.
+def average(scores: Scores, data: Data) -> Estimate:
+    """Mean score, clustered by first turn."""
+    return estimate_mean([*scores.values()], [data.first_turns[pair] for pair in scores])
 
-    `scores` (n,) belong to `pairs` (n,); `differences` are chosen minus rejected tokens, by the number of the pair.
-    Pairs of equal lengths do not count. The interval is clustered by first turn.
+
+def balance(scores: Scores, data: Data) -> Estimate:
+    """Mean score, with as many pairs of longer as of shorter chosen response.
+
+    Pairs are sorted into bins of equal size by |chosen - rejected tokens|. In a bin, pairs whose chosen response is
+    longer count as much as pairs whose chosen response is shorter, and all bins count alike. So ranking by the length
+    difference alone scores 1/2, whatever the rule. Pairs of equal lengths, and bins without pairs of both kinds, do not
+    count. The interval is clustered by first turn.
     """
-    pair_differences = differences[pairs]
-    is_counted = pair_differences != 0
-    turns = [data.first_turns[pair] for pair in pairs[is_counted]]
-    return estimate_mean(scores[is_counted], turns, strata=pair_differences[is_counted] > 0)
+    pairs = np.array([pair for pair in scores if data.differences[pair] != 0])
+    sizes, is_longer = np.abs(data.differences[pairs]), data.differences[pairs] > 0
+    n_bins = int(np.clip(len(pairs) // PAIRS_PER_BIN, 1, MAX_BINS))
+    edges = np.quantile(sizes, np.arange(1, n_bins) / n_bins)
+    bins = np.searchsorted(edges, sizes, side="right")
+    is_counted = np.isin(bins, bins[is_longer]) & np.isin(bins, bins[~is_longer])
+    counted = pairs[is_counted].tolist()
+    turns = [data.first_turns[pair] for pair in counted]
+    return estimate_mean([scores[pair] for pair in counted], turns, strata=(2 * bins + is_longer)[is_counted])
 
 
-def interpolate(evaluations: Sequence[Evaluation], kl: float) -> np.ndarray | None:
-    """Interpolate the score of each pair at this KL, (n,).
+def interpolate(evaluations: Sequence[Evaluation], kl: float) -> Scores:
+    """Interpolate the score of each pair at this KL.
 
-    The interpolation is linear in KL along the runs, so the mean over pairs is the interpolated accuracy. None if all
+    The interpolation is linear in KL along the runs, so the mean over pairs is the interpolated accuracy. Empty if all
     evaluations have a higher KL, or all a lower one.
     """
     ordered = sorted(evaluations, key=lambda evaluation: evaluation.kl.mean)
     kls = [evaluation.kl.mean for evaluation in ordered]
     if not kls[0] <= kl <= kls[-1]:
-        return None
-    scores = np.array([evaluation.scores for evaluation in ordered])  # (evaluations, n)
-    return np.array([np.interp(kl, kls, pair_scores) for pair_scores in scores.T])
+        return {}
+    scores = [evaluation.scores for evaluation in ordered]
+    return {pair: float(np.interp(kl, kls, [part[pair] for part in scores])) for pair in scores[0]}
 
 
 def choose_kl(rows: Sequence[Row]) -> float:
     """Choose the highest KL that all methods reach."""
-    return min(collect(rows, method)[1.0].kl.mean for method in list_methods(rows))
+    return min(max(e.kl.mean for e in collect(rows, method).values()) for method in list_methods(rows))
 
 
 def list_methods(rows: Sequence[Row]) -> list[str]:
     return [method for method in METHODS if any(row["method"] == method for row in rows)]
 
 
-class Baselines(NamedTuple):
-    """Held-out pairs of all folds, ranked by length or the reference alone."""
-
-    pairs: np.ndarray  # numbers of the pairs, (n,)
-    differences: np.ndarray  # chosen minus rejected tokens, by the number of the pair
-    margins: dict[str, np.ndarray]  # by the name of the baseline, (n,)
-
-
-def make_baselines(rows: Sequence[Row], data: Data) -> Baselines:
-    """Make the baselines from the rows of the method with most folds."""
-    end_rows = [row for row in rows if row["share"] == 1.0]
-    method = max(list_methods(rows), key=lambda method: sum(row["method"] == method for row in end_rows))
-    fold_rows = sorted((row for row in end_rows if row["method"] == method), key=lambda row: row["fold"])
-
-    def join(key: str) -> np.ndarray:
-        return np.concatenate([row[key] for row in fold_rows])
-
-    pairs = join("pairs")
-    tokens = np.stack([join(f"{role}_tokens") for role in ROLES], axis=-1)  # (n, 2)
-    logps = np.stack([join(f"reference_{role}") for role in ROLES], axis=-1)
-    means = logps / tokens
-    margins = {
-        "length, logistic regression": predict_by_length(tokens, data.folds[pairs]),
-        "log ref, sum": logps[:, 0] - logps[:, 1],
-        "log ref, mean over tokens": means[:, 0] - means[:, 1],
-    }
-    differences = np.zeros(len(data.folds), int)
-    differences[pairs] = tokens[:, 0] - tokens[:, 1]
-    return Baselines(pairs, differences, margins)
-
-
 def format_tables(rows: Sequence[Row], data: Data) -> str:
     """Make the tables of methods and of planned differences."""
-    kl, baselines = choose_kl(rows), make_baselines(rows, data)
+    kl = choose_kl(rows)
     scores = {method: _find_scores(rows, method, kl) for method in list_methods(rows)}
-    tables = (
-        _make_method_lines(rows, data, baselines, scores, kl),
-        _make_difference_lines(data, baselines, scores, kl),
-    )
-    return "\n\n".join(format_table(lines) for lines in tables if len(lines) > 1)
+    tables = [_make_method_lines(rows, data, scores, kl)]
+    if COMPARED in scores:
+        tables.append(_make_difference_lines(data, scores, kl))
+    return "\n\n".join(format_table(lines) for lines in tables)
 
 
 def _find_scores(rows: Sequence[Row], method: str, kl: float) -> dict[str, Scores]:
-    """Find a method's scores at END and AT_KL.
-
-    AT_KL has none if `kl` is beyond the method's runs.
-    """
+    """Find a method's scores at END and AT_KL."""
     evaluations = collect(rows, method)
-    end, at_kl = evaluations[1.0], interpolate([*evaluations.values()], kl)
-    pairs = end.pairs.tolist()
-    return {
-        END: dict(zip(pairs, end.scores, strict=True)),
-        AT_KL: {} if at_kl is None else dict(zip(pairs, at_kl, strict=True)),
-    }
-
-
-def _average(scores: Scores, baselines: Baselines, data: Data) -> Estimate:
-    pairs = np.array([*scores])
-    return balance(np.array([*scores.values()]), pairs, baselines.differences, data)
+    return {END: evaluations[1.0].scores, AT_KL: interpolate([*evaluations.values()], kl)}
 
 
 def _make_method_lines(
-    rows: Sequence[Row], data: Data, baselines: Baselines, scores: Mapping[str, Mapping[str, Scores]], kl: float
+    rows: Sequence[Row], data: Data, scores: Mapping[str, Mapping[str, Scores]], kl: float
 ) -> list[list[str]]:
     """Make the lines of the table of baselines and methods."""
-    lines = [["", "KL", "balanced accuracy", f"at KL {kl:.2f}", "change of log pi, chosen / rejected", "pairs"]]
-    for name, margins in baselines.margins.items():
-        accuracy = balance(judge(margins), baselines.pairs, baselines.differences, data)
-        lines.append([name, "", f"{accuracy:.3f}", "", "", f"{len(baselines.pairs)}"])
-    for method, scores_by_point in scores.items():
+    lines = [
+        ["", "KL", "accuracy", "balanced accuracy", f"balanced, at KL {kl:.2f}", "change of log pi, chosen / rejected"]
+    ]
+    for name, ranked in data.baselines.items():
+        lines.append([name, "", f"{average(ranked, data):.3f}", f"{balance(ranked, data):.3f}", "", ""])
+    for method, by_point in scores.items():
         end = collect(rows, method)[1.0]  # after the whole run
-        # at END and AT_KL
-        accuracies = [f"{_average(found, baselines, data):.3f}" if found else "-" for found in scores_by_point.values()]
+        accuracies = [f"{average(by_point[END], data):.3f}"]
+        accuracies += [f"{balance(by_point[point], data):.3f}" if by_point[point] else "-" for point in (END, AT_KL)]
         changes = f"{end.chosen.mean():.1f} / {end.rejected.mean():.1f}"
-        lines.append([METHODS[method].label, f"{end.kl}", *accuracies, changes, f"{len(end.pairs)}"])
+        lines.append([METHODS[method].label, f"{end.kl}", *accuracies, changes])
     return lines
 
 
-def _make_difference_lines(
-    data: Data, baselines: Baselines, scores: Mapping[str, Mapping[str, Scores]], kl: float
-) -> list[list[str]]:
+def _make_difference_lines(data: Data, scores: Mapping[str, Mapping[str, Scores]], kl: float) -> list[list[str]]:
     """Make the lines of the table of planned differences."""
-    lines = [["difference of balanced accuracies", END, f"at KL {kl:.2f}", "pairs"]]
-    if COMPARED not in scores:
-        return lines
-    all_scores: dict[str, Mapping[str, Scores]] = dict(scores)
-    for name, margins in baselines.margins.items():
-        all_scores[name] = {END: dict(zip(baselines.pairs.tolist(), judge(margins), strict=True)), AT_KL: {}}
+    lines = [["difference of balanced accuracies", END, "fold by fold", f"at KL {kl:.2f}"]]
+    baselines: dict[str, Mapping[str, Scores]] = {
+        name: {END: found, AT_KL: {}} for name, found in data.baselines.items()
+    }
     comparisons = [(method, COMPARED) for method in scores if method != COMPARED]
-    comparisons += [(COMPARED, baseline) for baseline in baselines.margins]
+    comparisons += [(COMPARED, baseline) for baseline in baselines]
     for first, second in comparisons:
-        cells, n_pairs = [], 0
-        for point in (END, AT_KL):
-            first_scores, second_scores = all_scores[first][point], all_scores[second][point]
-            pairs = sorted(first_scores.keys() & second_scores.keys())
-            changes = {pair: first_scores[pair] - second_scores[pair] for pair in pairs}
-            cells.append(f"{_average(changes, baselines, data):+.3f}" if changes else "-")
-            n_pairs = max(n_pairs, len(pairs))
-        lines.append([f"{first} - {second}", *cells, f"{n_pairs}"])
+        firsts, seconds = scores[first], {**scores, **baselines}[second]
+        end, at_kl = (_subtract(firsts[point], seconds[point]) for point in (END, AT_KL))
+        folds = sorted({int(data.folds[pair]) for pair in end})
+        by_fold = [{pair: change for pair, change in end.items() if data.folds[pair] == fold} for fold in folds]
+        cells = [f"{balance(end, data):+.3f}", " ".join(f"{balance(changes, data).mean:+.2f}" for changes in by_fold)]
+        lines.append([f"{first} - {second}", *cells, f"{balance(at_kl, data):+.3f}" if at_kl else "-"])
     return lines
+
+
+def _subtract(first: Scores, second: Scores) -> Scores:
+    """Subtract the scores of the pairs that both have."""
+    return {pair: first[pair] - second[pair] for pair in sorted(first.keys() & second.keys())}
 
 
 def draw(rows: Sequence[Row], data: Data, *, dark: bool) -> bytes:
     """Draw a PNG of balanced accuracy against KL along the runs."""
     theme = DARK if dark else LIGHT
-    baseline_pairs, differences, baseline_margins = make_baselines(rows, data)
     with new_picture(WIDTH, HEIGHT, theme) as picture:
         axis: Any = picture.subplots()
-        styles = ((0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
-        for line, (name, margins) in zip(styles, baseline_margins.items(), strict=True):
-            accuracy = balance(judge(margins), baseline_pairs, differences, data)
-            axis.axhline(accuracy.mean, color=theme.muted, linewidth=1.2, linestyle=line, label=name)
+        for style, (name, scores) in zip(STYLES, data.baselines.items(), strict=True):
+            accuracy = balance(scores, data)
+            axis.axhline(accuracy.mean, color=theme.muted, linewidth=1.2, linestyle=style, label=name)
         for color, method in zip(theme.colors, METHODS, strict=False):
             if method in list_methods(rows):
                 along = [*collect(rows, method).values()]
-                accuracies = [balance(e.scores, e.pairs, differences, data) for e in along]
+                accuracies = [balance(evaluation.scores, data) for evaluation in along]
                 axis.errorbar(
                     [e.kl.mean for e in along],
                     [accuracy.mean for accuracy in accuracies],
@@ -220,6 +204,6 @@ def draw(rows: Sequence[Row], data: Data, *, dark: bool) -> bytes:
                 )
         style_axis(axis, theme)
         axis.set_xlim(left=0)
-        axis.set_title("held-out accuracy, balanced over length", loc="left", fontsize=10, color=theme.ink)
+        axis.set_title("held-out accuracy, balanced over lengths", loc="left", fontsize=10, color=theme.ink)
         add_legend(picture, axis, theme)
         return to_png(picture)

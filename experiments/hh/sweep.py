@@ -39,6 +39,7 @@ from experiments.runs import (
 )
 
 ROLES = ("chosen", "rejected")
+REFERENCE = "reference"  # method of the reference's rows
 COURSE = 3  # parts of a run; the policy is evaluated after each
 MAX_LENGTH, MAX_PROMPT = 1024, 512
 N_FOLDS = 5
@@ -86,10 +87,11 @@ class Sweep:
     def folds(self) -> np.ndarray:
         return split_folds([pair.first_turn for pair in self.pairs], N_FOLDS)
 
-    def prepare(self) -> None:
+    def prepare(self) -> list[Row]:
         """Write the folds' datasets, and score their pairs with the reference.
 
-        Raises InputError if the directory has runs of other settings or pairs.
+        Returns a row for each fold that is held out: the numbers of its pairs, and log ref of each by role. Raises
+        InputError if the directory has runs of other settings or pairs.
         """
         if len({*self.folds}) < N_FOLDS:
             raise InputError(f"{len(self.pairs)} pairs do not fill {N_FOLDS} folds: give more")
@@ -105,20 +107,18 @@ class Sweep:
 
         def score(job: Job) -> None:
             examples = [self.encode(number) for number in self.list_pairs(jobs[job])]
-            row: Row = dict(zip(ROLES, score_pairs(language.load_reference(self.model), examples), strict=True))
-            for i, role in enumerate(ROLES):
-                row[f"{role}_tokens"] = [len(example.responses[i]) for example in examples]
-            write_rows(job.result, [row])
+            row = {"method": REFERENCE, "fold": jobs[job], "pairs": self.list_pairs(jobs[job])}
+            logps = score_pairs(language.load_reference(self.model), examples)
+            write_rows(job.result, [row | dict(zip(ROLES, logps, strict=True))])
 
         def describe(job: Job, rows: list[Row]) -> str:
             return f"{len(rows[0]['chosen'])} pairs scored"
 
-        for _ in iterate_rows([*jobs], score, describe, name="reference"):
-            pass
+        return [row for _, rows in iterate_rows([*jobs], score, describe, name=REFERENCE) for row in rows]
 
     def make_reference_job(self, fold: int) -> Job:
         """Make the job that scores a fold's pairs with the reference."""
-        return Job(self.root / "runs" / f"reference-fold-{fold}")
+        return Job(self.root / "runs" / f"{REFERENCE}-fold-{fold}")
 
     def list_pairs(self, fold: int) -> list[int]:
         """List the numbers of a fold's pairs."""
@@ -187,9 +187,6 @@ class Sweep:
             row: Row = {"method": method, "fold": fold, "share": part / COURSE, "pairs": pairs}
             for role, logps in zip(ROLES, score_pairs(sides[0], examples), strict=True):
                 row[role] = np.subtract(logps, reference[role]).round(4).tolist()  # log-ratios
-                if part == COURSE:
-                    row[f"reference_{role}"] = reference[role]
-                    row[f"{role}_tokens"] = reference[f"{role}_tokens"]
             rows.append({**row, "kl": kls, "length": lengths, "ended": ended})
         return rows
 

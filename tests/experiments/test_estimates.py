@@ -16,7 +16,7 @@ from dpo.errors import InputError
 from dpo.models.answers import Answer
 from dpo.models.side_by_side import Side
 from experiments.hh import reading as hh_reading
-from experiments.hh.pairs import Pair, predict_by_length, read_pairs, split_folds
+from experiments.hh.pairs import Pair, predict_by_length, predict_by_words, read_pairs, split_folds
 from experiments.language import sum_kls
 from experiments.reading import estimate_mean
 from experiments.sentiment import data, reading
@@ -83,51 +83,69 @@ def test_pairs_are_read_once_and_their_first_turn_ignores_case(tmp_path):
         read_pairs([file])
 
 
-def test_balanced_accuracy_of_always_choosing_the_shorter_is_a_half():
-    differences = np.array([-3, -1, -2, 4, 0])
-    info = hh_reading.Data([str(n) for n in range(5)], np.zeros(5, int))
-    shorter = hh_reading.judge(-differences)
-    assert hh_reading.balance(shorter, np.arange(5), differences, info).mean == 0.5
-    mixed = np.array([1, 1, 0, 1, 0])  # 2 of 3, and 1 of 1
-    assert hh_reading.balance(mixed, np.arange(5), differences, info).mean == pytest.approx(5 / 6)
+def make_data(differences):
+    n = len(differences)
+    return hh_reading.Data([str(i) for i in range(n)], np.zeros(n, int), np.asarray(differences), {})
+
+
+@pytest.mark.parametrize("longest_preferred", [0, 20, 60])
+def test_balanced_ranking_by_the_length_difference_alone_is_a_half(longest_preferred):
+    """The longer response is preferred if it is not too long, as chosen responses here are."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 60, 4000)
+    differences = np.where(rng.random(4000) < np.where(sizes < 20, 0.7, 0.3), sizes, -sizes)
+    scores = hh_reading.judge(np.arange(4000), differences * np.where(sizes < longest_preferred, 1, -1))
+    assert hh_reading.balance(scores, make_data(differences)).mean == pytest.approx(0.5, abs=0.03)
+
+
+def test_balanced_accuracy_weighs_longer_and_shorter_chosen_responses_alike():
+    data = make_data([-3, -1, -2, 4, 0])
+    scores = hh_reading.judge(np.arange(5), np.array([1, 1, -1, 1, -1]))  # right: 2 of 3 and 1 of 1; equal lengths: 0
+    assert hh_reading.balance(scores, data).mean == pytest.approx(5 / 6)
+    assert hh_reading.average(scores, data).mean == pytest.approx(3 / 5)
 
 
 def test_the_regression_on_length_learns_from_the_other_folds():
     """In folds 1 and 2 the shorter is chosen, in fold 0 the longer."""
-    rng = np.random.default_rng(0)
-    tokens = np.sort(rng.integers(5, 100, size=(300, 2)), axis=1)
     folds = np.arange(300) % 3
-    tokens[folds == 0] = tokens[folds == 0][:, ::-1]
-    margins = predict_by_length(tokens, folds)
+    differences = np.random.default_rng(0).integers(5, 100, 300) * np.where(folds == 0, 1, -1)
+    margins = predict_by_length(differences, folds)
     assert (margins[folds == 0] < 0).mean() > 0.95
 
 
-def test_the_regression_on_length_counts_both_kinds_of_pairs_alike():
-    """In most pairs the shorter of two short responses is chosen, in a tenth the longer of two long ones."""
-    rng = np.random.default_rng(0)
-    tokens = np.sort(rng.integers(5, 40, size=(400, 2)), axis=1)
-    tokens[::10] = np.sort(rng.integers(200, 400, size=(40, 2)), axis=1)[:, ::-1]
-    margins = predict_by_length(tokens, np.arange(400) // 10 % 2)
-    longer, shorter = tokens[:, 0] > tokens[:, 1], tokens[:, 0] < tokens[:, 1]
-    assert (margins[longer] > 0).mean() > 0.8
-    assert (margins[shorter] > 0).mean() > 0.8
+def test_the_regression_on_length_can_depend_on_the_size_of_the_difference():
+    """Chosen are the longer if they are much longer, else the shorter."""
+    sizes = np.random.default_rng(0).integers(1, 100, 600)
+    differences = np.where(sizes > 50, sizes, -sizes)
+    assert (predict_by_length(differences, np.arange(600) % 3) > 0).mean() > 0.85
+
+
+def test_the_regression_on_words_learns_from_the_other_folds():
+    rng, nouns = np.random.default_rng(0), [f"noun{n}" for n in range(30)]
+    pairs = [
+        Pair("", f" {kind}, {rng.choice(nouns)}.", f" {rng.choice(nouns)} {rng.choice(nouns)}")
+        for kind in rng.choice(["Sorry", "Sure"], 200)
+    ]
+    folds = np.arange(200) % 4
+    assert (predict_by_words(pairs, folds) > 0).mean() > 0.95
+    reversed_in_fold_0 = [
+        Pair("", pair.rejected, pair.chosen) if fold == 0 else pair for pair, fold in zip(pairs, folds, strict=True)
+    ]
+    assert (predict_by_words(reversed_in_fold_0, folds)[folds == 0] < 0).mean() > 0.95
 
 
 def make_row(share, kl, gaps):
-    zeros = [0.0] * len(gaps)
-    lists = {"pairs": [*range(len(gaps))], "chosen": gaps, "rejected": zeros, "kl": [kl, kl]}
-    more = {f"reference_{role}": zeros for role in ("chosen", "rejected")} | {"chosen_tokens": [1, 3] * 2}
-    return {"method": "dpo-0.1", "fold": 0, "share": share, **lists, **more, "rejected_tokens": [2, 2] * 2}
+    lists = {"pairs": [*range(len(gaps))], "chosen": gaps, "rejected": [0.0] * len(gaps), "kl": [kl, kl]}
+    return {"method": "dpo-0.1", "fold": 0, "share": share, **lists}
 
 
 def test_accuracy_at_equal_kl_is_interpolated_along_the_run():
     rows = [make_row(0.5, 1.0, [1.0, 1.0, -1.0, -1.0]), make_row(1.0, 3.0, [1.0, 1.0, 1.0, -1.0])]
     along = [*hh_reading.collect(rows, "dpo-0.1").values()]
-    assert hh_reading.interpolate(along, 1.5) == pytest.approx([1, 1, 0.25, 0])
-    assert hh_reading.interpolate(along, 0.5) is None
-    assert hh_reading.choose_kl(rows) == 3.0
-    info = hh_reading.Data(["a", "b", "c", "d"], np.array([0, 0, 1, 1]))
-    assert "| DPO, beta 0.1 | 3.00 ± 0.00 | 0.750 ± " in hh_reading.format_tables(rows, info)
+    assert hh_reading.interpolate(along, 1.5) == pytest.approx({0: 1, 1: 1, 2: 0.25, 3: 0})
+    assert hh_reading.interpolate(along, 0.5) == {}
+    assert hh_reading.choose_kl([rows[0] | {"kl": [5.0, 5.0]}, rows[1]]) == 5.0  # KL fell along the run
+    assert "| DPO, beta 0.1 | 3.00 ± 0.00 | 0.750 ± " in hh_reading.format_tables(rows, make_data([-1, 1, -1, 1]))
 
 
 # --- sentiment --------------------------------------------------------------------------------------------------------
