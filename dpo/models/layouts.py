@@ -354,8 +354,6 @@ def find_windows(model: Any, max_length: int) -> dict[str, int | None] | str:
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         return f"has layers of another kind ({', '.join(sorted(unknown))})"
-    if kind := _find_length_dependent_rope(config, max_length):
-        return f"has rotary frequencies that depend on a batch's longest row ({kind})"
     # a packed row is longer than any example, so a limit in columns would hide tokens that an example alone sees
     max_row_length = 2 * max_tree_tokens(max_length)
     for key in COLUMN_LIMIT_KEYS:
@@ -380,26 +378,6 @@ COLUMN_LIMIT_KEYS = ("window_size", "attention_window_size", "attention_chunk_si
 def _is_mask(buffer: torch.Tensor) -> bool:
     """Return whether a buffer is a square mask, like GPT-Neo's causal mask."""
     return buffer.ndim >= 2 and buffer.shape[-1] == buffer.shape[-2] > 1 and buffer.numel() == buffer.shape[-1] ** 2
-
-
-def _find_length_dependent_rope(config: Any, max_length: int) -> str | None:
-    """The model's `rope_type` if its rotary frequencies depend on length.
-
-    Such frequencies change once a row is longer than in pretraining. Returns None if no row of the run is that long, or
-    for another `rope_type`.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
-    for rope in (parameters, *by_layer_type):
-        pretraining_length = (
-            rope.get("original_max_position_embeddings")
-            or getattr(config, "original_max_position_embeddings", None)
-            or getattr(config, "max_position_embeddings", None)
-            or max_length
-        )
-        if rope.get("rope_type") in ("dynamic", "longrope") and max_length > pretraining_length:
-            return rope["rope_type"]
-    return None
 
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative difference of summed log-probabilities

@@ -226,37 +226,68 @@ def refuse_gaps(loading: Mapping[str, Any], what: str, advice: str) -> None:
         raise InputError(f"{what} has no weights for {missing}: {advice}")
 
 
+SINUSOIDS = ("embed_positions", "pos_encoding")  # names of tables of fixed size in GPT-J, CodeGen and CTRL
+
+
 def check_positions(model: Any, max_length: int) -> None:
-    """Raise InputError if a model has learned too few positions for `max_length`."""
-    n_positions = count_positions(model)
+    """Raise InputError if `max_length` is too long for a model.
+
+    It is if the model has fewer positions, or computes them differently in a batch with such a long row.
+    """
+    name, n_positions = type(model).__name__, count_positions(model)
     if max_length > n_positions:
         raise InputError(
-            f"max_length={max_length} is more than the {n_positions} positions that {type(model).__name__} has: set "
+            f"max_length={max_length} is more than the {n_positions} positions that {name} has: set "
             f"max_length={n_positions} or less"
         )
+    for kind, length in _find_changing_ropes(model.config.get_text_config()):
+        if max_length > length:
+            raise InputError(
+                f"max_length={max_length} is more than {length} tokens, and with a longer row {name} changes the "
+                f"rotary frequencies of its whole batch (rope_type={kind}), so that log-probabilities depend on other "
+                f"rows: set max_length={length} or less"
+            )
 
 
 def count_positions(model: Any) -> float:
-    """The number of learned positions.
+    """The number of positions in a model's table of them.
 
-    Infinity for a model without a table of them, such as one with rotary positions.
+    Infinity for a model without such a table, such as one with rotary positions.
     """
-    n_positions = getattr(model.config, "max_position_embeddings", None)
+    n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     token_table = model.get_input_embeddings()
-    other_tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not token_table]
-    if n_positions is None or all(table.num_embeddings != n_positions for table in other_tables):
-        return math.inf
-    return n_positions
+    for table in model.modules():
+        if not isinstance(table, torch.nn.Embedding) or table is token_table:
+            continue
+        if table.num_embeddings == n_positions + getattr(table, "offset", 0):  # OPT's and BART's have 2 rows more
+            n_unused = 0 if table.padding_idx is None else table.padding_idx + 1  # RoBERTa's begin after padding
+            return n_positions - n_unused
+    sinusoids = [table for name, table in model.named_buffers() if name.rpartition(".")[2] in SINUSOIDS]
+    return min((len(table) for table in sinusoids), default=math.inf)
+
+
+def _find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield each `rope_type` whose frequencies depend on length, with the length after which they change."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
+    for rope in (parameters, *by_layer_type):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            length = (
+                rope.get("original_max_position_embeddings")
+                or getattr(config, "original_max_position_embeddings", None)
+                or config.max_position_embeddings
+            )
+            yield rope["rope_type"], length
 
 
 def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     """Notes on a model, given the requested attention and `max_length`."""
     name, used_attention = type(model).__name__, model.config._attn_implementation
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet has -1: no limit
     notes = []
     if used_attention != attention:
         notes.append(f"{name} does not support {attention}; using {used_attention} attention")
-    if limit is not None and max_length > limit:
+    if 0 < limit < max_length:
         notes.append(f"warning: max_length={max_length:,} is more than the {limit:,} tokens that {name} was made for")
     n_trainable, n_total = count_parameters(model)
     if n_trainable < n_total:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG
 from dpo.models.answers import Answer
-from dpo.models.pretrained import disable_dropout, refuse_gaps, silenced_reports
+from dpo.models.pretrained import count_positions, disable_dropout, refuse_gaps, silenced_reports
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0
 from dpo.settings.choices import join_with_or
@@ -52,7 +53,7 @@ class RewardModel:
         # RoBERTa, for one, has no types that tell segments apart
         n_types = getattr(model.config.get_text_config(), "type_vocab_size", 0)
         self.has_types = form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
-        self.limit = _count_positions(model, tokenizer)
+        self.limit = _find_limit(model, tokenizer)
         tokenizer.truncation_side = "left"  # keep the end of a long text, which has the answer
         self.pad = model.config.get_text_config().pad_token_id
         model.config.get_text_config().use_cache = False  # nothing is generated
@@ -233,18 +234,13 @@ def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
     return wanted
 
 
-def _count_positions(model: Any, tokenizer: Any) -> int | None:
+def _find_limit(model: Any, tokenizer: Any) -> int | None:
     """The largest number of tokens that a model takes, if known."""
-    limits = []
+    limits = [count_positions(model)]
     if tokenizer.model_max_length < 10**9:  # a tokenizer that knows no limit has a huge number
         limits.append(tokenizer.model_max_length)
     n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if n_positions is not None and n_positions > 0:  # XLNet has -1
-        token_table = model.get_input_embeddings()
-        n_unused = 0
-        for module in model.modules():
-            is_position_table = isinstance(module, torch.nn.Embedding) and module.num_embeddings == n_positions
-            if is_position_table and module is not token_table and module.padding_idx is not None:
-                n_unused = max(n_unused, module.padding_idx + 1)  # RoBERTa's positions begin after the padding's
-        limits.append(n_positions - n_unused)
-    return min(limits, default=None)
+        limits.append(n_positions)
+    limit = min(limits)
+    return None if limit == math.inf else int(limit)

@@ -216,15 +216,6 @@ def test_a_model_that_cannot_take_it_is_padded_and_says_why(family):
     assert reason in note
 
 
-@pytest.mark.parametrize(("max_length", "layout"), [(16, SharedPrefix), (LONG, Padded)])
-def test_frequencies_that_depend_on_the_longest_row_are_padded(max_length, layout):
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    model = build(lambda: transformers.LlamaConfig(**GROUPED, max_position_embeddings=16, rope_parameters=rope))
-    chosen, note = choose_layout("shared_prefix", model, max_length=max_length, compute_dtype=torch.float32)
-    assert isinstance(chosen, layout), note
-    assert layout is SharedPrefix or "(dynamic)" in note
-
-
 def test_attention_that_takes_no_mask_is_padded():
     model = build("llama")
     model.config._attn_implementation = "flash_attention_2"

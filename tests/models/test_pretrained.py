@@ -164,12 +164,46 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path):
         load_tokenizer(str(folder))
 
 
-def test_learned_positions_limit_the_length_and_rotary_ones_do_not(tiny_llama):
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=16))
-    pretrained.check_positions(gpt2, 16)
-    with pytest.raises(InputError, match="max_length=17 is more than the 16 positions that GPT2LMHeadModel has"):
-        pretrained.check_positions(gpt2, 17)
+SMALL = {"vocab_size": 40, "num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8}
+SMALL_GPT = {"vocab_size": 40, "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 16}
+POSITION_TABLES = {  # a config and its number of positions
+    "GPT-2": (lambda: transformers.GPT2Config(**SMALL_GPT), 16),
+    "GPT-J": (lambda: transformers.GPTJConfig(**SMALL_GPT, rotary_dim=4), 16),
+    "CTRL": (lambda: transformers.CTRLConfig(**SMALL_GPT, dff=8), 16),
+    "OPT": (lambda: transformers.OPTConfig(**SMALL, ffn_dim=8, max_position_embeddings=16), 16),
+    "RoBERTa": (
+        lambda: transformers.RobertaConfig(
+            **SMALL, intermediate_size=8, max_position_embeddings=18, is_decoder=True, bos_token_id=0, pad_token_id=1
+        ),
+        16,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", POSITION_TABLES)
+def test_a_table_of_positions_limits_the_length(family):
+    make_config, n_positions = POSITION_TABLES[family]
+    model = transformers.AutoModelForCausalLM.from_config(make_config()).eval()
+    pretrained.check_positions(model, n_positions)
+    with pytest.raises(InputError, match=f"max_length={n_positions + 1} is more than the {n_positions} positions"):
+        pretrained.check_positions(model, n_positions + 1)
+    model(torch.full((1, n_positions), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full((1, n_positions + 1), 5))
+
+
+def test_rotary_positions_limit_the_length_only_if_they_change_with_it(tiny_llama):
     pretrained.check_positions(tiny_llama, 10 * tiny_llama.config.max_position_embeddings)
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    lengths = {"max_position_embeddings": 16, "rope_parameters": rope}
+    config = transformers.LlamaConfig(**SMALL, **lengths, intermediate_size=8, initializer_range=1.0)
+    dynamic = transformers.LlamaForCausalLM(config).eval()
+    pretrained.check_positions(dynamic, 16)
+    with pytest.raises(InputError, match=r"max_length=17 is more than 16 tokens, .*depend on other rows"):
+        pretrained.check_positions(dynamic, 17)
+
+    row = torch.arange(17)[None]
+    assert not torch.allclose(dynamic(row).logits[:, :8], dynamic(row[:, :8]).logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
