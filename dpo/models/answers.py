@@ -19,7 +19,7 @@ from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.models.generation import find_end_tokens, generating_with_sdpa
 from dpo.models.layouts import Padded
-from dpo.system.arithmetic import for_generation
+from dpo.system.arithmetic import without_compilation
 
 Tokens = tuple[int, ...]
 
@@ -137,7 +137,7 @@ def _plain_generation(model: Any, cache_implementation: str | None) -> Iterator[
     own_config = model.generation_config
     model.generation_config = transformers.GenerationConfig()
     try:
-        with for_generation(cache_implementation=cache_implementation), generating_with_sdpa(model):
+        with without_compilation(cache_implementation=cache_implementation), generating_with_sdpa(model):
             yield
     finally:
         model.generation_config = own_config

@@ -16,7 +16,7 @@ from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights
-from dpo.system.arithmetic import for_generation
+from dpo.system.arithmetic import without_compilation
 
 
 class Continuation(NamedTuple):
@@ -52,7 +52,7 @@ def sample(
     gpus = range(torch.cuda.device_count())
     with (
         torch.random.fork_rng(devices=gpus),
-        for_generation(cache_implementation=cache_implementation),
+        without_compilation(cache_implementation=cache_implementation),
         generating_with_sdpa(model),
     ):
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))

@@ -24,7 +24,7 @@ from dpo.models.pretrained import DTYPES, count_positions
 from dpo.models.quantization import quantize
 from dpo.models.weights import Weights, locate_weights
 from dpo.parallel.sharding import choose_device_map
-from dpo.system.arithmetic import for_generation
+from dpo.system.arithmetic import without_compilation
 from dpo.system.host import count_gpus
 
 REFERENCE = "reference"
@@ -126,7 +126,7 @@ class Panel:
         sides_by_model = [[side for side in self.sides if side.model is model] for model in models]
         # Each thread changes torch's settings for generation, and restores those that it found. As threads end in any
         # order, the settings are also changed here, so that all threads find the same settings.
-        with for_generation(), ThreadPoolExecutor(len(models), thread_name_prefix="answer") as threads:
+        with without_compilation(), ThreadPoolExecutor(len(models), thread_name_prefix="answer") as threads:
             try:
                 list(threads.map(answer_in_turn, sides_by_model))
             finally:

@@ -46,12 +46,12 @@ def without_tf32() -> Iterator[None]:
 
 
 @contextmanager
-def for_generation(*, cache_implementation: str | None = None) -> Iterator[None]:
-    """Run code eagerly inside, unless the cache is static; allow nondeterministic operations.
+def without_compilation(*, cache_implementation: str | None = None) -> Iterator[None]:
+    """Run code eagerly inside, unless the cache of a generation is static.
 
-    With a cache that grows, generation would compile a graph for every length, and so use up the recompile limit that
-    training needs. With a static cache transformers compiles decoding, so compiled code stays on. Top-p sampling needs
-    a cumulative sum, which is not deterministic on CUDA; inside it only gives a warning.
+    Generation with a cache that grows would compile a graph for every length, and so use up the recompile limit that
+    training needs. With a static cache transformers compiles decoding, so compiled code stays on. Nondeterministic
+    operations only give a warning inside: top-p sampling needs a cumulative sum, which is not deterministic on CUDA.
     """
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -5,33 +5,38 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import Loss
+from dpo.models.layouts import Padded
 from dpo.models.pretrained import DTYPES
 from dpo.settings.plan import Plan
+from dpo.system.arithmetic import without_compilation, without_tf32
 from dpo.training.objective import NamedTensors, Objective, make_scores, name_scores
 
 Forward = Callable[[], NamedTensors]
 TOLERANCE = 1e-4  # relative rounding error allowed between the log-probabilities of equal models
-MAX_EPSILONS = 8  # relative difference allowed between two forwards of the same inputs, in epsilons of the dtype
+MAX_EPSILONS = 8  # relative difference allowed between log-probabilities of the same tokens, in epsilons of the dtype
 
 
 def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> list[str]:
-    """Run `check_models` on the first two examples per process.
+    """Run `check_causality`, and `check_models` on two examples per process.
 
     Returns the messages to log.
     """
     mesh, loss = objective.mesh, objective.loss
+    forward_dtype = DTYPES[plan.model.autocast or plan.compute_dtype]
+    if not loss.scalar_head:  # a reward model may look both ways
+        check_causality(objective.policy, forward_dtype, objective.device)
     tested = list(examples[: 2 * mesh.data_size])
     tested += tested[:1] * (mesh.data_size - len(tested))  # every process needs an example
     [microbatch] = objective.layout.split(tested, 1, rank=mesh.data_rank, size=mesh.data_size)
     microbatch = microbatch.to(objective.device)
     has_same_dtype = plan.compute_dtype == plan.reference_dtype
-    forward_dtype = DTYPES[plan.model.autocast or plan.compute_dtype]
     messages = check_models(
         objective.policy,
         partial(objective.forward, objective.policy, microbatch, with_squares=loss.needs_squares),
@@ -48,6 +53,29 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
             f"self-test: lora.dropout={plan.lora.dropout} was off and not checked, as it is on in updates alone"
         )
     return messages
+
+
+@torch.no_grad()
+def check_causality(policy: Any, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    """Raise InputError if log-probabilities depend on later tokens.
+
+    Differences by the rounding of `dtype` are allowed. Leaves the policy in eval mode.
+    """
+    policy.eval()
+    n = 4  # tokens of each part
+    vocab_size = policy.config.get_text_config().vocab_size
+    tokens = tuple(i % vocab_size for i in range(1, 2 * n + 2))
+    prompt, common, end = tokens[:1], tokens[1 : n + 1], tokens[n + 1 :]
+    padded = Padded()
+    [microbatch] = padded.split([Example(prompt, (common + end, common + end[::-1]))], 1)
+    with without_compilation(), without_tf32():
+        logps = padded.forward(policy, microbatch.to(device).inputs).logps[:, 0]  # (2, tokens)
+    difference = (logps[0, :n] - logps[1, :n]).abs().max().item()
+    if difference > MAX_EPSILONS * torch.finfo(dtype).eps * max(1.0, logps.abs().max().item()):
+        raise InputError(
+            f"self-test: log-probabilities of {type(policy).__name__} depend on later tokens, so it does not predict "
+            f"the next token: give a causal model (BERT's kind also needs is_decoder=true in its config.json)"
+        )
 
 
 @torch.no_grad()

@@ -7,13 +7,14 @@ import re
 
 import pytest
 import torch
+import transformers
 from support.models import plain_logps
 
 from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import ROLES, TRAINS_ON, find_loss
-from dpo.training.self_test import check_models
+from dpo.training.self_test import check_causality, check_models
 
 DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
 
@@ -72,6 +73,17 @@ def test_a_mix_with_a_part_that_has_no_reference_passes_and_other_weights_are_st
         policy.lm_head.weight.mul_(1.1)
     with pytest.raises(InputError, match="policy and reference do not hold the same weights"):
         check(policy, tiny_llama, batch, "mix", options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_causal_model_passes_and_another_is_refused(dtype, policy):
+    check_causality(policy.to(dtype), dtype)
+    sizes = {"vocab_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    config = transformers.BertConfig(**sizes, intermediate_size=16, max_position_embeddings=16, initializer_range=1.0)
+    with pytest.raises(InputError, match="BertLMHeadModel depend on later tokens"):
+        check_causality(transformers.BertLMHeadModel(config).to(dtype), dtype)
+    config.is_decoder = True
+    check_causality(transformers.BertLMHeadModel(config).to(dtype), dtype)
 
 
 def test_a_forward_may_differ_from_the_same_again_by_rounding_alone(policy):
