@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from transformers.pytorch_utils import Conv1D
 
 from dpo.checkpoint.parts import ModelPart
 from dpo.errors import InputError, explaining
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 POLICY, REFERENCE = "policy", "reference"
+AUTO = "all-linear"  # PEFT's name for all linear layers but the head
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 PREFIX = "base_model.model."  # begins every name in PEFT's files
 SPECS = {"r": "int >= 1", "lora_alpha": "number > 0"}  # specs of the keys of PEFT's config that are used here
@@ -213,6 +215,14 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
     """Let PEFT add an adapter, whose weights it draws from the seed."""
     peft = _import_peft()
     model_class, on_meta = type(model).__name__, next(model.parameters()).is_meta
+    if config.target_modules == AUTO:
+        config.target_modules = {*_shorten_names(model, _list_linear_layers(model))}
+    # PEFT translates names for models whose experts it knows from earlier versions of transformers, and then adapts
+    # experts and routers, also if only a dense layer has such a name. It does not if the config is a dictionary.
+    container: Any = torch.nn.Module()
+    container.config, container.model = model.config.to_dict(), model
+    if hasattr(model, "peft_config"):  # from an earlier adapter
+        container.peft_config = model.peft_config
     # by default PEFT makes the factors in memory first, even for a model on the meta device
     default_device = torch.device("meta") if on_meta else nullcontext()
     gpus = range(torch.cuda.device_count())  # without this argument, fork_rng warns of several GPUs
@@ -222,7 +232,8 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         with explaining(ValueError, lambda why: InputError(f"{targets} cannot be adapted in {model_class}: {why}")):
-            peft.inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)
+            peft.inject_adapter_in_model(config, container, name, low_cpu_mem_usage=on_meta)
+    model.peft_config = container.peft_config
     if isinstance(config.target_modules, set):  # layers by name: PEFT raises only if none of them is in the model
         # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
         names = ["." + key.removesuffix(".base_layer") for key, _ in model.named_modules()]
@@ -231,9 +242,41 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
             raise InputError(f"{targets} names layers that are not in {model_class}: {', '.join(sorted(missing)[:5])}")
 
 
+def _list_linear_layers(model: Any) -> list[str]:
+    """The linear layers of a model, except its head."""
+    heads = (model.get_output_embeddings(), find_scalar_head(model))
+    names = []
+    for name, layer in model.named_modules():
+        path = name.removesuffix(".base_layer").split(".")
+        is_factor = "lora_A" in path or "lora_B" in path  # of another adapter
+        if is_factor or any(layer is head for head in heads) or not _is_linear(layer):
+            continue
+        parent = model.get_submodule(".".join(path[:-1]))
+        # kernels of a state space model multiply by the weight of `out_proj` themselves, and would miss an adapter
+        is_in_kernel = path[-1] == "out_proj" and hasattr(parent, "A_log") and hasattr(parent, "D")
+        if not is_in_kernel:
+            names.append(".".join(path))
+    return names
+
+
+def _is_linear(layer: Any) -> bool:
+    """Return whether a layer computes what a linear layer does.
+
+    Routers of Llama 4 and PhiMoE are subclasses of torch's layer, and return something else.
+    """
+    if not isinstance(layer, (torch.nn.Linear, Conv1D)):
+        return False
+    if type(layer) in (torch.nn.Linear, Conv1D) or not isinstance(layer.weight, torch.nn.Parameter):  # 4-bit weights
+        return True
+    n_in, n_out = layer.in_features, layer.out_features
+    with torch.no_grad():
+        output = layer(layer.weight.new_zeros(1, 1, n_in))
+    return isinstance(output, torch.Tensor) and output.shape == (1, 1, n_out)
+
+
 def _replace_parts(layer: Any, name: str, dropout: float, targets: str) -> None:
     """Replace PEFT's dropout and matrices in an adapted layer by our own."""
-    if name in layer.lora_embedding_A:
+    if not _is_linear(layer.get_base_layer()):
         layer_class = type(layer.get_base_layer()).__name__
         raise InputError(
             f"{targets} names a layer of class {layer_class}, but only linear layers can be adapted: leave it out"
@@ -322,7 +365,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
 
 def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
     """PEFT's config of a new adapter."""
-    targets = "all-linear" if target_modules == "auto" else list(target_modules)  # all-linear leaves out the head
+    targets = AUTO if target_modules == "auto" else list(target_modules)
     return _import_peft().LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
 
 
@@ -363,18 +406,17 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
 def _find_other_targets(model: Any, parameters: Iterable[str], stored: StoredAdapter) -> list[str]:
     """The `lora.target_modules` that a stored adapter needs instead of the model's.
 
-    `parameters` names the matrices of the model's adapter. Returns an empty list if both adapters have the same
-    layers, else the last parts of the layers' names, such as `q_proj`, or full names if not all layers with such a last
-    part are adapted.
+    `parameters` names the matrices of the model's adapter. Returns an empty list if both adapters have the same layers.
     """
-    layers = set(stored.layers)
-    if stored.layers == _list_layers(parameters):
-        return []
+    return [] if stored.layers == _list_layers(parameters) else _shorten_names(model, stored.layers)
+
+
+def _shorten_names(model: Any, layers: Iterable[str]) -> list[str]:
+    """The last parts of layers' names, such as `q_proj`, if these name no other layer; else the full names."""
+    layers = set(layers)
     last_parts = {layer.rpartition(".")[2] for layer in layers}
     layers_so_named = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}
-    if layers < layers_so_named:  # last parts would name more layers than the adapter has
-        return sorted(layers)
-    return sorted(last_parts)
+    return sorted(layers if layers < layers_so_named else last_parts)
 
 
 def _list_layers(names: Iterable[str]) -> list[str]:

@@ -94,8 +94,11 @@ def load_structure(
 
 
 def _complete(model: Any, scalar_head: bool) -> transformers.PreTrainedModel:
-    """Turn off a loaded model's dropout, and install its scalar head."""
+    """Turn off a loaded model's dropout and router logits, and install its scalar head."""
     disable_dropout(model)
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # they are for a balancing loss, which is not used, and `generate` fails
     if scalar_head:
         install_scalar_head(model)
     return model

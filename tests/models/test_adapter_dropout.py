@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from support.models import build, list_examples
 
 from dpo.errors import InputError
@@ -69,6 +70,7 @@ def test_an_adapted_layer_has_the_values_and_gradients_of_the_formula(dtype, p):
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"layer": torch.nn.Linear(32, 24, dtype=dtype)})
     model.get_output_embeddings = model.get_input_embeddings = lambda: None
+    model.config = transformers.PreTrainedConfig()
     add_adapter(model, make_adapter_config(4, 8, ["layer"]), dropout=p)
     layer = model["layer"]
     a, b = (part[POLICY].weight for part in (layer.lora_A, layer.lora_B))
@@ -91,6 +93,7 @@ def test_an_adapted_layer_has_the_values_and_gradients_of_the_formula(dtype, p):
 def test_a_frozen_input_gets_no_gradient():
     model = torch.nn.ModuleDict({"layer": torch.nn.Linear(32, 24)})
     model.get_output_embeddings = model.get_input_embeddings = lambda: None
+    model.config = transformers.PreTrainedConfig()
     add_adapter(model, make_adapter_config(4, 8, ["layer"]))
     passed, product = model["layer"].lora_A[POLICY](torch.randn(5, 32), 1.0, None)
     assert (passed.requires_grad, product.requires_grad) == (False, True)

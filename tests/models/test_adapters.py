@@ -69,7 +69,7 @@ def edited(made_by_peft, tmp_path) -> Callable[..., Path]:
     return edit
 
 
-def build_adapted(family: str = "llama", targets: str | list[str] = "auto"):
+def build_adapted(family: str | Callable[[], object] = "llama", targets: str | list[str] = "auto"):
     """A model of ours with an adapter that adds something."""
     model = build(family).eval()
     add_adapter(model, make_adapter_config(4, 12, targets))
@@ -91,7 +91,7 @@ def test_an_adapter_that_peft_has_made_gives_the_logits_that_it_gives_there(fami
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gpt2, tied"])
+@pytest.mark.parametrize("family", ["llama", "gpt2, tied", lambda: transformers.MixtralConfig(**GROUPED)])
 def test_an_adapter_of_ours_gives_the_same_logits_in_peft(family, tmp_path):
     model = build_adapted(family)
     part = policy_part(model)
@@ -101,6 +101,56 @@ def test_an_adapter_of_ours_gives_the_same_logits_in_peft(family, tmp_path):
     torch.testing.assert_close(theirs(IDS).logits, model(IDS).logits, rtol=0, atol=1e-6)
     torch.testing.assert_close(theirs.merge_and_unload()(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
     assert (model(IDS).logits - build(family).eval()(IDS).logits).abs().max() > 0.1
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXTURES = {  # a config, and names of layers that `auto` adapts
+    "mixtral": (lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4), {"q_proj", "o_proj"}),
+    "qwen2-moe, dense and shared experts": (
+        lambda: transformers.Qwen2MoeConfig(
+            **GROUPED, **EXPERTS, shared_expert_intermediate_size=16, mlp_only_layers=[0]
+        ),
+        {"q_proj", "gate_proj", "down_proj", "shared_expert_gate"},
+    ),
+    "llama4, router of torch's class": (
+        lambda: transformers.Llama4TextConfig(
+            **GROUPED, head_dim=8, num_local_experts=4, intermediate_size_mlp=16, attention_chunk_size=32
+        ),
+        {"q_proj", "gate_proj"},
+    ),
+    "mamba2": (
+        lambda: transformers.Mamba2Config(
+            **COMMON, state_size=8, num_heads=4, head_dim=16, n_groups=1, chunk_size=16, expand=2
+        ),
+        {"in_proj"},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_auto_adapts_linear_layers_alone_beside_experts_routers_and_state_spaces(family, tmp_path):
+    make_config, some_layers = MIXTURES[family]
+    base = build(make_config).eval()
+    model = build_adapted(make_config)
+    layers = {name for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+    assert some_layers <= {name.rpartition(".")[2] for name in layers}
+    assert all(isinstance(base.get_submodule(name), torch.nn.Linear) for name in layers)
+    assert not any(word in name for name in layers for word in ("router", "lm_head", "out_proj"))
+    model(IDS).logits.sum().backward()
+    assert all(weight.grad is not None for weight in adapter_weights(model, POLICY).values())
+
+    part = policy_part(model)
+    for name, content in part.convert(part.gather(copy=True)).items():
+        (tmp_path / name).write_bytes(content)
+    read = build(make_config).eval()
+    add_stored_adapter(read, read_adapter(tmp_path))
+    assert torch.equal(read(IDS).logits, model(IDS).logits)
+    assert (model(IDS).logits - base(IDS).logits).abs().max() > 1e-3
+
+
+def test_a_router_is_refused():
+    with pytest.raises(InputError, match="names a layer of class Llama4Router, but only linear layers"):
+        build_adapted(MIXTURES["llama4, router of torch's class"][0], targets=["router"])
 
 
 @torch.no_grad()

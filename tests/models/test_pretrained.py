@@ -192,6 +192,14 @@ def test_a_table_of_positions_limits_the_length(family):
         model(torch.full((1, n_positions + 1), 5))
 
 
+def test_a_mixture_that_outputs_router_logits_can_sample(tmp_path):
+    sizes = {**SMALL, "num_key_value_heads": 1, "intermediate_size": 8, "num_local_experts": 2}
+    config = transformers.MixtralConfig(**sizes, output_router_logits=True)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    model = pretrained.load_model(str(tmp_path), dtype=torch.float32)
+    assert model.generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=True).shape == (1, 4)
+
+
 def test_rotary_positions_limit_the_length_only_if_they_change_with_it(tiny_llama):
     pretrained.check_positions(tiny_llama, 10 * tiny_llama.config.max_position_embeddings)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
