@@ -197,7 +197,8 @@ def test_a_mixture_that_outputs_router_logits_can_sample(tmp_path):
     config = transformers.MixtralConfig(**sizes, output_router_logits=True)
     transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
     model = pretrained.load_model(str(tmp_path), dtype=torch.float32)
-    assert model.generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=True).shape == (1, 4)
+    ids, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    assert model.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3).shape == (2, 6)
 
 
 def test_rotary_positions_limit_the_length_only_if_they_change_with_it(tiny_llama):
