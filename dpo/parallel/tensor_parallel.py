@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -258,6 +259,23 @@ def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> Non
                 f"the tensor-parallel plan of {type(model).__name__} does not say how to shard {name}; "
                 f"use trainer=FSDPTrainer"
             )
+
+
+@contextmanager
+def explaining_cut_weights(model: Any) -> Iterator[None]:
+    """Turn the error of a model that cannot compute with cut weights into an InputError inside.
+
+    Some models use a module's weight outside of its forward, where it is still a DTensor.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise InputError(
+            f"{type(model).__name__} uses weights of its modules outside of their forward, which tensor parallelism "
+            f"does not support; use trainer=FSDPTrainer"
+        ) from error
 
 
 def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: DeviceMesh) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers
 from support.models import COMMON, FAMILIES, build, list_examples, plain_logps
 from support.warm import launch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +22,7 @@ from dpo.errors import InputError
 from dpo.parallel import mesh as meshes
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute
-from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, find_plan
+from dpo.parallel.tensor_parallel import STYLES, check_tensor_parallel, cut_modules, explaining_cut_weights, find_plan
 from dpo.settings.plan import ParallelDims
 
 NINE_HEADS = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
@@ -73,6 +74,17 @@ def test_a_plan_that_forgets_a_parameter_which_sees_slices_is_refused():
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(InputError, match=r"does not say how to shard model\.layers\.0\.self_attn\.q_layernorm"):
         find_plan(model)
+
+
+def test_a_model_that_uses_a_weight_outside_of_its_module_is_refused(fake_group):
+    model = build("llama")
+    mesh = DeviceMesh("cpu", [0, 1])
+    cut_modules({"norm": model.model.norm}, {"norm": STYLES["replicate"]}, mesh)
+    message = r"^LlamaForCausalLM uses weights .*; use trainer=FSDPTrainer$"
+    with pytest.raises(InputError, match=message), explaining_cut_weights(model):
+        torch.ones(32) * model.model.norm.weight
+    with pytest.raises(RuntimeError, match="size of tensor"), explaining_cut_weights(model):
+        torch.ones(3) * torch.ones(2)
 
 
 class Collectives(TorchDispatchMode):
