@@ -213,14 +213,17 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
         dataset = datasets.load_from_disk(file)
         features = datasets.Features(_keep_encoded(dict(dataset.features)))
         for table in dataset.with_format("arrow").iter(ROWS_PER_BATCH):
-            yield from ((0, features.decode_example(row)) for row in table.to_pylist())
+            for row in table.to_pylist():
+                yield 0, _name_classes(features.decode_example(row), features)
         return
     check_readable(file)
     suffix = find_suffix(file.name)
     if suffix == ".parquet":
         import pyarrow.parquet
 
-        yield from zip(itertools.repeat(0), pyarrow.parquet.read_table(file).to_pylist(), strict=False)
+        table = pyarrow.parquet.read_table(file)
+        features = _find_features(table.schema)
+        yield from ((0, _name_classes(row, features)) for row in table.to_pylist())
         return
     if not suffix:
         raise InputError(
@@ -244,6 +247,31 @@ def _keep_encoded(feature: Any) -> Any:
     if isinstance(feature, (datasets.List, datasets.LargeList)):
         return dataclasses.replace(feature, feature=_keep_encoded(feature.feature))
     return dataclasses.replace(feature, decode=False) if hasattr(feature, "decode") else feature
+
+
+def _find_features(schema: Any) -> Any:
+    """The features that `datasets` has written to a file, if they have class labels."""
+    if b"ClassLabel" not in (schema.metadata or {}).get(b"huggingface", b""):
+        return None
+    import datasets
+
+    return datasets.Features.from_arrow_schema(schema)
+
+
+def _name_classes(value: Any, feature: Any) -> Any:
+    """Replace the numbers of class labels by their names.
+
+    The number of a class says nothing: `class_encode_column` makes false 0 and true 1, but desirable 0, undesirable 1.
+    """
+    if value is None or feature is None:
+        return value
+    if isinstance(feature, dict):
+        return {name: _name_classes(part, feature.get(name)) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_name_classes(part, getattr(feature, "feature", None)) for part in value]
+    if hasattr(feature, "int2str"):
+        return feature.int2str(value) if value >= 0 else None  # -1 stands for no label
+    return value
 
 
 def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, Any]]:
@@ -373,6 +401,15 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequenc
         for column, feature in rows.features.items():
             if (encoded := _keep_encoded(feature)) != feature:
                 rows = rows.cast_column(column, encoded)
+        features = rows.features
+        if "ClassLabel" in repr(features):
+            fingerprint = rows._fingerprint
+            rows = rows.with_transform(
+                lambda columns: {
+                    name: [_name_classes(value, features[name]) for value in values] for name, values in columns.items()
+                }
+            )
+            rows._fingerprint = fingerprint  # the transform says nothing more, and cannot always be hashed
         return rows
 
     try:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from support.runs import write_rows
 
-from dpo.data.sources import load_rows
+from dpo.data.sources import identify_source, load_rows
 from dpo.errors import InputError
 from dpo.settings.places import SUFFIXES, Source
 from preference_datasets import get_dataset
@@ -63,6 +63,31 @@ def test_images_and_audio_of_a_saved_dataset_are_not_decoded(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     assert list(load_rows(Source(str(tmp_path)), "train")) == [row]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("place", ["saved", "train.parquet", "hub"])
+def test_class_labels_have_their_names(place, tmp_path, monkeypatch):
+    """`class_encode_column` numbers classes by their names in order, so desirable is 0."""
+    labels = ["desirable", "undesirable", "desirable", None]
+    rows = [{"prompt": "a", "completion": f" {i}", "label": label} for i, label in enumerate(labels)]
+    dataset = datasets.Dataset.from_list(rows).class_encode_column("label")
+    nested = datasets.Features({**dataset.features, "more": datasets.List({"kind": dataset.features["label"]})})
+    dataset = dataset.map(lambda row: {"more": [{"kind": row["label"]}]}, features=nested)
+    assert dataset["label"][:3] == [0, 1, 0]
+    source = Source(str(tmp_path / place))
+    if place == "saved":
+        dataset.save_to_disk(tmp_path / place)
+    elif place == "hub":
+        dataset.to_parquet(tmp_path / "somebody" / "labelled" / "train.parquet")
+        load_dataset, source = datasets.load_dataset, Source("somebody/labelled")
+        monkeypatch.setattr(
+            datasets, "load_dataset", lambda path, **options: load_dataset(str(tmp_path / path), **options)
+        )
+    else:
+        dataset.to_parquet(tmp_path / place)
+    expected = [{**row, "more": [{"kind": row["label"]}]} for row in rows]
+    assert list(load_rows(source, "train", str(tmp_path / "cache"))) == expected
+    assert identify_source(source, str(tmp_path / "cache")) == identify_source(source, str(tmp_path / "cache"))
 
 
 def test_a_saved_dataset_dict_has_its_splits(tmp_path):
