@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dpo.data.schema import drop_nulls, is_message
-from dpo.errors import InputError
+from dpo.errors import InputError, one_sentence
 from dpo.settings.choices import NUMBER_FIELDS, TOOLS
 from dpo.settings.places import METADATA, SAVED, SUFFIXES, Source, find_suffix, seen_from
-from dpo.system.plain_files import check_readable
+from dpo.system.plain_files import check_depth, check_readable
 
 HUB_IDS = {
     "hh": "Anthropic/hh-rlhf",
@@ -38,6 +38,9 @@ SPLIT_NAMES = {  # names that a split may have; the first one present is used
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` about a missing split begins so
 ROWS_PER_BATCH = 1000  # of a saved dataset: so many are in memory twice
 LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
+# Errors of damaged files. ValueErrors are also pyarrow's; the last four are those of `datasets` for a file of metadata
+# that is JSON of another form, and of dates that Python cannot hold.
+DAMAGE = (OSError, EOFError, zlib.error, RecursionError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
@@ -198,8 +201,8 @@ def _read(file: Path, rows: FileRows) -> None:
         ) from error
     except InputError:
         raise
-    except (OSError, EOFError, zlib.error, RecursionError, ValueError) as error:  # ValueError: also pyarrow's
-        raise InputError(f"{file} cannot be read: {error}") from error
+    except DAMAGE as error:
+        raise InputError(f"{file} cannot be read: {one_sentence(error)}") from error
 
 
 def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
@@ -279,11 +282,13 @@ def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, A
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line.rstrip())  # so errors at its end name its last column
+            value = json.loads(line.rstrip())  # so errors at its end name its last column
+            check_depth(value)
         except json.JSONDecodeError as error:
             raise InputError(f"line {number} of {file} is not JSON: {error.msg} at column {error.colno}") from error
-        except ValueError as error:  # a number of too many digits
+        except (ValueError, RecursionError) as error:  # too many digits of a number, or levels of lists
             raise InputError(f"line {number} of {file} cannot be read: {error}") from error
+        yield number, value
 
 
 def _parse_json(lines: TextIO, file: Path) -> Iterator[tuple[int, Any]]:
@@ -302,6 +307,7 @@ def _parse_json(lines: TextIO, file: Path) -> Iterator[tuple[int, Any]]:
     if isinstance(content, Mapping):
         content = _find_records(content, file)
     for value in content if isinstance(content, list) else [content]:
+        check_depth(value)
         yield 0, value
 
 

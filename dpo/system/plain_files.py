@@ -59,7 +59,7 @@ def _read(path: Path, file_format: str, parse: Callable[[str], Any]) -> Any:
     check_readable(path)
     try:
         value = parse(path.read_bytes().decode("utf-8"))
-        _check_depth(value)
+        check_depth(value)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"{path} is not {file_format} that can be read: {one_sentence(error)}") from error
     return value
@@ -71,14 +71,14 @@ def _parse_yaml(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def _check_depth(value: Any, level: int = 1) -> None:
+def check_depth(value: Any, level: int = 1) -> None:
     """Raise ValueError for more than DEEPEST levels of lists and dicts."""
     if not isinstance(value, (dict, list)):
         return
     if level > DEEPEST:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep")
     for child in value.values() if isinstance(value, dict) else value:
-        _check_depth(child, level + 1)
+        check_depth(child, level + 1)
 
 
 def check_writable(path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 
 import datasets
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from support.runs import write_rows
 
@@ -88,6 +89,13 @@ def test_class_labels_have_their_names(place, tmp_path, monkeypatch):
     expected = [{**row, "more": [{"kind": row["label"]}]} for row in rows]
     assert list(load_rows(source, "train", str(tmp_path / "cache"))) == expected
     assert identify_source(source, str(tmp_path / "cache")) == identify_source(source, str(tmp_path / "cache"))
+
+
+def test_a_date_that_python_cannot_hold_is_refused(tmp_path):
+    dates = pa.array([2**62], pa.timestamp("us"))
+    pa.parquet.write_table(pa.table({"chosen": ["a"], "date": dates}), tmp_path / "train.parquet")
+    with pytest.raises(InputError, match=r"train\.parquet cannot be read: .*"):
+        load_rows(Source(str(tmp_path)), "train")
 
 
 def test_a_saved_dataset_dict_has_its_splits(tmp_path):
@@ -229,6 +237,10 @@ def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path
         ),
         ({"train.parquet": "not parquet"}, ["{dir}/train.parquet cannot be read"]),
         ({"train/state.json": "{"}, ["{dir}/train cannot be read"]),  # a saved dataset, cut off
+        ({"train/state.json": "[]", "train/dataset_info.json": "7"}, ["{dir}/train cannot be read"]),
+        ({"train/state.json": "{}", "train/dataset_info.json": "{}"}, ["{dir}/train cannot be read: '_data_files'"]),
+        ({"train.jsonl": f"{{}}\n[{'[' * 200}{']' * 200}]"}, ["line 2 of", "is nested more than 100 levels deep"]),
+        ({"train.json": f"[{'[' * 200}{']' * 200}]"}, ["{dir}/train.json cannot be read", "more than 100 levels deep"]),
         (
             {"train.json": '{"a": [{"b": 1}], "c": [{"b": 1}]}'},
             ["{dir}/train.json holds 2 lists of records (a, c)"],
