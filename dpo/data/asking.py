@@ -25,6 +25,9 @@ MEANINGS = {
     RAW: "plain text, as it is",
 }
 UserPrompt = str | list[Mapping[str, str]]  # a text, or chat messages {role, content}
+# what chat templates raise on content that they do not expect
+TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError)
+TEMPLATE_ERRORS += (RecursionError, TypeError, ValueError)
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
 
 
@@ -90,7 +93,7 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str, t
         return render_dialogue(messages, where)
     try:
         return apply_template(tokenizer, messages, tools=schemas or None, add_generation_prompt=True)
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these on unusual content
+    except TEMPLATE_ERRORS as error:
         raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
 
 

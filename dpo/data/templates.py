@@ -13,9 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, takewhile
 from typing import Any
 
-import jinja2
-
-from dpo.data.asking import apply_template
+from dpo.data.asking import TEMPLATE_ERRORS, apply_template
 from dpo.data.records import common_start
 from dpo.data.schema import THOUGHTS, Chat, Messages, check_unicode, read_message, read_tools
 from dpo.errors import InputError
@@ -153,7 +151,7 @@ class _Conversation:
         options: dict[str, Any] = {"tools": self.tools} if self.tools else {}
         try:
             return apply_template(self.tokenizer, messages, add_generation_prompt=is_open, **options)
-        except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             what = "messages or tools" if self.tools else "messages"
             raise InputError(f"{self.where}: the tokenizer's chat template rejects these {what}: {error}") from error
 

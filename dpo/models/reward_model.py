@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import torch
 import torch.distributed as dist
 import transformers
 
-from dpo.data.asking import apply_template, as_messages
+from dpo.data.asking import TEMPLATE_ERRORS, apply_template, as_messages
 from dpo.data.table import Prompt
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
@@ -96,7 +95,7 @@ class RewardModel:
             try:
                 messages = as_messages(prompt, answer)
                 texts = [apply_template(self.tokenizer, messages, tools=prompt.tools)]
-            except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise any of these
+            except TEMPLATE_ERRORS as error:
                 raise InputError(
                     f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
                     f"{prompt.text[:200]!r}: {error}"

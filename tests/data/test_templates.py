@@ -14,6 +14,7 @@ from dpo.data.counts import SplitCounter
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples, make_labels
 from dpo.data.table import PromptTable, iterate_prompts, write_prompts
+from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from preference_datasets import get_batch_iterator
@@ -100,6 +101,18 @@ def test_the_turns_of_the_assistant_are_scored_and_results_and_headers_are_not(c
     [example] = encode(data, tokenizer)
     assert scored(example, tokenizer)[0] == seen
     assert example.n_scored[0] == sum(label != -100 for label in make_labels(*example.cut_responses[0]))
+
+
+@pytest.mark.parametrize(
+    "failing", ["{{ 1 % 0 }}", "{{ 2.0 ** 9999 }}", "{{ 'a'.format_map({}).x.y }}", "{{ '{b}'.format() }}"]
+)
+def test_errors_of_a_template_are_explained_in_training_and_sampling(failing, chat):
+    tokenizer = chat(failing + WITHOUT_TOOLS)
+    rejected = "^here: the tokenizer's chat template rejects these messages: "
+    with pytest.raises(InputError, match=rejected):
+        ChatTemplate(tokenizer).render(ASK, [SKY], None, "here")
+    with pytest.raises(InputError, match=rejected):
+        render(ASK, "chat", tokenizer, "here")
 
 
 @pytest.mark.parametrize(("end", "eos"), [("<|call|>", "|"), (";", EOS), ("\n", EOS), (EOS, EOS)])
