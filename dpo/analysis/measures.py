@@ -127,8 +127,9 @@ def n_effective(run: Run) -> float:
 
     A weighted mean varies as much as a plain mean of (sum w)^2 / sum w^2 examples, the preflight's effective examples.
     """
-    share = run.count("test.effective_examples") / run.count("test.examples")
-    return n_evaluated(run) * (share if share > 0 else 1)  # 1 if the counts are lost
+    effective, available = run.count("test.effective_examples"), run.count("test.examples")
+    # all examples count if the counts are lost
+    return n_evaluated(run) * (effective / available if effective > 0 and available > 0 else 1)
 
 
 def evaluation_loss_error(run: Run) -> float:

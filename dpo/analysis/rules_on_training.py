@@ -36,6 +36,7 @@ SPENT = 0.1  # a smaller fraction of the first gradients is nearly nothing
 BLOCK = 50  # updates over which a fall or growth is measured
 FAST_FALL = 0.5  # nats a token
 GROWN_NORM = 5.0  # last median of grad_norm, as a multiple of the first
+NEGLIGIBLE_RISE, CLEAR_RISE = 0.05, 0.25  # of a loss, as a share of it: the second if its error is unknown
 ENOUGH_PAIRS = 400  # an accuracy of 0.60 is then four standard errors above chance
 
 # --- NaN, spikes, collapse --------------------------------------------------------------------------------------------
@@ -193,6 +194,28 @@ def _estimate_excess_loss(run: Run, last_loss: float, start: Means) -> tuple[flo
     return last_loss - start.loss, quantile * deviation / math.sqrt(n)
 
 
+def worse_than_start(run: Run) -> Iterator[Finding]:
+    """A held-out loss above its start, in a run without a reference."""
+    examples, losses = run.eval.points("loss/eval")
+    if run.has_reference or len(losses) < 2 or examples[0] > 0:
+        return
+    rise, error = float(losses[-1] - losses[0]), math.sqrt(2) * evaluation_loss_error(run)
+    by_example = compare_evaluations(run, "loss", 0, run.eval.updates[-1])
+    if by_example is not None:
+        rise, error = by_example
+    # the error is 0 if the run has too few updates to estimate it
+    negligible = (NEGLIGIBLE_RISE if error > 0 else CLEAR_RISE) * abs(losses[0])
+    tolerated = max(negligible, student_quantile(max(5, int(n_effective(run)) - 1)) * error)
+    if rise > tolerated:
+        yield warning(
+            "Held-out loss is higher than before training",
+            f"loss/eval {figure(losses[0])} before the first update, {figure(losses[-1])} now; a rise up to "
+            f"{figure(tolerated)} may be chance or is negligible",
+            "Training made the model worse on examples that it did not train on. If loss/train rose too, lr is too "
+            "high; if not, train with a smaller lr or for fewer epochs, and look whether both splits are alike.",
+        )
+
+
 def saturation(run: Run) -> Iterator[Finding]:
     """Training pairs that are nearly all ranked right."""
     examples, accuracies = run.train.points(TRAIN_ACCURACY)
@@ -247,7 +270,7 @@ def _measure_gradient_left(run: Run) -> tuple[float, str]:
         left = float(shape.gradient(last_chosen, last_rejected).mean() / first_gradient.mean())
         return left, f"; by the formula of loss={run.loss} a pair has {percent(left)} of its first gradient left"
     first_norms, last_norms = run.ends("grad_norm")
-    if not len(first_norms):
+    if not len(first_norms) or not first_norms.mean() > 0:
         return math.nan, ""
     before, after = float(first_norms.mean()), float(last_norms.mean())
     first_updates = count(len(first_norms), "update")

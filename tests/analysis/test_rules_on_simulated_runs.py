@@ -166,6 +166,15 @@ def with_held_out_loss(rng: Rng, loss: float, law: str, *, ledger: bool, deviati
     return train_pairs(np.zeros((SHORT, BATCH)), held_out, ledger=ledger)
 
 
+def with_losses(rng: Rng, rise: float, n: int = SHORT) -> Run:
+    """SFT: losses of examples vary by their lengths, and the held-out ones rise by `rise` on average."""
+    held_out = 100 + 40 * rng.standard_normal(N_HELD_OUT)
+    later = held_out + rise + 10 * rng.standard_normal(N_HELD_OUT)
+    training = 100 + 40 * rng.standard_normal((n, BATCH)).mean(axis=1)
+    evaluations = {"updates": np.array([0.0, n]), "loss/eval": np.array([held_out.mean(), later.mean()])}
+    return make_run({"loss/train": training}, evaluations, settings={"loss": {"name": "sft"}})
+
+
 def with_accuracies(rng: Rng, training: float, held_out: float, n: int = N_HELD_OUT) -> Run:
     margins = [rng.random(shape) - 1 + share for shape, share in (
         ((SHORT, BATCH), training), ((1, n), held_out))]  # fmt: skip
@@ -406,6 +415,14 @@ RATES = [
             HELD_OUT + (", ledger" if ledger else ""), 0.5,
         )
         for law in LAWS for ledger in (False, True)
+    ),
+    *(
+        Rates(
+            on_training.worse_than_start, WARNING, "Held-out loss is higher",
+            "SFT, loss/eval 100 before and now", partial(with_losses, rise=0, n=n),
+            f"{rise} more", partial(with_losses, rise=rise, n=n), f"{n} updates", 0.9,
+        )
+        for n, rise in ((SHORT, 20), (10, 40))
     ),
     *(
         Rates(
