@@ -120,7 +120,8 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
     Raises InputError for another kind of file.
     """
     stream, parquet = run_dir / STREAM, run_dir / PARQUET
-    if stream.exists():
+    # a stream whose beginning was lost has no rows; the Parquet file has those of the last time that the run ended
+    if stream.exists() and not (parquet.exists() and not _begins_with_schema(stream)):
         empty = encode_schema(_read_schema(stream)).empty_table()  # there may be no rows yet
         table = pa.concat_tables([empty, *_read_row_groups(stream)])
     elif parquet.exists():
@@ -173,6 +174,14 @@ def _read_schema(stream: Path) -> pa.Schema:
     return schema
 
 
+def _begins_with_schema(stream: Path) -> bool:
+    try:
+        _read_schema(stream)
+    except InputError:
+        return False
+    return True
+
+
 def find_end(stream: Path, size: int) -> int:
     """Find the end of the last append within the first `size` bytes.
 
@@ -211,4 +220,4 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
 def _explaining_errors(path: Path) -> AbstractContextManager[None]:
     """Raise InputError where Arrow cannot read a file."""
     errors = (pa.ArrowInvalid, pa.ArrowKeyError, ValueError)
-    return explaining(errors, lambda why: InputError(f"{path} is not a ledger of this version: {why}"))
+    return explaining(errors, lambda why: InputError(f"{path} cannot be read as a ledger: {why}"))

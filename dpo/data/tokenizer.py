@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ def explaining_load_errors(what: str, name: str):
                 f"{what} {name!r} contains Python code, which is not run by default: read it, then set "
                 f"model.trust_remote_code=true, or --trust-remote-code for a script"
             ) from error
-        reason = one_sentence(error)
-        raise InputError(f"{what} {name!r} cannot be loaded; give a local directory or a Hub id: {reason}") from error
+        fix = "give a local directory or a Hub id"
+        if (exported := Path(name).expanduser() / "LATEST" / "hf").is_dir():
+            fix = f"it is a run, whose model is {exported}"
+        raise InputError(f"{what} {name!r} cannot be loaded; {fix}: {one_sentence(error)}") from error
 
 
 def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:

@@ -285,12 +285,20 @@ def test_whole_appends_of_a_stream_that_was_cut_are_read(tmp_path):
         assert read_ledger(tmp_path / "3").to_pylist() == ROWS[:whole], cut
 
 
+@pytest.mark.parametrize("cut", [0, 20])
+def test_a_stream_that_lost_its_beginning_does_not_hide_the_parquet_file(cut, tmp_path):
+    stream = stream_of(tmp_path / "run", 3)
+    write_parquet(stream, tmp_path / "run" / PARQUET)
+    stream.write_bytes(stream.read_bytes()[:cut])
+    assert read_ledger(tmp_path / "run").to_pylist() == ROWS[:3]
+
+
 @pytest.mark.parametrize("name", [STREAM, PARQUET])
 def test_another_file_is_refused_and_a_problem_of_the_run(name, tmp_path):
     assert read_ledger(tmp_path) is None
     run_dir = write_run(tmp_path, [update(1)])
     (tmp_path / name).write_bytes(b"PAR1" + bytes(1000))
-    with pytest.raises(InputError, match=f"{name} is not a ledger of this version"):
+    with pytest.raises(InputError, match=f"{name} cannot be read as a ledger"):
         read_ledger(tmp_path)
     assert [problem.partition(":")[0] for problem in read_run(run_dir).problems] == ["the ledger cannot be read"]
 
@@ -300,5 +308,5 @@ def test_another_file_is_refused_and_a_problem_of_the_run(name, tmp_path):
     else:
         with pa.ipc.new_stream(tmp_path / name, other.schema) as writer:
             writer.write_table(other)
-    with pytest.raises(InputError, match=f"{name} is not a ledger of this version"):
+    with pytest.raises(InputError, match=f"{name} cannot be read as a ledger"):
         read_ledger(tmp_path)
