@@ -1,4 +1,4 @@
-"""Stop signals: Ctrl-C, SIGTERM and SIGUSR1 end a run with a checkpoint.
+"""Stop signals: Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end a run with a checkpoint.
 
 A second Ctrl-C ends the run without a checkpoint. While a run starts there is nothing to save, so a signal ends the
 process at once, without an exception: a library might catch an exception, as in an attempted import, and C++ code might
@@ -21,9 +21,10 @@ from typing import Any, NoReturn
 
 from dpo.system.host import is_rank_0
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal was closed
+MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)  # as in a background job, or by nohup; then they stay ignored
 ABORTED = 128 + signal.SIGINT  # exit status after Ctrl-C, saved or not, as shells expect
-ASKED = 128 + signal.SIGTERM  # exit status after SIGTERM or SIGUSR1
+ASKED = 128 + signal.SIGTERM  # exit status after any other stop signal
 before_end: list[Callable[[], object]] = []  # called when a signal ends this process at once
 SAME_SECS = 1  # a second SIGINT within this time is from the same Ctrl-C: terminal and launcher may both send one
 
@@ -91,7 +92,7 @@ def ending_on_stop_signals(run_dir: str | Path) -> Iterator[None]:
 def on_stop_signals(act: Callable[[int], str]) -> Iterator[None]:
     """Call `act` on stop signals, and print its message.
 
-    `act` gets the signal's number. A second Ctrl-C raises PressedAgain. If Ctrl-C was ignored before, it stays ignored.
+    `act` gets the signal's number. A second Ctrl-C raises PressedAgain. Ctrl-C and SIGHUP stay ignored if they were.
     """
     first_times: dict[int, float] = {}  # when each signal came first, by its number
 
@@ -136,8 +137,8 @@ def handling_signals(handler: Any, *numbers: int) -> Iterator[None]:
 
 
 def _list_handled() -> list[int]:
-    """The stop signals to handle: Ctrl-C only if it is not ignored."""
-    return [n for n in SIGNALS if n != signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
+    """The stop signals to handle, without those that are ignored."""
+    return [n for n in SIGNALS if n not in MAY_BE_IGNORED or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def _prints_for_run() -> bool:

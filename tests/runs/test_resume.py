@@ -74,7 +74,10 @@ def test_the_comparison_sees_what_differs(finished):
     assert any(place.startswith("optimizer.state") for place in found)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP))],
+)
 def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_again(
     number, run, finished, tmp_path, monkeypatch
 ):

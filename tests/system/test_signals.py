@@ -13,11 +13,13 @@ from dpo.system.signals import Stopped, ending_on_stop_signals, handling_signals
 
 
 @pytest.fixture(autouse=True)
-def hears_ctrl_c():
+def nothing_is_ignored():
     """Wherever the tests run."""
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    former = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    signal.signal(signal.SIGINT, former)
+    for number, handler in former.items():
+        signal.signal(number, handler)
 
 
 def hear(*numbers: int) -> list[int]:
@@ -40,6 +42,7 @@ def hear(*numbers: int) -> list[int]:
         (signal.SIGINT, "Ctrl-C: stopping after saving; press Ctrl-C again to exit immediately without saving\n"),
         (signal.SIGTERM, "SIGTERM: stopping after saving\n"),
         (signal.SIGUSR1, "SIGUSR1: stopping after saving\n"),
+        (signal.SIGHUP, "SIGHUP: stopping after saving\n"),
     ],
 )
 def test_a_signal_is_acknowledged_in_one_line_and_acted_on(number, said, capfd):
@@ -70,6 +73,12 @@ def test_ctrl_c_stays_ignored_where_it_is_and_is_heard_again_afterwards():
         assert hear(signal.SIGINT) == []
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_closed_terminal_stays_ignored_under_nohup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert hear(signal.SIGHUP) == []
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 ENDING = """
@@ -109,4 +118,4 @@ def test_who_listens_is_called_instead_and_stopped_learns_of_the_directory(tmp_p
 
 
 def test_the_exit_status_is_the_signals_as_shells_expect():
-    assert [Stopped(number).status for number in signals.SIGNALS] == [130, 143, 143]
+    assert [Stopped(number).status for number in signals.SIGNALS] == [130, 143, 143, 143]
