@@ -206,6 +206,7 @@ def fit_file(rows: list[tuple[str, dict[str, Any]]], suffix: str, needed: Collec
     if "json" not in suffix:
         for where, row in rows:
             for key, value in row.items():
+                check_unicode(key, "the name of a field", where)
                 check_unicode(json.dumps(value, ensure_ascii=False, default=str), f"field {key!r}", where)
     if suffix == ".parquet":
         return

@@ -236,6 +236,7 @@ def test_a_lone_carriage_return_is_read_back_from_a_table(suffix, convert, tmp_p
         ([{**PAIRED, "id": 2**70}], "out.parquet", (), "a Parquet file cannot hold these columns ("),
         ([{**PAIRED, "id": "\ud83d"}], "out.csv", (), "field 'id' has an unpaired UTF-16 surrogate"),
         ([{**PAIRED, "id": [["\ud83d"]]}], "out.parquet", (), "field 'id' has an unpaired UTF-16 surrogate"),
+        ([{**PAIRED, "\ud83d": 1}], "out.csv", (), "the name of a field has an unpaired UTF-16 surrogate"),
         ([PAIRED], "out.jsonl", ("--format=alpaca",), "prompt, chosen, rejected, which lack what converting needs: "),
         ([{"a": 1}], "out.jsonl", (), "name them with '--columns={{messages: COLUMN}}', or add them"),
         ([{"prompt": "a", **PAIR, "chosen": 3}], "out.jsonl", (), "(line 1): chosen must be text or a list of "),
