@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 from dpo.errors import InputError, RunError
 from dpo.numbers import duration
+from dpo.system.signals import handling_signals
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = (
@@ -184,10 +186,14 @@ def _run_job(job: Job, finish: Callable[[Job], None]) -> None:
 
 
 def run_command(command: Callable[[], None], out: Path | None = None) -> int:
-    """Run an experiment's command, which writes to `out`; return its exit status."""
+    """Run an experiment's command, which writes to `out`; return its exit status.
+
+    Every stop signal ends it as Ctrl-C does, with the processes of its runs.
+    """
     started = time.perf_counter()
     try:
-        command()
+        with handling_signals(signal.default_int_handler):
+            command()
     except (OSError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
