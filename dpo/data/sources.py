@@ -253,7 +253,10 @@ def _keep_encoded(feature: Any) -> Any:
 
 
 def _find_features(schema: Any) -> Any:
-    """The features that `datasets` has written to a file, if they have class labels."""
+    """Find the features of a file that have class labels, if any.
+
+    `datasets` writes them to the metadata of Parquet files.
+    """
     if b"ClassLabel" not in (schema.metadata or {}).get(b"huggingface", b""):
         return None
     import datasets

@@ -412,7 +412,10 @@ def _find_other_targets(model: Any, parameters: Iterable[str], stored: StoredAda
 
 
 def _shorten_names(model: Any, layers: Iterable[str]) -> list[str]:
-    """The last parts of layers' names, such as `q_proj`, if these name no other layer; else the full names."""
+    """The last parts of layers' names, such as `q_proj`.
+
+    Returns full names if other layers have such last parts too.
+    """
     layers = set(layers)
     last_parts = {layer.rpartition(".")[2] for layer in layers}
     layers_so_named = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last_parts}

@@ -94,7 +94,7 @@ def load_structure(
 
 
 def _complete(model: Any, scalar_head: bool) -> transformers.PreTrainedModel:
-    """Turn off a loaded model's dropout and router logits, and install its scalar head."""
+    """Turn off dropout and router logits, and install a scalar head."""
     disable_dropout(model)
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -270,7 +270,10 @@ def count_positions(model: Any) -> float:
 
 
 def _find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
-    """Yield each `rope_type` whose frequencies depend on length, with the length after which they change."""
+    """Yield each `rope_type` whose frequencies depend on the length of rows.
+
+    Each comes with the number of tokens after which they change.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
     for rope in (parameters, *by_layer_type):

@@ -263,7 +263,7 @@ def _check_cover(model: Any, plan: Mapping[str, Style], ignore: set[str]) -> Non
 
 @contextmanager
 def explaining_cut_weights(model: Any) -> Iterator[None]:
-    """Turn the error of a model that cannot compute with cut weights into an InputError inside.
+    """Turn errors of models that need whole weights into InputErrors inside.
 
     Some models use a module's weight outside of its forward, where it is still a DTensor.
     """

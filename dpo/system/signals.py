@@ -1,8 +1,8 @@
-"""Stop signals: Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end a run with a checkpoint.
+"""Signals that end a run with a checkpoint.
 
-A second Ctrl-C ends the run without a checkpoint. While a run starts there is nothing to save, so a signal ends the
-process at once, without an exception: a library might catch an exception, as in an attempted import, and C++ code might
-abort on one.
+They are Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP. A second Ctrl-C ends the run without a checkpoint. While a run starts
+there is nothing to save, so a signal ends the process at once, without an exception: a library might catch an
+exception, as in an attempted import, and C++ code might abort on one.
 """
 
 from __future__ import annotations

@@ -121,7 +121,10 @@ def _cross_fit(differences: np.ndarray, folds: np.ndarray, ridge: float) -> np.n
 
 
 def fit_logistic(differences: np.ndarray, ridge: float) -> np.ndarray:
-    """Fit w to maximize mean log sigmoid(w x) - ridge / 2 |w|^2, (features,)."""
+    """Fit the weights w of a logistic regression on differences x, (features,).
+
+    They maximize the mean of log sigmoid(w x) minus ridge / 2 |w|^2.
+    """
     n, size = differences.shape
     weights = np.zeros(size)
     for _ in range(N_NEWTON):

@@ -45,7 +45,7 @@ class Data(NamedTuple):
 
 
 def make_data(sweep: Sweep, rows: Sequence[Row]) -> Data:
-    """Make the baselines of a sweep from its pairs and the reference's rows."""
+    """Rank a sweep's pairs without training; `rows` has the reference's."""
     tokens = np.array([[len(ids) for ids in sweep.encode(n).responses] for n in range(len(sweep.pairs))])  # (pairs, 2)
     reference = [row for row in rows if row["method"] == REFERENCE]
     scored = np.concatenate([row["pairs"] for row in reference])
@@ -61,7 +61,7 @@ def make_data(sweep: Sweep, rows: Sequence[Row]) -> Data:
 
 
 def judge(pairs: np.ndarray, margins: np.ndarray) -> Scores:
-    """Score the pairs' margins: 1 if positive, 0 if negative, 1/2 if 0."""
+    """Score margins: 1 if positive, 0 if negative, 1/2 if 0."""
     return dict(zip(pairs.tolist(), (np.sign(margins) + 1) / 2, strict=True))
 
 
@@ -84,7 +84,7 @@ def average(scores: Scores, data: Data) -> Estimate:
 
 
 def balance(scores: Scores, data: Data) -> Estimate:
-    """Mean score, with as many pairs of longer as of shorter chosen response.
+    """Mean score, balanced over the difference of the lengths.
 
     Pairs are sorted into bins of equal size by |chosen - rejected tokens|. In a bin, pairs whose chosen response is
     longer count as much as pairs whose chosen response is shorter, and all bins count alike. So ranking by the length
