@@ -17,7 +17,7 @@ COMPARED = "dpo-0.1"  # with which the other methods and the baselines are compa
 END, AT_KL = "at the end", "at equal KL"  # points of the runs at which methods are compared
 MARKERS = {"dpo-0.1": "o", "ipo-0.1": "^", "dpo-0.5": "s", "kto-0.1": "D", "dpo-0.05": "v"}
 STYLES = ((0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (7, 2)))  # of the baselines' lines
-WIDTH, HEIGHT = 6.4, 5.2  # inches
+WIDTH, HEIGHT = 6.9, 5.2  # inches
 MAX_BINS, PAIRS_PER_BIN = 8, 30  # bins of length differences
 Scores = Mapping[int, float]  # by the number of the pair: 1 if ranked right, 0 if wrong
 
