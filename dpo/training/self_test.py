@@ -31,7 +31,9 @@ def self_test(objective: Objective, examples: Sequence[Example], plan: Plan) -> 
     mesh, loss = objective.mesh, objective.loss
     forward_dtype = DTYPES[plan.model.autocast or plan.compute_dtype]
     if not loss.scalar_head:  # a reward model may look both ways
-        check_causality(objective.policy, forward_dtype, objective.device)
+        # FlashAttention refuses float32, so the check must run under the autocast of the run
+        with torch.autocast(objective.device.type, dtype=objective.autocast, enabled=objective.autocast is not None):
+            check_causality(objective.policy, forward_dtype, objective.device)
     tested = list(examples[: 2 * mesh.data_size])
     tested += tested[:1] * (mesh.data_size - len(tested))  # every process needs an example
     [microbatch] = objective.layout.split(tested, 1, rank=mesh.data_rank, size=mesh.data_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_ele
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import ROLES, TRAINS_ON, find_loss
+from dpo.training import self_test
 from dpo.training.self_test import check_causality, check_models
 
 DPO = {"beta": 0.1, "label_smoothing": 0, "reference_free": False}
@@ -84,6 +86,20 @@ def test_a_causal_model_passes_and_another_is_refused(dtype, policy):
         check_causality(transformers.BertLMHeadModel(config).to(dtype), dtype)
     config.is_decoder = True
     check_causality(transformers.BertLMHeadModel(config).to(dtype), dtype)
+
+
+def test_causality_is_checked_under_the_autocast_of_the_run(policy, batch, monkeypatch):
+    seen = []
+    monkeypatch.setattr(self_test, "check_causality", lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    monkeypatch.setattr(self_test, "check_models", lambda *_, **__: [])
+    for autocast in (torch.bfloat16, None):
+        objective = MagicMock(policy=policy, device=torch.device("cpu"), autocast=autocast)
+        objective.loss.scalar_head, objective.mesh.data_size, objective.mesh.tensor_size = False, 1, 1
+        objective.layout.split.return_value = [MagicMock()]
+        plan = MagicMock(lora=None)
+        plan.model.autocast, plan.compute_dtype = None, "float32"
+        self_test.self_test(objective, find_examples(batch), plan)
+    assert seen == [True, False]
 
 
 def test_a_forward_may_differ_from_the_same_again_by_rounding_alone(policy):
