@@ -132,9 +132,11 @@ def run_all(jobs: Sequence[Job], finish: Callable[[Job], None], *, at_once: int)
                     raise _make_error(job, process.exitcode)
                 yield job
     finally:
-        for _, process in running.values():
-            process.terminate()
-            process.join()
+        with handling_signals(signal.SIG_IGN):  # another signal must not leave runs behind
+            for _, process in running.values():
+                process.terminate()
+            for _, process in running.values():
+                process.join()
 
 
 def iterate_rows(

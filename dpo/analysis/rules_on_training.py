@@ -208,11 +208,12 @@ def worse_than_start(run: Run) -> Iterator[Finding]:
     tolerated = max(negligible, student_quantile(max(5, int(n_effective(run)) - 1)) * error)
     if rise > tolerated:
         yield warning(
-            "Held-out loss is higher than before training",
+            "By its own loss the model is worse than before training",
             f"loss/eval {figure(losses[0])} before the first update, {figure(losses[-1])} now; a rise up to "
             f"{figure(tolerated)} may be chance or is negligible",
-            "Training made the model worse on examples that it did not train on. If loss/train rose too, lr is too "
-            "high; if not, train with a smaller lr or for fewer epochs, and look whether both splits are alike.",
+            "On held-out examples this loss was lower before the first update. If loss/train rose too, lr is too high; "
+            "if not, train with a smaller lr or for fewer epochs, and look whether both splits are alike. If accuracy "
+            "is what matters, compare checkpoints by it.",
         )
 
 

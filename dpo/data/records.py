@@ -53,8 +53,13 @@ CALLERS = ("function_call", "tool_call")
 RESULTS = ("tool_response", "function")  # roles of a tool's results in ms-swift's and OpenAI's earlier data
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
 # labels in lower case, as text
-DESIRABLE = ("true", "1", "1.0", "+1", "yes", "good", "desirable", "up", "thumbs up", "thumbs_up", "👍")
-UNDESIRABLE = ("false", "0", "0.0", "-1", "no", "bad", "undesirable", "down", "thumbs down", "thumbs_down", "👎")
+DESIRABLE = (
+    "true", "1", "1.0", "+1", "yes", "good", "positive", "chosen", "desirable", "up", "thumbs up", "thumbs_up", "👍",
+)  # fmt: skip
+UNDESIRABLE = (
+    "false", "0", "0.0", "-1", "no", "bad", "negative", "rejected", "undesirable", "down", "thumbs down", "thumbs_down",
+    "👎",
+)  # fmt: skip
 
 RESPONSE_FIELDS = ("messages", "chosen", "rejected", "completion")  # each is one response; messages hold a prompt too
 NUMBERS = ("scores", *NUMBER_FIELDS)  # fields that `get_custom` reads itself

@@ -215,9 +215,10 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
 
         dataset = datasets.load_from_disk(file)
         features = datasets.Features(_keep_encoded(dict(dataset.features)))
+        class_features = _find_class_features(features)
         for table in dataset.with_format("arrow").iter(ROWS_PER_BATCH):
             for row in table.to_pylist():
-                yield 0, _name_classes(features.decode_example(row), features)
+                yield 0, _name_classes(features.decode_example(row), class_features)
         return
     check_readable(file)
     suffix = find_suffix(file.name)
@@ -225,7 +226,11 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
         import pyarrow.parquet
 
         table = pyarrow.parquet.read_table(file)
-        features = _find_features(table.schema)
+        features = None
+        if b"ClassLabel" in (table.schema.metadata or {}).get(b"huggingface", b""):  # written by `datasets`
+            import datasets
+
+            features = datasets.Features.from_arrow_schema(table.schema)
         yield from ((0, _name_classes(row, features)) for row in table.to_pylist())
         return
     if not suffix:
@@ -252,16 +257,9 @@ def _keep_encoded(feature: Any) -> Any:
     return dataclasses.replace(feature, decode=False) if hasattr(feature, "decode") else feature
 
 
-def _find_features(schema: Any) -> Any:
-    """Find the features of a file that have class labels, if any.
-
-    `datasets` writes them to the metadata of Parquet files.
-    """
-    if b"ClassLabel" not in (schema.metadata or {}).get(b"huggingface", b""):
-        return None
-    import datasets
-
-    return datasets.Features.from_arrow_schema(schema)
+def _find_class_features(features: Any) -> Any:
+    """Return features if there are class labels among them, else None."""
+    return features if "ClassLabel" in repr(features) else None
 
 
 def _name_classes(value: Any, feature: Any) -> Any:
@@ -410,8 +408,7 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequenc
         for column, feature in rows.features.items():
             if (encoded := _keep_encoded(feature)) != feature:
                 rows = rows.cast_column(column, encoded)
-        features = rows.features
-        if "ClassLabel" in repr(features):
+        if features := _find_class_features(rows.features):
             fingerprint = rows._fingerprint
             rows = rows.with_transform(
                 lambda columns: {

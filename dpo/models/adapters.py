@@ -252,9 +252,11 @@ def _list_linear_layers(model: Any) -> list[str]:
         if is_factor or any(layer is head for head in heads) or not _is_linear(layer):
             continue
         parent = model.get_submodule(".".join(path[:-1]))
-        # kernels of a state space model multiply by the weight of `out_proj` themselves, and would miss an adapter
-        is_in_kernel = path[-1] == "out_proj" and hasattr(parent, "A_log") and hasattr(parent, "D")
-        if not is_in_kernel:
+        # Mamba multiplies by these weights itself, and would miss an adapter
+        is_bypassed = (
+            path[-1] in ("out_proj", "x_proj", "dt_proj") and hasattr(parent, "A_log") and hasattr(parent, "D")
+        )
+        if not is_bypassed:
             names.append(".".join(path))
     return names
 

@@ -278,11 +278,11 @@ def _find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
     by_layer_type = [nested for nested in parameters.values() if isinstance(nested, dict)]
     for rope in (parameters, *by_layer_type):
         if rope.get("rope_type") in ("dynamic", "longrope"):
-            length = (
-                rope.get("original_max_position_embeddings")
-                or getattr(config, "original_max_position_embeddings", None)
-                or config.max_position_embeddings
-            )
+            length = config.max_position_embeddings
+            if rope["rope_type"] == "longrope":
+                length = rope.get("original_max_position_embeddings") or getattr(
+                    config, "original_max_position_embeddings", length
+                )
             yield rope["rope_type"], length
 
 

@@ -170,9 +170,15 @@ class Objective:
 
         Returns the columns of `sum_tokens`. The microbatch is on the device.
         """
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            tokens = self.layout.forward(model, microbatch.inputs, with_squares=with_squares)
+        tokens = self.forward_tokens(model, self.layout, microbatch.inputs, with_squares=with_squares)
         return sum_tokens(tokens, microbatch, self.loss.roles, tails=self.loss.needs_tails)
+
+    def forward_tokens(
+        self, model: torch.nn.Module, layout: Layout, inputs: Any, *, with_squares: bool = False
+    ) -> TokenLogps:
+        """Run a model on inputs of a layout, under the run's autocast."""
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            return layout.forward(model, inputs, with_squares=with_squares)
 
     def reference_forward(self, microbatch: Microbatch) -> NamedTensors:
         """Run `forward` on the reference, which must have a model."""

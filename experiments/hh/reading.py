@@ -87,9 +87,9 @@ def balance(scores: Scores, data: Data) -> Estimate:
     """Mean score, balanced over the difference of the lengths.
 
     Pairs are sorted into bins of equal size by |chosen - rejected tokens|. In a bin, pairs whose chosen response is
-    longer count as much as pairs whose chosen response is shorter, and all bins count alike. So ranking by the length
-    difference alone scores 1/2, whatever the rule. Pairs of equal lengths, and bins without pairs of both kinds, do not
-    count. The interval is clustered by first turn.
+    longer count as much as pairs whose chosen response is shorter, and all bins count alike. So a rule that depends on
+    the length difference alone scores 1/2 if it is constant within each bin. Pairs of equal lengths, and bins without
+    pairs of both kinds, do not count. The interval is clustered by first turn.
     """
     pairs = np.array([pair for pair in scores if data.differences[pair] != 0])
     sizes, is_longer = np.abs(data.differences[pairs]), data.differences[pairs] > 0

@@ -167,7 +167,7 @@ def with_held_out_loss(rng: Rng, loss: float, law: str, *, ledger: bool, deviati
 
 
 def with_losses(rng: Rng, rise: float, n: int = SHORT) -> Run:
-    """SFT: losses of examples vary by their lengths, and the held-out ones rise by `rise` on average."""
+    """SFT with held-out losses that rise by `rise` on average."""
     held_out = 100 + 40 * rng.standard_normal(N_HELD_OUT)
     later = held_out + rise + 10 * rng.standard_normal(N_HELD_OUT)
     training = 100 + 40 * rng.standard_normal((n, BATCH)).mean(axis=1)
@@ -418,7 +418,7 @@ RATES = [
     ),
     *(
         Rates(
-            on_training.worse_than_start, WARNING, "Held-out loss is higher",
+            on_training.worse_than_start, WARNING, "By its own loss the model",
             "SFT, loss/eval 100 before and now", partial(with_losses, rise=0, n=n),
             f"{rise} more", partial(with_losses, rise=rise, n=n), f"{n} updates", 0.9,
         )

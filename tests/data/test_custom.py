@@ -153,7 +153,8 @@ def test_prompts_to_answer_need_no_responses(tokenizer, chat):
 @pytest.mark.parametrize(
     ("good", "bad"),
     [(True, False), (1, 0), (1.0, 0.0), (1, -1), ("True", "false"), ("1", "0"), (" Good", "bad"), ("👍", "👎"),
-     ("thumbs_up", "thumbs_down"), ("up", "down"), ("yes", "no"), ("desirable", "undesirable")],
+     ("thumbs_up", "thumbs_down"), ("up", "down"), ("yes", "no"), ("desirable", "undesirable"),
+     ("positive", "negative"), ("chosen", "rejected")],
 )  # fmt: skip
 def test_a_labelled_response_is_chosen_or_rejected(tokenizer, good, bad):
     rows = [

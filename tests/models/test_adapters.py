@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support.models import COMMON, GROUPED, Operations, build, list_examples
+from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from dpo.errors import InputError
 from dpo.models import adapter_dropout
@@ -118,6 +119,7 @@ MIXTURES = {  # a config, and names of layers that `auto` adapts
         ),
         {"q_proj", "gate_proj"},
     ),
+    "mamba": (lambda: transformers.MambaConfig(**COMMON, state_size=8), {"in_proj"}),
     "mamba2": (
         lambda: transformers.Mamba2Config(
             **COMMON, state_size=8, num_heads=4, head_dim=16, n_groups=1, chunk_size=16, expand=2
@@ -135,7 +137,8 @@ def test_auto_adapts_linear_layers_alone_beside_experts_routers_and_state_spaces
     layers = {name for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
     assert some_layers <= {name.rpartition(".")[2] for name in layers}
     assert all(isinstance(base.get_submodule(name), torch.nn.Linear) for name in layers)
-    assert not any(word in name for name in layers for word in ("router", "lm_head", "out_proj"))
+    assert not any(word in name for name in layers for word in ("lm_head", "out_proj", "x_proj", "dt_proj"))
+    assert not any(isinstance(base.get_submodule(name), Llama4Router) for name in layers)
     model(IDS).logits.sum().backward()
     assert all(weight.grad is not None for weight in adapter_weights(model, POLICY).values())
 
