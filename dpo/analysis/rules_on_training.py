@@ -207,7 +207,10 @@ def worse_than_start(run: Run) -> Iterator[Finding]:
     negligible = (NEGLIGIBLE_RISE if error > 0 else CLEAR_RISE) * abs(losses[0])
     tolerated = max(negligible, student_quantile(max(5, int(n_effective(run)) - 1)) * error)
     if rise > tolerated:
-        yield warning(
+        # some losses rise with the scale of the margins while more pairs are ranked right
+        _, accuracies = run.eval.points(EVAL_ACCURACY)
+        is_ranking_better = len(accuracies) > 1 and is_above(accuracies[-1], accuracies[0], n_effective(run))
+        yield (note if is_ranking_better else warning)(
             "By its own loss the model is worse than before training",
             f"loss/eval {figure(losses[0])} before the first update, {figure(losses[-1])} now; a rise up to "
             f"{figure(tolerated)} may be chance or is negligible",

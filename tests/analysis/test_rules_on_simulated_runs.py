@@ -166,13 +166,16 @@ def with_held_out_loss(rng: Rng, loss: float, law: str, *, ledger: bool, deviati
     return train_pairs(np.zeros((SHORT, BATCH)), held_out, ledger=ledger)
 
 
-def with_losses(rng: Rng, rise: float, n: int = SHORT) -> Run:
-    """SFT with held-out losses that rise by `rise` on average."""
+def with_losses(rng: Rng, rise: float, n: int = SHORT, accuracy: float | None = None) -> Run:
+    """Held-out losses that rise by `rise` on average, of SFT; if pairs become ranked right, of ORPO."""
     held_out = 100 + 40 * rng.standard_normal(N_HELD_OUT)
     later = held_out + rise + 10 * rng.standard_normal(N_HELD_OUT)
     training = 100 + 40 * rng.standard_normal((n, BATCH)).mean(axis=1)
     evaluations = {"updates": np.array([0.0, n]), "loss/eval": np.array([held_out.mean(), later.mean()])}
-    return make_run({"loss/train": training}, evaluations, settings={"loss": {"name": "sft"}})
+    if accuracy is not None:
+        evaluations["rewards_eval/accuracies"] = rng.binomial(N_HELD_OUT, [0.5, accuracy]) / N_HELD_OUT
+    loss = "sft" if accuracy is None else "orpo"
+    return make_run({"loss/train": training}, evaluations, settings={"loss": {"name": loss}})
 
 
 def with_accuracies(rng: Rng, training: float, held_out: float, n: int = N_HELD_OUT) -> Run:
@@ -423,6 +426,11 @@ RATES = [
             f"{rise} more", partial(with_losses, rise=rise, n=n), f"{n} updates", 0.9,
         )
         for n, rise in ((SHORT, 20), (10, 40))
+    ),
+    Rates(
+        on_training.worse_than_start, NOTE, "By its own loss the model",
+        "ORPO, loss/eval 20 more, accuracy 0.5", partial(with_losses, rise=20, accuracy=0.5),
+        "accuracy 0.65", partial(with_losses, rise=20, accuracy=0.65), f"{SMALL}, {HELD_OUT}", 0.9,
     ),
     *(
         Rates(
