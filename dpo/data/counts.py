@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import chain
 from math import ceil
 from pathlib import Path
@@ -300,9 +301,15 @@ class SplitCounter:
         if self.trains_on == "lists":
             self._n_responses[len(texts)] += 1
         joined = [text for text in responses if _are_joined(prompt.text, text)]
-        if joined and not prompt.rendered:  # a chat template may put no space there
+        if joined and not prompt.rendered and not self._adds_spaces:  # a chat template may put no space there
             counts["joined_words"] += 1
             self._joined_example = self._joined_example or prompt.text[-40:] + joined[0][:40]
+
+    @cached_property
+    def _adds_spaces(self) -> bool:
+        """Whether the tokenizer begins each text with a space, as Llama 2's does, or has words for tokens."""
+        ids = self.encode(["a", "b"])
+        return self.encode.tokenizer.decode([*ids["a"], *ids["b"]]).strip() == "a b"
 
     def count_tokens(self, prompts: PromptTable, *, max_length: int, max_prompt_length: int) -> SplitReport:
         """Count tokens, and return the report of the split.

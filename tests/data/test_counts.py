@@ -10,6 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import Unigram
+from transformers import PreTrainedTokenizerFast
 
 from dpo.data import counts
 from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
@@ -217,6 +220,16 @@ def test_words_that_run_together_are_counted_and_shown(prompt, response, joined,
         assert "in 1 of 2 examples (train) and 1 of 2 examples (test) a response follows its prompt" in warning
         assert "without a space, as in 'Where?Here'" in warning
     assert inspect(tokenizer, prompt_of(prompt, *pairs, rendered=True)).joined_words == 0  # a template may
+
+
+def test_words_do_not_run_together_if_the_tokenizer_begins_texts_with_a_space():
+    spaced = Tokenizer(
+        Unigram([("<unk>", 0.0), ("\u2581", -1.0), *((letter, -2.0) for letter in "abHWerh?")], unk_id=0)
+    )
+    spaced.pre_tokenizer, spaced.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()  # as Llama 2's
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=spaced, eos_token="</s>")
+    report = inspect(tokenizer, prompt_of("Where?", ("Here", " x"), (" y", " z")), max_length=64)
+    assert report.joined_words == 0
 
 
 def test_the_format_of_each_datasets_prompts_is_noted(tokenizer):
