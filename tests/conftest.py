@@ -56,6 +56,14 @@ def chat(tokenizer):
 
 
 @pytest.fixture
+def hangups_are_heard():
+    """SIGHUP is not ignored, as it is where nohup has started the tests."""
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, earlier)
+
+
+@pytest.fixture
 def fake_group(monkeypatch):
     """A process group of two, of which this process is the first; its collectives do nothing."""
     import torch.distributed as dist

@@ -307,7 +307,7 @@ class SplitCounter:
 
     @cached_property
     def _adds_spaces(self) -> bool:
-        """Whether the tokenizer begins each text with a space, as Llama 2's does, or has words for tokens."""
+        """True if the tokenizer begins each text with a space, as Llama's."""
         ids = self.encode(["a", "b"])
         return self.encode.tokenizer.decode([*ids["a"], *ids["b"]]).strip() == "a b"
 

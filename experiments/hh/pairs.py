@@ -18,8 +18,10 @@ import numpy as np
 from dpo.errors import InputError
 from preference_datasets import extract_anthropic_prompt
 
-LENGTH_RIDGE = 1e-3  # keeps the weights finite
-WORDS_RIDGE = 1e-2  # of features whose mean square is 1 / pairs
+LENGTH_RIDGES = (1e-3,)  # keeps the weights finite
+WORDS_RIDGES = (1e-2, 1e-3, 1e-4)  # of features whose mean square is 1 / pairs
+BANDWIDTHS = (0.3, 0.6, 1.2)  # of the logarithms of lengths
+MAX_BINS, PAIRS_PER_BIN = 8, 30  # bins of length differences
 N_NEWTON = 10  # steps of a regression
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*|[^\w\s]")
 
@@ -79,8 +81,24 @@ def split_folds(first_turns: Sequence[str], n_folds: int) -> np.ndarray:
     return np.array([fold_of_turn[turn] for turn in first_turns])
 
 
-def predict_by_length(differences: np.ndarray, folds: np.ndarray) -> np.ndarray:
-    """Margins of chosen over rejected by a regression on length, (pairs,).
+def sort_by_length(differences: np.ndarray) -> np.ndarray:
+    """Sort pairs by chosen minus rejected tokens into strata, (pairs,).
+
+    Bins of equal numbers of pairs, by the difference's size, have two strata each: chosen is shorter, or longer. -1
+    means that a pair does not count, as its lengths are equal or one stratum of its bin is empty.
+    """
+    strata, differs, is_longer = np.full(len(differences), -1), differences != 0, differences > 0
+    sizes = np.abs(differences)
+    n_bins = int(np.clip(differs.sum() // PAIRS_PER_BIN, 1, MAX_BINS))
+    edges = np.quantile(sizes[differs], np.arange(1, n_bins) / n_bins) if differs.any() else []
+    bins = np.searchsorted(edges, sizes, side="right")
+    counts = differs & np.isin(bins, bins[differs & is_longer]) & np.isin(bins, bins[differs & ~is_longer])
+    strata[counts] = (2 * bins + is_longer)[counts]
+    return strata
+
+
+def predict_by_difference(differences: np.ndarray, folds: np.ndarray) -> np.ndarray:
+    """Margins of chosen over rejected by the lengths' difference, (pairs,).
 
     `differences` are chosen minus rejected tokens, (pairs,). A logistic regression on the pairs of the other folds fits
     a weighted sum of a difference, its sign, and the logarithm of its size.
@@ -88,7 +106,46 @@ def predict_by_length(differences: np.ndarray, folds: np.ndarray) -> np.ndarray:
     sign = np.sign(differences)
     features = np.stack((sign, differences, sign * np.log1p(np.abs(differences))), axis=-1)
     scales = np.maximum(np.sqrt((features**2).mean(0)), 1e-9)  # 0 if all lengths are equal
-    return _cross_fit(features / scales, folds, LENGTH_RIDGE)
+    return _cross_fit(features / scales, folds, LENGTH_RIDGES)
+
+
+def predict_by_lengths(tokens: np.ndarray, folds: np.ndarray) -> np.ndarray:
+    """Margins of chosen over rejected by both lengths, (pairs,).
+
+    `tokens` are the lengths, (pairs, 2). In this kernel regression the pairs of the other folds vote whether the longer
+    response is chosen; their weights are a normal density of the logarithms of both lengths, and all strata of
+    `sort_by_length` weigh alike. The bandwidth is the one with the highest balanced accuracy within the other folds.
+    """
+    differences = tokens[:, 0] - tokens[:, 1]
+    strata, is_longer = sort_by_length(differences), np.sign(differences)
+    distances = measure_distances(tokens)
+
+    def predict(voters: np.ndarray, bandwidth: float) -> np.ndarray:
+        voters = voters & (strata >= 0)
+        votes = is_longer[voters] / np.bincount(strata[voters])[strata[voters]]
+        return is_longer * (np.exp(-distances[:, voters] / (2 * bandwidth**2)) @ votes)
+
+    def judge_bandwidth(bandwidth: float, others: np.ndarray) -> float:
+        margins = np.zeros(len(tokens))
+        for fold in np.unique(folds[others]):
+            margins[folds == fold] = predict(others & (folds != fold), bandwidth)[folds == fold]
+        judged = others & (strata >= 0)
+        rights = np.bincount(strata[judged], margins[judged] > 0)
+        counts = np.bincount(strata[judged])
+        return float((rights[counts > 0] / counts[counts > 0]).mean())
+
+    margins = np.zeros(len(tokens))
+    for fold in np.unique(folds):
+        others = folds != fold
+        best = max(BANDWIDTHS, key=lambda bandwidth: judge_bandwidth(bandwidth, others))
+        margins[~others] = predict(others, best)[~others]
+    return margins
+
+
+def measure_distances(tokens: np.ndarray) -> np.ndarray:
+    """Squared distances of pairs by the logarithms of both lengths, (pairs, pairs)."""
+    positions = np.log(np.sort(tokens, axis=1))
+    return ((positions[:, None] - positions) ** 2).sum(-1)
 
 
 def predict_by_words(pairs: Sequence[Pair], folds: np.ndarray) -> np.ndarray:
@@ -109,14 +166,23 @@ def predict_by_words(pairs: Sequence[Pair], folds: np.ndarray) -> np.ndarray:
     # the same regression with one feature per pair, as there are more words than pairs
     products = (differences @ differences.T).astype(float)
     eigenvalues, vectors = np.linalg.eigh(products / np.diag(products).mean())
-    return _cross_fit(vectors * np.sqrt(np.maximum(eigenvalues, 0)), folds, WORDS_RIDGE)
+    return _cross_fit(vectors * np.sqrt(np.maximum(eigenvalues, 0)), folds, WORDS_RIDGES)
 
 
-def _cross_fit(differences: np.ndarray, folds: np.ndarray, ridge: float) -> np.ndarray:
-    """Predict each fold's margins by a regression on the other folds, (pairs,)."""
+def _cross_fit(differences: np.ndarray, folds: np.ndarray, ridges: Sequence[float]) -> np.ndarray:
+    """Predict each fold's margins by a regression on the other folds, (pairs,).
+
+    The ridge is the one with the lowest loss when the other folds predict each other.
+    """
     margins = np.zeros(len(differences))
     for fold in np.unique(folds):
-        margins[folds == fold] = differences[folds == fold] @ fit_logistic(differences[folds != fold], ridge)
+        is_other = folds != fold
+        others, other_folds = differences[is_other], folds[is_other]
+        losses = {}
+        for ridge in ridges if len(ridges) > 1 and len(np.unique(other_folds)) > 1 else ():
+            losses[ridge] = np.logaddexp(0, -_cross_fit(others, other_folds, (ridge,))).mean()
+        best = min(losses, key=losses.__getitem__, default=ridges[0])
+        margins[~is_other] = differences[~is_other] @ fit_logistic(others, best)
     return margins
 
 

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dpo.analysis.curves import DARK, LIGHT
-from experiments.hh.pairs import predict_by_length, predict_by_words
+from experiments.hh.pairs import (
+    measure_distances,
+    predict_by_difference,
+    predict_by_lengths,
+    predict_by_words,
+    sort_by_length,
+)
 from experiments.hh.sweep import METHODS, REFERENCE, ROLES, Sweep
 from experiments.reading import Estimate, add_legend, estimate_mean, format_table, new_picture, style_axis, to_png
 from experiments.runs import Row
@@ -16,9 +22,9 @@ from experiments.runs import Row
 COMPARED = "dpo-0.1"  # with which the other methods and the baselines are compared, as planned
 END, AT_KL = "at the end", "at equal KL"  # points of the runs at which methods are compared
 MARKERS = {"dpo-0.1": "o", "ipo-0.1": "^", "dpo-0.5": "s", "kto-0.1": "D", "dpo-0.05": "v"}
-STYLES = ((0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (7, 2)))  # of the baselines' lines
+STYLES = ((0, (4, 2)), (0, (2, 1)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (7, 2)))  # of the baselines' lines
 WIDTH, HEIGHT = 6.9, 5.2  # inches
-MAX_BINS, PAIRS_PER_BIN = 8, 30  # bins of length differences
+N_NEIGHBORS = 8  # pairs of similar lengths
 Scores = Mapping[int, float]  # by the number of the pair: 1 if ranked right, 0 if wrong
 
 
@@ -40,8 +46,13 @@ class Data(NamedTuple):
 
     first_turns: Sequence[str]
     folds: np.ndarray
-    differences: np.ndarray  # chosen minus rejected tokens
+    tokens: np.ndarray  # of chosen and rejected, (pairs, 2)
     baselines: Mapping[str, Scores]  # by their names
+
+    @property
+    def differences(self) -> np.ndarray:
+        """Chosen minus rejected tokens, (pairs,)."""
+        return self.tokens[:, 0] - self.tokens[:, 1]
 
 
 def make_data(sweep: Sweep, rows: Sequence[Row]) -> Data:
@@ -50,14 +61,17 @@ def make_data(sweep: Sweep, rows: Sequence[Row]) -> Data:
     reference = [row for row in rows if row["method"] == REFERENCE]
     scored = np.concatenate([row["pairs"] for row in reference])
     logps = np.stack([np.concatenate([row[role] for row in reference]) for role in ROLES], axis=-1)  # (n, 2)
-    differences, everything = tokens[:, 0] - tokens[:, 1], np.arange(len(tokens))
+    everything = np.arange(len(tokens))
     baselines = {
-        "length, logistic regression": judge(everything, predict_by_length(differences, sweep.folds)),
-        "words, logistic regression": judge(everything, predict_by_words(sweep.pairs, sweep.folds)),
+        "length difference, logistic": judge(
+            everything, predict_by_difference(tokens[:, 0] - tokens[:, 1], sweep.folds)
+        ),
+        "both lengths, kernel": judge(everything, predict_by_lengths(tokens, sweep.folds)),
+        "words, logistic": judge(everything, predict_by_words(sweep.pairs, sweep.folds)),
         "log ref, sum": judge(scored, logps @ [1, -1]),
-        "log ref, mean over tokens": judge(scored, logps / tokens[scored] @ [1, -1]),
+        "log ref, mean": judge(scored, logps / tokens[scored] @ [1, -1]),
     }
-    return Data([pair.first_turn for pair in sweep.pairs], sweep.folds, differences, baselines)
+    return Data([pair.first_turn for pair in sweep.pairs], sweep.folds, tokens, baselines)
 
 
 def judge(pairs: np.ndarray, margins: np.ndarray) -> Scores:
@@ -86,31 +100,44 @@ def average(scores: Scores, data: Data) -> Estimate:
 def balance(scores: Scores, data: Data) -> Estimate:
     """Mean score, balanced over the difference of the lengths.
 
-    Pairs are sorted into bins of equal size by |chosen - rejected tokens|. In a bin, pairs whose chosen response is
-    longer count as much as pairs whose chosen response is shorter, and all bins count alike. So a rule that depends on
-    the length difference alone scores 1/2 if it is constant within each bin. Pairs of equal lengths, and bins without
-    pairs of both kinds, do not count. The interval is clustered by first turn.
+    The strata of `sort_by_length` count alike. So a rule that depends on the length difference alone scores 1/2 if it
+    is constant within each bin. The interval is clustered by first turn.
     """
-    pairs = np.array([pair for pair in scores if data.differences[pair] != 0])
-    sizes, is_longer = np.abs(data.differences[pairs]), data.differences[pairs] > 0
-    n_bins = int(np.clip(len(pairs) // PAIRS_PER_BIN, 1, MAX_BINS))
-    edges = np.quantile(sizes, np.arange(1, n_bins) / n_bins)
-    bins = np.searchsorted(edges, sizes, side="right")
-    is_counted = np.isin(bins, bins[is_longer]) & np.isin(bins, bins[~is_longer])
-    counted = pairs[is_counted].tolist()
+    pairs = np.array([*scores])
+    strata = sort_by_length(data.differences[pairs])
+    counted = pairs[strata >= 0].tolist()
     turns = [data.first_turns[pair] for pair in counted]
-    return estimate_mean([scores[pair] for pair in counted], turns, strata=(2 * bins + is_longer)[is_counted])
+    return estimate_mean([scores[pair] for pair in counted], turns, strata=strata[strata >= 0])
+
+
+def score_by_neighbors(evaluation: Evaluation, data: Data) -> Scores:
+    """Score each pair by the margins of pairs with similar lengths.
+
+    They are the nearest 8 of the same fold, so their margins are from the same policy. A margin is taken as that of the
+    longer over the shorter response. If margins depended on lengths and chance alone, these scores would have the mean
+    of the policy's own, except that the lengths are only nearly equal.
+    """
+    pairs = evaluation.pairs
+    is_longer = np.sign(data.differences[pairs])
+    margins_of_longer = (evaluation.chosen - evaluation.rejected) * is_longer
+    distances = measure_distances(data.tokens[pairs])
+    is_neighbor = (data.folds[pairs][:, None] == data.folds[pairs]) & (is_longer != 0)
+    np.fill_diagonal(is_neighbor, False)
+    n_neighbors = min(N_NEIGHBORS, int(is_neighbor.sum(axis=1).min()))  # fewer in a small trial
+    nearest = np.argsort(np.where(is_neighbor, distances, np.inf), axis=1, kind="stable")[:, :n_neighbors]
+    scores = (np.sign(margins_of_longer[nearest] * is_longer[:, None]) + 1) / 2
+    return dict(zip(pairs.tolist(), scores.mean(1).tolist(), strict=True))
 
 
 def interpolate(evaluations: Sequence[Evaluation], kl: float) -> Scores:
     """Interpolate the score of each pair at this KL.
 
     The interpolation is linear in KL along the runs, so the mean over pairs is the interpolated accuracy. Empty if all
-    evaluations have a higher KL, or all a lower one.
+    evaluations have a higher KL, or all a lower one; the first counts as having this KL if it is in its interval.
     """
     ordered = sorted(evaluations, key=lambda evaluation: evaluation.kl.mean)
     kls = [evaluation.kl.mean for evaluation in ordered]
-    if not kls[0] <= kl <= kls[-1]:
+    if not kls[0] - ordered[0].kl.half_width <= kl <= kls[-1]:
         return {}
     scores = [evaluation.scores for evaluation in ordered]
     return {pair: float(np.interp(kl, kls, [part[pair] for part in scores])) for pair in scores[0]}
@@ -126,12 +153,13 @@ def list_methods(rows: Sequence[Row]) -> list[str]:
 
 
 def format_tables(rows: Sequence[Row], data: Data) -> str:
-    """Make the tables of methods and of planned differences."""
+    """Make the tables of methods, of differences, and of what lengths explain."""
     kl = choose_kl(rows)
     scores = {method: _find_scores(rows, method, kl) for method in list_methods(rows)}
     tables = [_make_method_lines(rows, data, scores, kl)]
     if COMPARED in scores:
         tables.append(_make_difference_lines(data, scores, kl))
+    tables.append(_make_length_lines(rows, data, list(scores)))
     return "\n\n".join(format_table(lines) for lines in tables)
 
 
@@ -160,7 +188,7 @@ def _make_method_lines(
 
 
 def _make_difference_lines(data: Data, scores: Mapping[str, Mapping[str, Scores]], kl: float) -> list[list[str]]:
-    """Make the lines of the table of planned differences."""
+    """Make the lines of the table of differences."""
     lines = [["difference of balanced accuracies", END, "fold by fold", f"at KL {kl:.2f}"]]
     baselines: dict[str, Mapping[str, Scores]] = {
         name: {END: found, AT_KL: {}} for name, found in data.baselines.items()
@@ -174,6 +202,17 @@ def _make_difference_lines(data: Data, scores: Mapping[str, Mapping[str, Scores]
         by_fold = [{pair: change for pair, change in end.items() if data.folds[pair] == fold} for fold in folds]
         cells = [f"{balance(end, data):+.3f}", " ".join(f"{balance(changes, data).mean:+.2f}" for changes in by_fold)]
         lines.append([f"{first} - {second}", *cells, f"{balance(at_kl, data):+.3f}" if at_kl else "-"])
+    return lines
+
+
+def _make_length_lines(rows: Sequence[Row], data: Data, methods: Sequence[str]) -> list[list[str]]:
+    """Make the lines of the table of what lengths explain of rankings."""
+    lines = [["balanced accuracy at the end", "own margins", "margins of similar lengths", "difference"]]
+    for method in methods:
+        end = collect(rows, method)[1.0]
+        by_neighbors = score_by_neighbors(end, data)
+        parts = (end.scores, by_neighbors, _subtract(end.scores, by_neighbors))
+        lines.append([METHODS[method].label, *(f"{balance(part, data):.3f}" for part in parts)])
     return lines
 
 

@@ -16,7 +16,14 @@ from dpo.errors import InputError
 from dpo.models.answers import Answer
 from dpo.models.side_by_side import Side
 from experiments.hh import reading as hh_reading
-from experiments.hh.pairs import Pair, predict_by_length, predict_by_words, read_pairs, split_folds
+from experiments.hh.pairs import (
+    Pair,
+    predict_by_difference,
+    predict_by_lengths,
+    predict_by_words,
+    read_pairs,
+    split_folds,
+)
 from experiments.language import sum_kls
 from experiments.reading import estimate_mean
 from experiments.sentiment import data, reading
@@ -84,8 +91,14 @@ def test_pairs_are_read_once_and_their_first_turn_ignores_case(tmp_path):
 
 
 def make_data(differences):
-    n = len(differences)
-    return hh_reading.Data([str(i) for i in range(n)], np.zeros(n, int), np.asarray(differences), {})
+    """Pairs in one fold whose shorter response has 10 tokens."""
+    differences = np.asarray(differences)
+    tokens = np.stack((np.maximum(differences, 0), np.maximum(-differences, 0)), axis=-1) + 10
+    return make_data_of_lengths(tokens)
+
+
+def make_data_of_lengths(tokens):
+    return hh_reading.Data([str(i) for i in range(len(tokens))], np.zeros(len(tokens), int), tokens, {})
 
 
 @pytest.mark.parametrize("longest_preferred", [0, 20, 60])
@@ -109,7 +122,7 @@ def test_the_regression_on_length_learns_from_the_other_folds():
     """In folds 1 and 2 the shorter is chosen, in fold 0 the longer."""
     folds = np.arange(300) % 3
     differences = np.random.default_rng(0).integers(5, 100, 300) * np.where(folds == 0, 1, -1)
-    margins = predict_by_length(differences, folds)
+    margins = predict_by_difference(differences, folds)
     assert (margins[folds == 0] < 0).mean() > 0.95
 
 
@@ -117,7 +130,49 @@ def test_the_regression_on_length_can_depend_on_the_size_of_the_difference():
     """Chosen are the longer if they are much longer, else the shorter."""
     sizes = np.random.default_rng(0).integers(1, 100, 600)
     differences = np.where(sizes > 50, sizes, -sizes)
-    assert (predict_by_length(differences, np.arange(600) % 3) > 0).mean() > 0.85
+    assert (predict_by_difference(differences, np.arange(600) % 3) > 0).mean() > 0.85
+
+
+def draw_lengths(n):
+    """The longer response is chosen if the shorter has more than 30 tokens; the difference alone tells nothing."""
+    rng = np.random.default_rng(0)
+    shorter, differences = rng.integers(2, 300, n), rng.integers(1, 60, n)
+    longer = shorter + differences
+    return np.where((shorter > 30)[:, None], np.stack((longer, shorter), -1), np.stack((shorter, longer), -1))
+
+
+def test_the_regression_on_both_lengths_finds_what_their_difference_does_not_tell():
+    tokens, folds = draw_lengths(400), np.arange(400) % 4
+    data, everything = make_data_of_lengths(tokens), np.arange(400)
+    by_lengths = hh_reading.judge(everything, predict_by_lengths(tokens, folds))
+    by_difference = hh_reading.judge(everything, predict_by_difference(data.differences, folds))
+    assert hh_reading.balance(by_lengths, data).mean > 0.85
+    assert hh_reading.balance(by_difference, data).mean == pytest.approx(0.5, abs=0.05)
+    # in fold 0 the other response is chosen, which the other folds cannot tell
+    reversed_in_fold_0 = np.where((folds == 0)[:, None], tokens[:, ::-1], tokens)
+    assert (predict_by_lengths(reversed_in_fold_0, folds)[folds == 0] > 0).mean() < 0.2
+
+
+def test_margins_of_similar_lengths_tell_a_ranking_by_length_from_one_by_something_else():
+    tokens, rng = draw_lengths(600), np.random.default_rng(1)
+    data, everything = make_data_of_lengths(tokens), np.arange(600)
+    by_length, by_label = np.where(tokens.min(1) > 30, 1, -1) * np.sign(data.differences), np.ones(600)
+    tokens_at_random = np.where((rng.random(600) < 0.5)[:, None], tokens, tokens[:, ::-1])
+    for margins, lengths, own, of_neighbors in (
+        (by_length, tokens, 1.0, 1.0),
+        (by_label, tokens_at_random, 1.0, 0.5),  # nothing in the lengths tells what the margins know
+    ):
+        data = make_data_of_lengths(lengths)
+        evaluation = hh_reading.Evaluation(everything, margins, np.zeros(600), hh_reading.Estimate(1, 0))
+        assert hh_reading.balance(evaluation.scores, data).mean == own
+        by_neighbors = hh_reading.score_by_neighbors(evaluation, data)
+        assert hh_reading.balance(by_neighbors, data).mean == pytest.approx(of_neighbors, abs=0.06)
+
+
+def test_a_pair_is_no_neighbor_of_itself_and_of_no_other_fold():
+    data = make_data([3, 3, -3, -3])._replace(folds=np.array([0, 0, 1, 1]))
+    evaluation = hh_reading.Evaluation(np.arange(4), np.array([1, -1, 1, 1]), np.zeros(4), hh_reading.Estimate(1, 0))
+    assert hh_reading.score_by_neighbors(evaluation, data) == {0: 0, 1: 1, 2: 1, 3: 1}
 
 
 def test_the_regression_on_words_learns_from_the_other_folds():
@@ -144,6 +199,8 @@ def test_accuracy_at_equal_kl_is_interpolated_along_the_run():
     along = [*hh_reading.collect(rows, "dpo-0.1").values()]
     assert hh_reading.interpolate(along, 1.5) == pytest.approx({0: 1, 1: 1, 2: 0.25, 3: 0})
     assert hh_reading.interpolate(along, 0.5) == {}
+    uncertain = [along[0]._replace(kl=hh_reading.Estimate(1.0, 0.6)), along[1]]
+    assert hh_reading.interpolate(uncertain, 0.5) == along[0].scores
     assert hh_reading.choose_kl([rows[0] | {"kl": [5.0, 5.0]}, rows[1]]) == 5.0  # KL fell along the run
     assert "| DPO, beta 0.1 | 3.00 ± 0.00 | 0.750 ± " in hh_reading.format_tables(rows, make_data([-1, 1, -1, 1]))
 

@@ -29,6 +29,7 @@ sys.exit(run_command(sweep))
 """
 
 
+@pytest.mark.usefixtures("hangups_are_heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_experiment_ends_its_runs(number, tmp_path):
     with subprocess.Popen([sys.executable, "-c", SWEEP, str(tmp_path)], cwd=ROOT) as sweep:

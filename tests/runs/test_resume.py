@@ -74,6 +74,7 @@ def test_the_comparison_sees_what_differs(finished):
     assert any(place.startswith("optimizer.state") for place in found)
 
 
+@pytest.mark.usefixtures("hangups_are_heard")
 @pytest.mark.parametrize(
     "number",
     [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGHUP))],
