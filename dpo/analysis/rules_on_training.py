@@ -209,11 +209,13 @@ def worse_than_start(run: Run) -> Iterator[Finding]:
     if rise > tolerated:
         # some losses rise with the scale of the margins while more pairs are ranked right
         _, accuracies = run.eval.points(EVAL_ACCURACY)
-        is_ranking_better = len(accuracies) > 1 and is_above(accuracies[-1], accuracies[0], n_effective(run))
-        yield (note if is_ranking_better else warning)(
+        level, ranking = warning, ""
+        if len(accuracies) > 1 and is_above(accuracies[-1], accuracies[0], n_effective(run) / 2):  # both are estimates
+            level, ranking = note, f"; {EVAL_ACCURACY} {figure(accuracies[0])} before, {figure(accuracies[-1])} now"
+        yield level(
             "By its own loss the model is worse than before training",
             f"loss/eval {figure(losses[0])} before the first update, {figure(losses[-1])} now; a rise up to "
-            f"{figure(tolerated)} may be chance or is negligible",
+            f"{figure(tolerated)} may be chance or is negligible{ranking}",
             "On held-out examples this loss was lower before the first update. If loss/train rose too, lr is too high; "
             "if not, train with a smaller lr or for fewer epochs, and look whether both splits are alike. If accuracy "
             "is what matters, compare checkpoints by it.",

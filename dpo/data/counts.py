@@ -307,9 +307,9 @@ class SplitCounter:
 
     @cached_property
     def _adds_spaces(self) -> bool:
-        """True if the tokenizer begins each text with a space, as Llama's."""
-        ids = self.encode(["a", "b"])
-        return self.encode.tokenizer.decode([*ids["a"], *ids["b"]]).strip() == "a b"
+        """True if the tokenizer begins each text with a space, as Llama 2's."""
+        tokens = self.encode.tokenizer.convert_ids_to_tokens(self.encode(["a"])["a"])
+        return "".join(tokens).startswith(("\u2581", "\u0120"))  # how SentencePiece and byte-level BPE write a space
 
     def count_tokens(self, prompts: PromptTable, *, max_length: int, max_prompt_length: int) -> SplitReport:
         """Count tokens, and return the report of the split.

@@ -19,7 +19,7 @@ from experiments.hh.sweep import METHODS, REFERENCE, ROLES, Sweep
 from experiments.reading import Estimate, add_legend, estimate_mean, format_table, new_picture, style_axis, to_png
 from experiments.runs import Row
 
-COMPARED = "dpo-0.1"  # with which the other methods and the baselines are compared, as planned
+COMPARED = "dpo-0.1"  # with which the other methods and the baselines are compared
 END, AT_KL = "at the end", "at equal KL"  # points of the runs at which methods are compared
 MARKERS = {"dpo-0.1": "o", "ipo-0.1": "^", "dpo-0.5": "s", "kto-0.1": "D", "dpo-0.05": "v"}
 STYLES = ((0, (4, 2)), (0, (2, 1)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (7, 2)))  # of the baselines' lines
@@ -114,8 +114,8 @@ def score_by_neighbors(evaluation: Evaluation, data: Data) -> Scores:
     """Score each pair by the margins of pairs with similar lengths.
 
     They are the nearest 8 of the same fold, so their margins are from the same policy. A margin is taken as that of the
-    longer over the shorter response. If margins depended on lengths and chance alone, these scores would have the mean
-    of the policy's own, except that the lengths are only nearly equal.
+    longer over the shorter response. If margins depended only on lengths and chance, the mean of these scores would
+    equal that of the policy's own, apart from the lengths being only similar.
     """
     pairs = evaluation.pairs
     is_longer = np.sign(data.differences[pairs])
