@@ -307,7 +307,7 @@ class SplitCounter:
 
     @cached_property
     def _adds_spaces(self) -> bool:
-        """True if the tokenizer begins each text with a space, as Llama 2's."""
+        """True if the tokenizer begins texts with a space, as Llama 2's."""
         tokens = self.encode.tokenizer.convert_ids_to_tokens(self.encode(["a"])["a"])
         return "".join(tokens).startswith(("\u2581", "\u0120"))  # how SentencePiece and byte-level BPE write a space
 
