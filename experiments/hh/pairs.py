@@ -9,7 +9,7 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,7 +106,7 @@ def predict_by_difference(differences: np.ndarray, folds: np.ndarray) -> np.ndar
     sign = np.sign(differences)
     features = np.stack((sign, differences, sign * np.log1p(np.abs(differences))), axis=-1)
     scales = np.maximum(np.sqrt((features**2).mean(0)), 1e-9)  # 0 if all lengths are equal
-    return _cross_fit(features / scales, folds, LENGTH_RIDGES)
+    return _fit_ridge(features / scales, folds, LENGTH_RIDGES)
 
 
 def predict_by_lengths(tokens: np.ndarray, folds: np.ndarray) -> np.ndarray:
@@ -125,21 +125,12 @@ def predict_by_lengths(tokens: np.ndarray, folds: np.ndarray) -> np.ndarray:
         votes = is_longer[voters] / np.bincount(strata[voters])[strata[voters]]
         return is_longer * (np.exp(-distances[:, voters] / (2 * bandwidth**2)) @ votes)
 
-    def judge_bandwidth(bandwidth: float, others: np.ndarray) -> float:
-        margins = np.zeros(len(tokens))
-        for fold in np.unique(folds[others]):
-            margins[folds == fold] = predict(others & (folds != fold), bandwidth)[folds == fold]
-        judged = others & (strata >= 0)
-        rights = np.bincount(strata[judged], margins[judged] > 0)
-        counts = np.bincount(strata[judged])
-        return float((rights[counts > 0] / counts[counts > 0]).mean())
+    def judge(margins: np.ndarray, judged: np.ndarray) -> float:
+        _, judged_strata = np.unique(strata[judged & (strata >= 0)], return_inverse=True)
+        is_right = margins[judged & (strata >= 0)] > 0
+        return float((np.bincount(judged_strata, is_right) / np.bincount(judged_strata)).mean())
 
-    margins = np.zeros(len(tokens))
-    for fold in np.unique(folds):
-        others = folds != fold
-        best = max(BANDWIDTHS, key=lambda bandwidth: judge_bandwidth(bandwidth, others))
-        margins[~others] = predict(others, best)[~others]
-    return margins
+    return _cross_fit(folds, BANDWIDTHS, predict, judge)
 
 
 def measure_distances(tokens: np.ndarray) -> np.ndarray:
@@ -166,24 +157,44 @@ def predict_by_words(pairs: Sequence[Pair], folds: np.ndarray) -> np.ndarray:
     # the same regression with one feature per pair, as there are more words than pairs
     products = (differences @ differences.T).astype(float)
     eigenvalues, vectors = np.linalg.eigh(products / np.diag(products).mean())
-    return _cross_fit(vectors * np.sqrt(np.maximum(eigenvalues, 0)), folds, WORDS_RIDGES)
+    return _fit_ridge(vectors * np.sqrt(np.maximum(eigenvalues, 0)), folds, WORDS_RIDGES)
 
 
-def _cross_fit(differences: np.ndarray, folds: np.ndarray, ridges: Sequence[float]) -> np.ndarray:
-    """Predict each fold's margins by a regression on the other folds, (pairs,).
+def _cross_fit(
+    folds: np.ndarray,
+    settings: Sequence[float],
+    predict: Callable[[np.ndarray, float], np.ndarray],
+    judge: Callable[[np.ndarray, np.ndarray], float],
+) -> np.ndarray:
+    """Predict each fold's margins from the other folds, (pairs,).
 
-    The ridge is the one with the lowest loss when the other folds predict each other.
+    `predict(fitted, setting)` fits to the pairs of a mask, and gives margins of all pairs. If there are several
+    settings, the one that `judge(margins, judged)` finds best when the other folds predict each other is taken.
     """
-    margins = np.zeros(len(differences))
+
+    def predict_each_other(others: np.ndarray, setting: float) -> np.ndarray:
+        margins = np.zeros(len(folds))
+        for fold in np.unique(folds[others]):
+            margins[folds == fold] = predict(others & (folds != fold), setting)[folds == fold]
+        return margins
+
+    margins, best = np.zeros(len(folds)), settings[0]
     for fold in np.unique(folds):
-        is_other = folds != fold
-        others, other_folds = differences[is_other], folds[is_other]
-        losses = {}
-        for ridge in ridges if len(ridges) > 1 and len(np.unique(other_folds)) > 1 else ():
-            losses[ridge] = np.logaddexp(0, -_cross_fit(others, other_folds, (ridge,))).mean()
-        best = min(losses, key=losses.__getitem__, default=ridges[0])
-        margins[~is_other] = differences[~is_other] @ fit_logistic(others, best)
+        others = folds != fold
+        if len(settings) > 1:
+            best = max(settings, key=lambda setting: judge(predict_each_other(others, setting), others))
+        margins[~others] = predict(others, best)[~others]
     return margins
+
+
+def _fit_ridge(differences: np.ndarray, folds: np.ndarray, ridges: Sequence[float]) -> np.ndarray:
+    """Predict each fold's margins by a logistic regression on differences, (pairs,)."""
+    return _cross_fit(
+        folds,
+        ridges,
+        predict=lambda fitted, ridge: differences @ fit_logistic(differences[fitted], ridge),
+        judge=lambda margins, judged: -float(np.logaddexp(0, -margins[judged]).mean()),
+    )
 
 
 def fit_logistic(differences: np.ndarray, ridge: float) -> np.ndarray:
