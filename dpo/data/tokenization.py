@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, pairwise
 from threading import Lock
 from typing import Any, Literal
@@ -11,6 +13,33 @@ from typing import Any, Literal
 from dpo.errors import InputError
 
 TruncationMode = Literal["keep_start", "keep_end"]
+
+ESCAPE = "\ufdd0"  # a noncharacter, which no text has; in a control token's string it makes that string ordinary text
+
+
+@lru_cache(maxsize=4)
+def find_control(tokenizer: Any) -> re.Pattern[str]:
+    """Pattern of the strings of special tokens that are not escaped."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    strings = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)  # the longest is matched
+    # a string of one character has no place inside for ESCAPE, which follows it
+    return re.compile("|".join(re.escape(s) + (f"(?!{ESCAPE})" if len(s) == 1 else "") for s in strings if s) or "(?!)")
+
+
+def escape_control(text: str, tokenizer: Any) -> str:
+    """Make the control tokens in a message's text ordinary text.
+
+    ESCAPE is inserted after the first character of each. A chat template keeps it, and `TextEncoder` removes it.
+    """
+    control, escaped = find_control(tokenizer), unescape(text)
+    while (again := control.sub(lambda match: match[0][0] + ESCAPE + match[0][1:], escaped)) != escaped:
+        escaped = again  # strings that overlap need another round
+    return escaped
+
+
+def unescape(text: str) -> str:
+    """The text as the user gave it."""
+    return text.replace(ESCAPE, "")
 
 
 class TextEncoder:

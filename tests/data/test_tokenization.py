@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
 from dpo.data.examples import text_digest
-from dpo.data.tokenization import TextEncoder, encode_texts, truncate
+from dpo.data.tokenization import TextEncoder, encode_texts, escape_control, truncate, unescape
 from dpo.errors import InputError
 
 
@@ -162,6 +162,24 @@ def test_threads_get_the_ids_of_their_own_texts(tokenizer):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ask, range(100)))
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("a <|endoftext|>", "a <\ufdd0|endoftext|>"),
+        ("<|endoftext|><|endoftext|>", "<\ufdd0|endoftext|><\ufdd0|endoftext|>"),
+        ("ABA §", "A\ufdd0B\ufdd0A §\ufdd0"),  # AB and BA overlap; a token of one character
+        ("§§", "§\ufdd0§\ufdd0"),
+        ("<think>", "<think>"),  # a token, but none of control
+    ],
+)
+def test_control_tokens_in_a_message_are_escaped_and_come_back(tokenizer, text, escaped):
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens(["<think>"])
+    more.add_special_tokens({"additional_special_tokens": ["AB", "BA", "§"]})
+    assert escape_control(text, more) == escape_control(escaped, more) == escaped
+    assert unescape(escaped) == text
 
 
 # batches
