@@ -24,11 +24,12 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models import adapters
+from dpo.models.generation import SamplingFailed
 from dpo.models.layouts import Microbatch
 from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_base
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
 from dpo.models.scoring import ScorerFailed
-from dpo.numbers import clock_time
+from dpo.numbers import clock_time, count
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
 from dpo.parallel.state import clip_gradient, step_optimizer
@@ -224,6 +225,7 @@ class Trainer:
         with self._finishing():
             for item in self.progress.updates(self.train_iterator, total=n_updates, done=n_done):
                 self.save_if_due(metrics=self.evaluate_if_due())
+                self.sample_if_due()
                 # an online batch takes long and its scorer may fail, so the state is saved before the batch is made
                 batch = self.batches.make_batch(item, update=self.state.batch_counter)
                 update = self.train_step(batch)
@@ -234,6 +236,7 @@ class Trainer:
                 self.checkpoints.check()  # a checkpoint that cannot be written ends the run now, not at the next save
                 self.stop.raise_if_agreed()
             self.save_if_due(metrics=self.evaluate_if_due(is_last=True), is_last=True)
+            self.sample_if_due()
         self._report_best()
 
     def train_step(self, batch: Batch) -> Update:
@@ -394,7 +397,7 @@ class Trainer:
     # --- evaluation and checkpoints --------------------------------------------------------------------------------
 
     def evaluate_if_due(self, *, is_last: bool = False) -> dict[str, float] | None:
-        """Evaluate and sample, if due and not done yet.
+        """Evaluate, if due and not done yet.
 
         With `is_last`, after the last update, an evaluation is always due. Returns the mean metrics, or None without an
         evaluation.
@@ -410,18 +413,35 @@ class Trainer:
         draws_samples = self.plan.evaluation.sample_during_eval
         if state.batch_counter == 0:
             draws_samples = self.first_update.draws_samples
-        samples = self.evaluator.samples(n_examples=state.example_counter) if draws_samples else []
         evaluation = Evaluation(
-            state.batch_counter, state.example_counter, metrics, samples, examples, evaluated.examples
+            state.batch_counter, state.example_counter, metrics, examples, evaluated.examples, draws_samples
         )
         self.callbacks.emit("evaluation", evaluation)
-        state.evaluated_at = state.example_counter
+        state.evaluated_at, state.samples_due = state.example_counter, draws_samples
         state.saved_at = None  # a checkpoint of this state, if there is one, lacks these metrics: save it again
         return metrics
 
     def _is_evaluation_due(self) -> bool:
         n_examples = self.state.example_counter
         return n_examples % self.plan.eval_interval == 0 and (n_examples > 0 or self.plan.evaluation.do_first_eval)
+
+    def sample_if_due(self) -> None:
+        """Draw an evaluation's samples, once its checkpoint is saved.
+
+        A failure costs a warning. A resumed run draws the samples that are missing.
+        """
+        state = self.state
+        if state.samples_due and self.plan.evaluation.sample_during_eval:
+            n_examples, samples = state.example_counter, []
+            try:
+                samples = self.evaluator.samples(n_examples=n_examples)
+            except SamplingFailed as error:
+                self.progress.line(
+                    f"warning: no samples after {count(n_examples, 'example')}, as they could not be drawn: {error}; "
+                    f"training goes on (sample_during_eval=false draws none)"
+                )
+            self.callbacks.emit("samples", n_examples, samples)
+        state.samples_due = False
 
     def save_if_due(self, *, metrics: dict[str, float] | None, is_last: bool = False) -> None:
         """Save a checkpoint with the metrics, if due and not saved yet.
@@ -454,6 +474,7 @@ class Trainer:
             facts=lambda: {
                 "updates": state.batch_counter,
                 "evaluated": state.evaluated_at == state.example_counter,
+                "samples_due": state.samples_due,
                 "config": record_config(self.plan),
                 **record_inputs(self.data, self.policy.config),
             },

@@ -16,7 +16,7 @@ from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh, from_rank_0, is_rank_0
 from dpo.parallel.state import full_state, load_optimizer
 
-COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "saved_at")  # attributes of `RunState`
+COUNTERS = ("example_counter", "batch_counter", "evaluated_at", "samples_due", "saved_at")  # attributes of `RunState`
 
 
 class Stateful(Protocol):
@@ -150,6 +150,7 @@ class RunState:
         self.example_counter = 0  # examples trained on
         self.batch_counter = 0  # updates applied or skipped
         self.evaluated_at: int | None = None  # example_counter at the last evaluation
+        self.samples_due = False  # evaluated, but not sampled yet: samples are drawn after the checkpoint is saved
         self.saved_at: int | None = None  # example_counter at the last checkpoint; None after a later evaluation
         self._rank, self._states = rank, dict(states)
         self._frozen_digest, self._frozen_name = base_digest, "base"

@@ -14,6 +14,7 @@ from dpo.checkpoint.checksums import BLOCK, HashedFile
 from dpo.checkpoint.files import (
     MANIFEST,
     STEP,
+    WRONG_FORM,
     DamagedCheckpoint,
     check_complete,
     find_checkpoints,
@@ -59,10 +60,22 @@ class Run(NamedTuple):
         return None if self.resume_point is None else self.resume_point.path
 
     def is_finished(self, updates: int) -> bool:
-        """Return whether all updates and the final evaluation are done."""
+        """Return whether all updates, the last evaluation and its samples are done."""
         if self.resume_point is None:
             return False
-        return self.resume_point.manifest["updates"] >= updates and self.resume_point.manifest["evaluated"]
+        manifest = self.resume_point.manifest
+        is_evaluated = manifest["updates"] >= updates and manifest["evaluated"]
+        # samples are drawn after the checkpoint is saved, so it cannot tell whether they were
+        return is_evaluated and not (manifest.get("samples_due") and self._lacks_samples(manifest["examples"]))
+
+    def _lacks_samples(self, n_examples: int) -> bool:
+        """Return whether the last line of samples.jsonl is no sample after `n_examples`."""
+        log = self.directory / "samples.jsonl"
+        try:
+            last = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
+            return last["examples"] != n_examples or "policy" not in last
+        except (OSError, *WRONG_FORM):
+            return True
 
 
 def look_at_run(plan: Plan) -> ResumePoint | None:

@@ -14,9 +14,14 @@ from dpo.data.collation import PaddedBatch
 from dpo.data.examples import Example
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder
+from dpo.errors import one_sentence
 from dpo.parallel.mesh import Mesh
-from dpo.parallel.sharding import gathered_weights
+from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.system.arithmetic import without_compilation
+
+
+class SamplingFailed(Exception):
+    """Sampling failed on at least one process; the message says why."""
 
 
 class Continuation(NamedTuple):
@@ -24,6 +29,9 @@ class Continuation(NamedTuple):
 
     text: str
     ended: bool  # by an end token, not cut off at the limit
+
+
+SampleBatch = Callable[[Any, PaddedBatch], list[Continuation]]  # gets a model and collated prompts
 
 
 def find_end_tokens(model: Any, tokenizer: Any) -> set[int]:
@@ -123,7 +131,7 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: 
 
 def sample_batches(
     model: Any,
-    sample_batch: Callable[[Any, PaddedBatch], list[Continuation]],
+    sample_batch: SampleBatch,
     batches: Iterable[PaddedBatch],
     mesh: Mesh,
 ) -> list[Continuation]:
@@ -131,7 +139,7 @@ def sample_batches(
 
     `sample_batch` returns the continuations of one process's part of a batch. Sharded weights are gathered once. As all
     processes take part in every forward pass, a process without prompts continues the first prompt and discards the
-    result.
+    result. Raises SamplingFailed on every process if an error is raised on any.
     """
     continuations, device = [], next(model.parameters()).device
     with gathered_weights(model):
@@ -141,5 +149,20 @@ def sample_batches(
             fed_indices = indices if len(indices) else [0]
             keys = ("prompt_input_ids", "prompt_attention_mask")
             part: Any = {key: batch[key][fed_indices].to(device) for key in keys}
-            continuations += mesh.gather_list(sample_batch(model, part)[: len(indices)])
+            outcomes = mesh.gather_all(_sample_or_explain(sample_batch, model, part, len(indices)))
+            for outcome in outcomes[:: mesh.tensor_size]:  # ranks along `tensor` have equal outcomes
+                if isinstance(outcome, str):  # errors are exchanged like texts, so that all processes raise together
+                    raise SamplingFailed(outcome)
+                continuations += outcome
     return continuations
+
+
+def _sample_or_explain(
+    sample_batch: SampleBatch, model: Any, batch: PaddedBatch, n_kept: int
+) -> list[Continuation] | str:
+    """Sample the first `n_kept` continuations; return the message of an error."""
+    try:
+        return sample_batch(model, batch)[:n_kept]
+    except Exception as error:  # `generate`, and a model's own code, may raise anything
+        release_gathered(model)  # the forward pass may not have ended
+        return f"{type(error).__name__} {one_sentence(error)}"

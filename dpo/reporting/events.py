@@ -46,9 +46,9 @@ class Evaluation(NamedTuple):
     n_updates: int
     n_examples: int
     metrics: Mapping[str, float]
-    samples: Sequence[Sample]
     examples: Sequence[Example] = ()
     table: Mapping[str, torch.Tensor] = MappingProxyType({})  # as in `Update`
+    samples_follow: bool = False  # once the checkpoint is saved
 
 
 class RunContext(NamedTuple):
@@ -94,6 +94,9 @@ class Callback:
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Handle an evaluation."""
+
+    def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
+        """Handle an evaluation's samples; there are none if sampling failed."""
 
     def on_abort(self, reason: str) -> None:
         """Handle an abort on NaN, with its `reason`; `on_end` follows."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dpo.analysis.runs import rank_answers
 from dpo.models.answers import Drawn
 from dpo.numbers import count
-from dpo.reporting.events import Callback, Evaluation, RunContext, Update
+from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
 from dpo.system.plain_files import move_aside
 from dpo.system.run_directory import add_to_record, create_run_dir, now
 
@@ -172,22 +172,28 @@ class FileLogger(LogWriter):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         examples = evaluation.n_examples
         self._log("eval", evaluation.metrics, examples=examples, updates=evaluation.n_updates)
-        records = [{"examples": examples, **sample._asdict()} for sample in evaluation.samples] + self._drawn
-        if not records:
-            return
-        self.append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
-        self.append("samples.txt", self._make_samples_text(evaluation))
+        self._append_records(self._drawn, self._describe_drawn(examples))
 
-    def _make_samples_text(self, evaluation: Evaluation) -> Iterator[str]:
-        """Yield the lines of samples and drawn answers for `samples.txt`."""
-        bar, when = "=" * 30, f"after {count(evaluation.n_examples, 'example')}"
-        for sample in evaluation.samples:
-            yield from (f"{bar} {when} {bar}", sample.prompt.strip(), "--- policy ---", sample.policy.strip())
+    def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
+        records = [{"examples": n_examples, **sample._asdict()} for sample in samples]
+        self._append_records(records, self._describe_samples(n_examples, samples))
+
+    def _append_records(self, records: Sequence[Mapping[str, Any]], text: Iterable[str]) -> None:
+        """Append to samples.jsonl and samples.txt, if there are records."""
+        if records:
+            self.append("samples.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
+            self.append("samples.txt", text)
+
+    def _describe_samples(self, n_examples: int, samples: Sequence[Sample]) -> Iterator[str]:
+        for sample in samples:
+            yield from (_make_heading(n_examples), sample.prompt.strip(), "--- policy ---", sample.policy.strip())
             if sample.reference is not None:
                 yield from ("--- reference ---", sample.reference.strip())
             yield ""
+
+    def _describe_drawn(self, n_examples: int) -> Iterator[str]:
         for record in self._drawn:
-            yield from (f"{bar} {when}, drawn by the last update {bar}", record["prompt"].strip())
+            yield from (_make_heading(n_examples, ", drawn by the last update"), record["prompt"].strip())
             for name, answer in rank_answers(record):
                 facts = f"score {answer['score']:.6g}, {count(answer['tokens'], 'token')}"
                 if not answer["ended"]:
@@ -213,6 +219,11 @@ class FileLogger(LogWriter):
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"split": split, "examples": examples, "updates": updates, **finite}
         self.append("metrics.jsonl", [json.dumps(line)])
+
+
+def _make_heading(n_examples: int, what: str = "") -> str:
+    bar = "=" * 30
+    return f"{bar} after {count(n_examples, 'example')}{what} {bar}"
 
 
 def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from dpo.reporting.events import Callback, Evaluation, RunContext
+from dpo.reporting.events import Callback, Evaluation, RunContext, Sample
 from dpo.system.run_directory import REPORT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,13 @@ class ReportWriter(Callback):
         return super().is_wanted(context) and context.plan.logging.report
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
+        if not evaluation.samples_follow:
+            self._update()
+
+    def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
+        self._update()
+
+    def _update(self) -> None:
         is_running = self._process is not None and self._process.poll() is None
         if not is_running:
             self._finish(LAST_SECS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpo.errors import InputError
@@ -48,12 +48,14 @@ class TensorBoardLogger(Callback):
         self._log({**update.metrics, "counters/updates": update.number}, examples=update.n_examples)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        examples = evaluation.n_examples
-        self._log(evaluation.metrics, examples=examples)
+        self._log(evaluation.metrics, examples=evaluation.n_examples)
+        self._writer.flush()
+
+    def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
         for model in ("policy", "reference"):
-            text = _as_markdown(evaluation.samples, model)
+            text = _as_markdown(samples, model)
             if text:
-                self._writer.add_text(f"{model}_samples", text, examples)
+                self._writer.add_text(f"{model}_samples", text, n_examples)
         self._writer.flush()
 
     def _log(self, metrics: Mapping[str, float], *, examples: int) -> None:

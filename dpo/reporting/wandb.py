@@ -7,14 +7,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
 
 from dpo.errors import InputError, explaining, one_sentence
-from dpo.reporting.events import Callback, Evaluation, RunContext, Update
+from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
 from dpo.system.redaction import redact
 from dpo.system.run_directory import REPORT
 
@@ -97,22 +97,23 @@ class WandbLogger(Callback):
             self._send(update.metrics, examples=update.n_examples, updates=update.number)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        examples = evaluation.n_examples
-        self._send(evaluation.metrics, examples=examples, updates=evaluation.n_updates)
-        tables = {}
-        for model in ("policy", "reference"):
-            rows = [[examples, sample.prompt, getattr(sample, model)] for sample in evaluation.samples]
-            rows = [row for row in rows if row[-1] is not None]
-            if rows:
-                tables[f"{model}_samples"] = self._table(columns=["step", "prompt", "sample"], data=rows)
-        if tables:
-            self._unless_disabled(self.run.log, {**tables, "counters/examples": examples})
+        self._send(evaluation.metrics, examples=evaluation.n_examples, updates=evaluation.n_updates)
         self._summarize("last", evaluation)
         metric, sign = self.context.plan.best
         quality = sign * evaluation.metrics.get(metric, math.nan)
         if evaluation.n_updates > 0 and quality > self._best_quality:  # false for NaN
             self._best_quality = quality
             self._summarize("best", evaluation)
+
+    def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
+        tables = {}
+        for model in ("policy", "reference"):
+            rows = [[n_examples, sample.prompt, getattr(sample, model)] for sample in samples]
+            rows = [row for row in rows if row[-1] is not None]
+            if rows:
+                tables[f"{model}_samples"] = self._table(columns=["step", "prompt", "sample"], data=rows)
+        if tables:
+            self._unless_disabled(self.run.log, {**tables, "counters/examples": n_examples})
 
     def _summarize(self, prefix: str, evaluation: Evaluation) -> None:
         facts = {"examples": evaluation.n_examples, "updates": evaluation.n_updates, **evaluation.metrics}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -84,7 +85,7 @@ class Evaluator:
         """Sample continuations of the first `n_eval_model_samples` prompts.
 
         The number of prompts is rounded down to whole batches, at least one. `n_examples`, the number of examples the
-        policy was trained on, is part of the random seed.
+        policy was trained on, is part of the random seed. Raises SamplingFailed on every process.
         """
         n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
         batches = self.prompts[:n_batches]
@@ -93,9 +94,10 @@ class Evaluator:
         continue_prompts = partial(self.continuations, n_examples=n_examples)
         self.objective.policy.eval()
         by_model: list[list[Continuation]] = []  # of the policy, then of the reference if there is one
-        for model in self.sampled_models():
-            prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
-            by_model.append(sample_batches(model, continue_prompts, prompts, self.mesh))
+        with closing(self.sampled_models()) as models:
+            for model in models:
+                prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
+                by_model.append(sample_batches(model, continue_prompts, prompts, self.mesh))
         texts = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.encode)]
         samples = [
             Sample(text, continuation.text, reference=None, policy_ended=continuation.ended)
@@ -108,10 +110,10 @@ class Evaluator:
             for sample, continuation in zip(samples, by_model[1], strict=True)
         ]
 
-    def sampled_models(self) -> Iterator[Any]:
+    def sampled_models(self) -> Generator[Any, None, None]:
         """Yield the policy, then the reference if there is one.
 
-        The reference is in use while it is yielded.
+        The reference is in use while it is yielded, until the generator is closed.
         """
         yield self.objective.policy
         reference = self.objective.reference

@@ -109,7 +109,7 @@ def watching(loss: str, *, batch_size: int = 4, **options: bool) -> tuple[Instab
 
 
 def evaluated(n_updates: int, loss: float, margin: float) -> Evaluation:
-    return Evaluation(n_updates, 4 * n_updates, {"loss/eval": loss, "rewards_eval/margins": margin}, [])
+    return Evaluation(n_updates, 4 * n_updates, {"loss/eval": loss, "rewards_eval/margins": margin})
 
 
 def feed(warner: InstabilityWarner, losses, margins=None, norms=None, *, first: int = 1) -> None:

@@ -185,7 +185,7 @@ def test_the_file_is_written_again_once_the_rows_have_doubled_and_at_the_end(tmp
     written = []
     for update in range(1, 12):
         ledger.on_update(Update(update, 4 * update, EXAMPLES, table_of("train"), {}))
-        ledger.on_evaluation(Evaluation(update, 4 * update, {}, [], EXAMPLES, table_of("eval")))
+        ledger.on_evaluation(Evaluation(update, 4 * update, {}, EXAMPLES, table_of("eval")))
         written.append(len(rows_of(tmp_path)))
     assert written == [8, 16, 16, 32, 32, 32, 32, 64, 64, 64, 64]
     assert len(read_ledger(tmp_path)) == 88

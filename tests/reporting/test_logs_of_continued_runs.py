@@ -151,9 +151,8 @@ def test_lines_that_are_damaged_before_the_checkpoint_keep_those_before_them(dam
         return logger
 
     def log(logger: FileLogger, number: int) -> None:
-        logger.on_evaluation(
-            Evaluation(number, 4 * number, {"loss/eval": 0.5}, [Sample("p", f"answer {number}", None)])
-        )
+        logger.on_evaluation(Evaluation(number, 4 * number, {"loss/eval": 0.5}))
+        logger.on_samples(4 * number, [Sample("p", f"answer {number}", None)])
 
     file, logger = tmp_path / name, logger_in({})
     for number in (1, 2):

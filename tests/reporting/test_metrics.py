@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -72,8 +72,8 @@ def update(number: int, metrics: dict[str, float]) -> Update:
     return Update(number, 4 * number, [], {}, metrics)
 
 
-def evaluation(number: int, metrics: dict[str, float], samples: Sequence[Sample] = ()) -> Evaluation:
-    return Evaluation(number, 4 * number, metrics, samples)
+def evaluation(number: int, metrics: dict[str, float]) -> Evaluation:
+    return Evaluation(number, 4 * number, metrics)
 
 
 def test_every_line_is_on_disk_as_soon_as_it_is_logged(tmp_path):
@@ -114,7 +114,7 @@ def test_samples_are_kept_for_programs_and_for_eyes(tmp_path):
         Sample("\n\nHuman: Où?\n\nAssistant:", " Là,\nsur la table.", " Non."),
         Sample("\n\nHuman: Hi\n\nAssistant:", " Hello.", None),  # SFT has no reference
     ]
-    files_in(tmp_path).on_evaluation(evaluation(8, {}, samples))
+    files_in(tmp_path).on_samples(32, samples)
 
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert rows == [{"examples": 32, **s._asdict()} for s in samples]

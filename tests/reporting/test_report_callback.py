@@ -15,7 +15,7 @@ from dpo.reporting.events import Evaluation, RunContext
 from dpo.reporting.report import ReportWriter
 from dpo.settings.plan import make_plan
 
-EVALUATION = Evaluation(0, 0, {}, [])
+EVALUATION = Evaluation(0, 0, {})
 PROGRAM = """
 import os, sys, time
 with open(sys.argv[1] + "/started", "a") as file:

@@ -14,7 +14,7 @@ from support.runs import read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dpo.errors import InputError
-from dpo.reporting.events import Evaluation, RunContext, Sample
+from dpo.reporting.events import RunContext, Sample
 from dpo.reporting.files import FileLogger
 from dpo.reporting.tensorboard import TensorBoardLogger
 from dpo.settings import validation
@@ -85,7 +85,7 @@ def test_samples_are_literal_text(tmp_path):
     logger = TensorBoardLogger(context(tmp_path))
     logger.on_start()
     samples = [Sample("\n\nHuman: <b>Hi</b>\n\nAssistant:", " `x`\n\n# y", None)]
-    logger.on_evaluation(Evaluation(2, 8, {}, samples))
+    logger.on_samples(8, samples)
     logger.on_end()
 
     events = read(tmp_path)

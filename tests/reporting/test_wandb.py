@@ -57,7 +57,7 @@ def start(tmp_path, monkeypatch):
 
 
 def evaluation(updates: int, accuracy: float, loss: float) -> Evaluation:
-    return Evaluation(updates, 4 * updates, {"loss/eval": loss, "rewards_eval/accuracies": accuracy}, [])
+    return Evaluation(updates, 4 * updates, {"loss/eval": loss, "rewards_eval/accuracies": accuracy})
 
 
 def test_the_summary_has_the_last_evaluation_and_the_best_after_the_first_update(start):
@@ -76,7 +76,7 @@ def test_the_summary_has_the_last_evaluation_and_the_best_after_the_first_update
 
     logger = start("sft")  # the lowest loss is the best
     for examples, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
-        logger.on_evaluation(Evaluation(examples, examples, {"loss/eval": loss}, []))
+        logger.on_evaluation(Evaluation(examples, examples, {"loss/eval": loss}))
     assert (logger.run.summary["best/examples"], logger.run.summary["best/loss/eval"]) == (2, 0.25)
 
 
@@ -94,7 +94,7 @@ def test_it_gets_training_metrics_at_most_every_interval_and_every_evaluation(st
         if split == "train":
             logger.on_update(Update(i, 4 * i, [], {}, {"loss/train": 0.5}))
         else:
-            logger.on_evaluation(Evaluation(i, 4 * i, {"loss/eval": 0.5}, []))
+            logger.on_evaluation(Evaluation(i, 4 * i, {"loss/eval": 0.5}))
 
     logged = [told[1] for told in logger.run.told if told[0] == "log"]
     assert [(m["counters/examples"], m["counters/updates"]) for m in logged] == [(0, 0), (8, 2), (12, 3), (20, 5)]
@@ -257,7 +257,7 @@ for examples in range(4, 44, 4):
     elif examples == 20 and sys.argv[2] == "server":
         print("now", flush=True)
         input()
-    logger.on_evaluation(Evaluation(1, examples, {"loss/eval": 0.5}, []))
+    logger.on_evaluation(Evaluation(1, examples, {"loss/eval": 0.5}))
     time.sleep(0.05)
 logger.on_end()
 print("the run went on", flush=True)

@@ -127,9 +127,51 @@ def test_a_signal_while_it_samples_at_the_end_is_heard_at_the_next_token(number,
     del stopped  # which holds the run's lock
     assert len(tokens) == 3
     assert find_checkpoints(tmp_path / "stopped")[0].name == "step-24"
-    assert read_metrics(tmp_path / "stopped", "eval") == []
+    assert len(read_metrics(tmp_path / "stopped", "eval")) == 1
+    assert not (tmp_path / "stopped" / "samples.jsonl").exists()
     run("stopped", *settings, "resume=auto")
     assert find_differences(whole, tmp_path / "stopped") == []  # samples too
+
+
+def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, finished, tmp_path, monkeypatch, capsys):
+    settings = ("sample_during_eval=true", "n_eval_model_samples=4", "do_first_sampling=false")
+    whole, samples = finished(*settings), Evaluator.samples
+
+    def killed_at(n_examples):
+        def sample(self, **options):
+            if options["n_examples"] == n_examples:
+                raise LookupError("the run ends here")
+            return samples(self, **options)
+
+        return sample
+
+    for n_examples in (16, 24):  # in the middle, and at the end
+        monkeypatch.setattr(Evaluator, "samples", killed_at(n_examples))
+        with pytest.raises(LookupError):
+            run("run", *settings, "resume=auto")
+        assert find_checkpoints(tmp_path / "run")[0].name == f"step-{n_examples}"
+    monkeypatch.undo()
+    for is_complete in (False, True):
+        run("run", *settings, "resume=auto")
+        assert ("already complete" in capsys.readouterr().out) == is_complete
+        assert (tmp_path / "run" / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+    assert find_differences(whole, tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("error", [ValueError("stop_strings"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_samples_that_fail_cost_a_warning_and_nothing_else(error, run, finished, tmp_path, monkeypatch, capsys):
+    whole = finished()
+
+    def fail(self, *arguments, **options):
+        raise error
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", fail)
+    run("run", "sample_during_eval=true", "do_first_sampling=true")
+
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "no samples" in line]
+    assert len(warnings) == 4  # after 0, 8, 16 and 24 examples
+    assert all(f"{type(error).__name__} {error}" in warning for warning in warnings)
+    assert find_differences(whole, tmp_path / "run") == ["trainer.samples_due"]
 
 
 @pytest.mark.slow
