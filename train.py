@@ -47,7 +47,12 @@ from dpo.system.host import (
 )
 from dpo.system.launching import find_rank_env, launch
 from dpo.system.redaction import redact
-from dpo.system.run_directory import explaining_full_disk, get_local_run_dir, write_record
+from dpo.system.run_directory import (
+    explaining_full_disk,
+    get_local_run_dir,
+    leaving_nothing_if_refused,
+    write_record,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,7 +122,7 @@ def describe(config: DictConfig) -> str:
     values, options = redact(OmegaConf.to_container(config)), options_in(config)
     run_dir = values.pop("local_run_dir")
     chosen = ", ".join(f"{group}={option}" for group, option in options.items() if option != "none")
-    title = f"{chosen}; settings that differ from the defaults (all settings: {run_dir}/config.yaml):"
+    title = f"{chosen}; settings that differ from the defaults (all will be in {run_dir}/config.yaml):"
     settings = differences(values, load_defaults(**options))
     return "\n".join([title, *(f"  {setting}" for setting in settings)])
 
@@ -169,9 +174,10 @@ def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any]
             from dpo.reporting.table import LOGS
         if models is None:  # the caller's models may be in reference cycles, which must stay collectable
             never_collect_imports()
-        run = open_run(plan, LOGS) if rank == 0 else None
-        with run.lock if run else nullcontext():  # released at the end: a caller of worker_main may start another run
-            work_in_run_dir(run, rank, config, plan, models)
+        with leaving_nothing_if_refused(Path(config.local_run_dir)) if rank == 0 else nullcontext():
+            run = open_run(plan, LOGS) if rank == 0 else None
+            with run.lock if run else nullcontext():  # released, as a caller of worker_main may start another run
+                work_in_run_dir(run, rank, config, plan, models)
 
 
 def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: tuple[Any, Any] | None) -> None:
@@ -182,6 +188,7 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
     silence_bitsandbytes()  # before `transformers.set_seed`, which imports PEFT
     import transformers
 
+    from dpo.checkpoint.files import MANIFEST
     from dpo.checkpoint.resume import check_inputs
     from dpo.models.loading import find_model_config, find_weights
     from dpo.parallel.mesh import from_rank_0
@@ -207,7 +214,9 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
         export_last(rank, plan)
         return
     if run is not None:
-        write_record(run.directory, OmegaConf.to_container(config), processes=plan.dims.world_size)
+        saved_at = None if run.checkpoint is None else (run.checkpoint / MANIFEST).stat().st_mtime
+        processes = plan.dims.world_size
+        write_record(run.directory, OmegaConf.to_container(config), processes=processes, continues_from=saved_at)
         data.report.write(run.directory / "preflight.json")
     train(rank, config, plan, data, models, resume_from)
     export_last(rank, plan)

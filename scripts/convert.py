@@ -53,10 +53,12 @@ class Report:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self.loses = False  # something is left out, not only written in another form
         self._first: dict[str, str] = {}
 
     def add(self, change: str, where: str) -> None:
         self._counts[change] += 1
+        self.loses |= "left out" in change
         self._first.setdefault(change, where)
 
     def __str__(self) -> str:
@@ -120,7 +122,8 @@ def convert(source: Source, split: str, out: Path, to: str) -> str:
     with replacing(out) as temporary:
         write_rows([row for _, row in rows], temporary, suffix)
     if text := str(report):
-        print(f"warning: {out} does not hold all of {source.path}: {text}", file=sys.stderr)
+        what = f"warning: {out} does not hold all of" if report.loses else f"{out} holds all of"
+        print(f"{what} {source.path}: {text}", file=sys.stderr)
     return f"{count(len(rows), 'record')} of {source.path} ({data_format}) written to {out} ({to})"
 
 

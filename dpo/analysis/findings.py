@@ -21,7 +21,7 @@ RULES = (  # in the order of the page: the rule, the kinds of data it is for, wh
     Rule(on_pairs.data_counts, ANY),
     Rule(on_pairs.leakage, ANY),
     # these are not for online runs, whose pairs change with the policy, and whose scorer may contradict held-out labels
-    Rule(on_training.worse_than_reference, PAIRS, ("loss/eval",)),
+    Rule(on_training.worse_than_reference, PAIRS, ("loss/eval", "ledger")),
     Rule(on_training.worse_than_start, FIXED, ("loss/eval",)),
     Rule(on_training.reward_accuracy, PAIRS, (EVAL_ACCURACY,)),
     Rule(on_training.no_better_than_chance, PAIRS, (EVAL_ACCURACY,)),

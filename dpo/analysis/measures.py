@@ -329,14 +329,14 @@ class Cost(NamedTuple):
     """Time, tokens and devices of a run; NaN where unknown."""
 
     updating_secs: float  # in updates alone, without loading, evaluating, sampling and saving
-    elapsed_secs: float  # from the last start to the end, or until now; NaN if the run crashed
+    elapsed_secs: float  # from start to end or until now, without pauses between; NaN if the run crashed
     tokens: float
     devices: float
     kind: str  # GPU or CPU
 
     @property
     def secs(self) -> float:
-        """Elapsed time or, if longer (as after a resume), time in updates."""
+        """Elapsed time or, if that is unknown, time in updates."""
         return float(np.nanmax([self.updating_secs, self.elapsed_secs, 0.0]))
 
     @property
@@ -360,6 +360,7 @@ def measure_cost(run: Run) -> Cost:
     started = _parse_time(run.env.get("started"))
     ended = datetime.now(UTC) if run.state.word == "training" else _parse_time(run.env.get("ended"))
     elapsed = max(0.0, (ended - started).total_seconds()) if started and ended else math.nan
+    elapsed += number(run.env.get("seconds_before", 0))  # before the last resume
     seconds = update_seconds(run)
     tokens = seconds * run.train["tokens_per_second"]
     return Cost(_sum_known(seconds), elapsed, _sum_known(tokens), devices, kind)

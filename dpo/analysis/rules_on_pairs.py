@@ -118,18 +118,19 @@ def length_in_margin(run: Run) -> Iterator[Finding]:
     if parts is None or not math.isfinite(parts.length) or parts.margin <= 0:
         return
     share = parts.length / parts.margin
-    amount = signed(parts.length) if abs(share) >= 0.001 else "nearly nothing"
     value = (
-        f"{amount} of the margin {figure(parts.margin)} ({percent(share)}); mean tokens "
+        f"margin {figure(parts.margin)}; with sides of equal length {figure(parts.margin - parts.length)}; mean tokens "
         f"{figure(parts.chosen_tokens)} chosen, {figure(parts.rejected_tokens)} rejected"
     )
     source = "the pairs of the ledger" if parts.by_pair else "means alone; with ledger=true a run records each pair"
     text = (
-        f"This is what the margin would {'lose' if share >= 0 else 'gain'} if both sides were equally long, at the "
-        f"same mean change per token. It was worked out from {source}."
+        f"A longer response has more tokens whose probability can change. The second number leaves this out: it is the "
+        f"margin at the same mean change per token, worked out from {source}."
     )
+    if abs(share) < 0.05:
+        return
     if share < 0.5:
-        yield note("What length gives", value, text)
+        yield note("How lengths change the margin", value, text)
     else:  # no warning, as the share of a small margin may be large by chance
         text += " The policy may have learned to prefer a length: compare the lengths of samples."
         yield note("Much of the margin is length", value, text)
@@ -222,30 +223,32 @@ def leakage(run: Run) -> Iterator[Finding]:
     )
 
 
-DATA_COUNTS = {  # a count of the preflight: the count to divide it by, the least share to report, the advice
-    "joined_words": ("examples", 0.0, "Responses follow their prompts without a space: add one where they meet."),
+DATA_COUNTS = {  # a count of the preflight: the count to divide it by, the least share to report, title and advice
+    "joined_words": (
+        "examples", 0.0, "Prompt and response run together", "There is no space between them: add one where they meet.",
+    ),
     "contradictory_pairs": (
-        "examples", 0.01,
-        "Pairs contradict an earlier pair of the same prompt: leave one of the two out, or use loss.label_smoothing.",
+        "examples", 0.01, "Some pairs contradict each other",
+        "An earlier pair of the same prompt says the opposite: leave one of the two out, or use loss.label_smoothing.",
     ),
     "identical_pairs": (
-        "tokenized", 0.01,
-        "Chosen and rejected are identical after truncation, so most losses have no gradient there: raise max_length.",
+        "tokenized", 0.01, "Some pairs are identical after truncation",
+        "Most losses have no gradient where chosen and rejected are the same tokens: raise max_length.",
     ),
     "empty_responses": (
-        "examples", 0.01,
-        "Responses are empty: leave these examples out, unless the policy should learn to say nothing.",
+        "examples", 0.01, "Some responses are empty",
+        "Leave these examples out, unless the policy should learn to say nothing.",
     ),
     "truncated_responses": (
-        "tokenized", 0.1,
-        "Responses lost their ends, so the policy does not learn where they end: raise max_length.",
+        "tokenized", 0.1, "Many responses are cut off",
+        "They lost their ends, so the policy does not learn where they end: raise max_length.",
     ),
 }  # fmt: skip
 
 
 def data_counts(run: Run) -> Iterator[Finding]:
-    for key, (total_key, least_share, text) in DATA_COUNTS.items():
+    for key, (total_key, least_share, title, text) in DATA_COUNTS.items():
         n_found, total = run.count(f"train.{key}"), run.count(f"train.{total_key}")
         if n_found > 0 and total > 0 and n_found / total >= least_share:
             value = f"{key} {n_found:,.0f} of {total:,.0f} ({percent(n_found / total)}) in the training split"
-            yield note("Worth a look in the data", value, text)
+            yield note(title, value, text)

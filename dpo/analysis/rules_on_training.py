@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means
-from dpo.analysis.loss_shapes import find_loss_shape
 from dpo.analysis.measures import (
     USEFUL,
     accuracy_error,
@@ -32,7 +31,6 @@ from dpo.analysis.runs import Run, last_tenth, number
 from dpo.numbers import count, figure, percent, signed
 
 SATURATED, NEARLY_SATURATED = 0.99, 0.95  # least training accuracy, and lower end of its interval
-SPENT = 0.1  # a smaller fraction of the first gradients is nearly nothing
 BLOCK = 50  # updates over which a fall or growth is measured
 FAST_FALL = 0.5  # nats a token
 GROWN_NORM = 5.0  # last median of grad_norm, as a multiple of the first
@@ -155,11 +153,15 @@ def best_checkpoint(run: Run) -> Iterator[Finding]:
 
 
 def worse_than_reference(run: Run) -> Iterator[Finding]:
-    start, last_loss = find_start(run), run.eval.last("loss/eval")
-    if not run.has_reference or start is None:
+    """A held-out loss above its start, by the losses of each pair in the ledger."""
+    start, last_loss, n = find_start(run), run.eval.last("loss/eval"), n_effective(run)
+    if not run.has_reference or start is None or run.eval.updates[0] > 0 or n < 2:
         return
-    excess, bound = _estimate_excess_loss(run, last_loss, start)
-    if not excess > bound:  # also if both are NaN
+    by_pair = compare_evaluations(run, "loss", 0, run.eval.updates[-1])
+    if by_pair is None:
+        return
+    excess, bound = by_pair[0], student_quantile(int(n) - 1) * by_pair[1]
+    if excess <= bound:
         return
     yield warning(
         "By its own loss the policy is worse than the reference",
@@ -170,28 +172,6 @@ def worse_than_reference(run: Run) -> Iterator[Finding]:
         "gained on others. Take an earlier checkpoint, or train with a smaller lr, fewer epochs or a larger loss.beta. "
         "If accuracy is what matters, compare checkpoints by it.",
     )
-
-
-def _estimate_excess_loss(run: Run, last_loss: float, start: Means) -> tuple[float, float]:
-    """Held-out loss minus the start's, and half its 98 % interval.
-
-    A ledger has the losses of each pair at both times. Without one, the loss must be a function of the margin: at the
-    start it is then equal for all pairs, and now its standard deviation follows from the mean loss and the mean margin.
-    NaN if unknown.
-    """
-    n, first, last = n_effective(run), run.eval.updates[0], run.eval.updates[-1]
-    if n < 2:
-        return math.nan, math.nan
-    quantile = student_quantile(int(n) - 1)
-    by_pair = compare_evaluations(run, "loss", first, last) if first == 0 else None
-    if by_pair is not None:
-        excess, error = by_pair
-        return excess, quantile * error
-    shape, margin = find_loss_shape(run.setting("loss")), run.eval.last("rewards_eval/margins")
-    if shape is None or shape.of_margin is None or math.isnan(margin):
-        return math.nan, math.nan
-    deviation = 1.2 * shape.estimate_deviation(last_loss, margin)  # 1.2, as margins may have longer tails than normal
-    return last_loss - start.loss, quantile * deviation / math.sqrt(n)
 
 
 def worse_than_start(run: Run) -> Iterator[Finding]:
@@ -235,52 +215,18 @@ def saturation(run: Run) -> Iterator[Finding]:
     since = examples[int(np.argmax(running_means >= SATURATED))]
     held_out_accuracy = run.eval.last(EVAL_ACCURACY)
     held_out = f" (held-out pairs: {percent(held_out_accuracy)})" if math.isfinite(held_out_accuracy) else ""
-    gradient_left, gradient_text = _measure_gradient_left(run)
-    value = (
-        f"{TRAIN_ACCURACY} {figure(accuracy)} over the last {n} updates; rewards_train/margins "
-        f"{figure(run.tail('train', 'rewards_train/margins'))}{gradient_text}"
-    )
-    text = (
-        f"Nearly every training pair is ranked right{held_out} from about {count(since, 'example')} on: accuracy can "
-        "tell nothing more."
-    )
-    if gradient_left < SPENT:
-        too_large, option = ("rewards", "loss.centering") if run.trains_reward_model else ("margins", "loss.beta")
-        yield warning(
-            "Accuracy and loss are saturated",
-            value,
-            f"{text} The loss has nearly no gradient left either: more updates change little. Stop earlier, use harder "
-            f"pairs or, if {too_large} are larger than needed, a larger {option}.",
-        )
-    elif math.isnan(gradient_left):
-        yield note("Accuracy is saturated", value, f"{text} Go by margins and samples.")
-    else:
-        text += " Updates still move the policy: go by margins and samples."
-        yield note("Accuracy is saturated", value, text)
-
-
-def _measure_gradient_left(run: Run) -> tuple[float, str]:
-    """Measure which fraction of the first gradients is left, and describe it.
-
-    The gradient is the loss's derivative by the mean rewards of an update or, for a loss that is no function of
-    rewards, `grad_norm`. The fraction is NaN if unknown.
-    """
-    first_chosen, last_chosen = run.ends("rewards_train/chosen")
-    first_rejected, last_rejected = run.ends("rewards_train/rejected")
-    shape = find_loss_shape(run.setting("loss"))
-    if shape is not None and len(last_chosen) == len(last_rejected) > 0:
-        if run.has_reference:  # policy and reference are equal at first, so rewards are 0
-            first_gradient = shape.gradient(np.zeros(1), np.zeros(1))
-        else:
-            first_gradient = shape.gradient(first_chosen[:1], first_rejected[:1])
-        left = float(shape.gradient(last_chosen, last_rejected).mean() / first_gradient.mean())
-        return left, f"; by the formula of loss={run.loss} a pair has {percent(left)} of its first gradient left"
     first_norms, last_norms = run.ends("grad_norm")
-    if not len(first_norms) or not first_norms.mean() > 0:
-        return math.nan, ""
-    before, after = float(first_norms.mean()), float(last_norms.mean())
-    first_updates = count(len(first_norms), "update")
-    return after / before, f"; grad_norm {figure(before)} over the first {first_updates}, {figure(after)} now"
+    norms = ""
+    if len(first_norms):
+        norms = f"; grad_norm {figure(first_norms.mean())} at first, {figure(last_norms.mean())} now"
+    yield note(
+        "Accuracy is saturated",
+        f"{TRAIN_ACCURACY} {figure(accuracy)} over the last {n} updates; rewards_train/margins "
+        f"{figure(run.tail('train', 'rewards_train/margins'))}{norms}",
+        f"Nearly every training pair is ranked right{held_out} from about {count(since, 'example')} on: accuracy can "
+        "tell nothing more. Go by held-out pairs, margins and samples; once the gradient is small too, more updates "
+        "change little.",
+    )
 
 
 def reward_accuracy(run: Run) -> Iterator[Finding]:

@@ -416,8 +416,8 @@ def _describe_machine(run: Run, cost: Cost) -> dict[str, str]:
     return {
         "trainable parameters": parameters,
         "devices": _describe_devices(env.get("gpus"), cost),
-        "time from start to end, or now": duration(cost.elapsed_secs) if math.isfinite(cost.elapsed_secs) else "",
-        "time in updates": duration(cost.updating_secs) if math.isfinite(cost.updating_secs) else "",
+        "time from start to end or now, without pauses": _duration_or_nothing(cost.elapsed_secs),
+        "time in updates": _duration_or_nothing(cost.updating_secs),
         f"{cost.kind}-hours": _describe_device_hours(cost),
         "tokens": f"{cost.tokens:,.0f}" if math.isfinite(cost.tokens) else "",
         "peak memory of rank 0": f"{figure(memory)} GB" if math.isfinite(memory) else "",
@@ -428,6 +428,10 @@ def _describe_machine(run: Run, cost: Cost) -> dict[str, str]:
         "started (the last time)": _as_text(env.get("started") or ""),
         "directory": redact(str(run.path)),
     }
+
+
+def _duration_or_nothing(seconds: float) -> str:
+    return duration(seconds) if math.isfinite(seconds) else ""
 
 
 def _describe_devices(gpus: Any, cost: Cost) -> str:

@@ -153,11 +153,16 @@ class Progress(Callback):
             self.line(str(task))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self.line(table(f"evaluation after {count(evaluation.n_examples, 'example')}", evaluation.metrics))
+        text = table(f"evaluation after {count(evaluation.n_examples, 'example')}", evaluation.metrics)
+        if evaluation.n_updates == 0 and evaluation.metrics.get("rewards_eval/accuracies") == 0:
+            text += (
+                "\n  (before the first update policy and reference are equal: every pair is a tie, which counts as 0)"
+            )
+        self.line(text)
 
     def part(self, done: int, total: int, what: str) -> None:
         """Report progress within the current item, for instance in tokens."""
-        if self._open:
+        if self._open and total > 1:
             task = self._open[-1]
             task.item_fraction, task.note = done / total, f"{what} {done}/{total}"
             self._show(task)

@@ -8,9 +8,10 @@ import getpass
 import json
 import os
 import platform
+import socket
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -93,11 +94,39 @@ def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = Fal
     return run_dir
 
 
-def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -> None:
-    """Write `config.yaml`, and `env.json` with facts for repeating the run."""
+@contextmanager
+def leaving_nothing_if_refused(run_dir: Path) -> Iterator[None]:
+    """On an InputError inside, remove what this process made here.
+
+    Nothing is removed once the run has written a log or a checkpoint, or if another process holds the lock.
+    """
+    directories = [p for p in (run_dir.absolute(), *run_dir.absolute().parents) if not os.path.lexists(p)]
+    before = set(os.listdir(run_dir)) if run_dir.is_dir() else set()
+    try:
+        yield
+    except InputError:
+        made = set(os.listdir(run_dir)) - before if run_dir.is_dir() else set()
+        if made <= {*FILES}:
+            with suppress(InputError), lock_run_dir(run_dir) if made else nullcontext():
+                for name in made:
+                    (run_dir / name).unlink(missing_ok=True)
+                for directory in directories:
+                    with suppress(OSError):  # not empty
+                        directory.rmdir()
+        raise
+
+
+def write_record(
+    run_dir: Path, config: dict[str, Any], *, processes: int = 1, continues_from: float | None = None
+) -> None:
+    """Write `config.yaml`, and `env.json` with facts for repeating the run.
+
+    `continues_from` is the time of the checkpoint that a resumed run continues from, in seconds since 1970.
+    """
     import torch  # not at the top, as the report imports this file without torch
 
     commit = _run_git("rev-parse", "HEAD")
+    changes = _run_git("status", "--porcelain", "--untracked-files=no", ".")  # runs of the user are untracked files
     facts = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -107,12 +136,23 @@ def write_record(run_dir: Path, config: dict[str, Any], *, processes: int = 1) -
         "cpus": os.cpu_count(),
         "processes": processes,
         "started": now(),
+        "seconds_before": 0.0 if continues_from is None else _find_seconds(run_dir, until=continues_from),
         "git_commit": commit or None,
-        "git_uncommitted_changes": bool(_run_git("status", "--porcelain")) if commit else None,
+        "git_uncommitted_changes": bool(changes) if commit else None,
     }
     with _explaining_errors(run_dir):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
         (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _find_seconds(run_dir: Path, *, until: float) -> float | None:
+    """Seconds of a run up to a checkpoint, pauses left out; None if unknown."""
+    try:
+        record = json.loads((run_dir / "env.json").read_bytes())
+        seconds = until - datetime.fromisoformat(record["started"]).timestamp()
+        return record["seconds_before"] + max(0.0, seconds)
+    except (OSError, ValueError, KeyError, TypeError):  # a run that continues another's checkpoint has no record yet
+        return None
 
 
 def _find_versions() -> Iterator[tuple[str, str]]:
@@ -124,7 +164,7 @@ def _find_versions() -> Iterator[tuple[str, str]]:
 def _run_git(*arguments: str) -> str:
     """Git's output for the checkout with this file; "" without a checkout."""
     try:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        command = ["git", "-C", str(Path(__file__).parents[2]), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         return ""
@@ -149,20 +189,25 @@ def now() -> str:
 def lock_run_dir(run_dir: Path) -> IO:
     """Lock the directory while the returned file is open.
 
-    The system releases the lock when this process ends. Raises InputError if another process holds the lock.
+    The system releases the lock when this process ends. Raises InputError if another process holds the lock; the file
+    says which.
     """
     with _explaining_errors(run_dir):
-        file = (run_dir / LOCK).open("a")
+        file = (run_dir / LOCK).open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        file.seek(0)
+        holder = file.read(200).strip() or "a running process"
         file.close()
         raise InputError(
-            f"local_run_dir={run_dir} is locked by a running process: stop that process first, or choose another "
-            f"directory"
+            f"local_run_dir={run_dir} is locked by {holder}: stop that process first, or choose another directory"
         ) from error
     except OSError as error:  # some network file systems have no locks
         print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
+    else:
+        file.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
 
 

@@ -96,10 +96,10 @@ def _decide_on_samples(plan: Plan, data: TrainingData, sizes: Sequence[int], n_t
         )
     return False, (
         f"warning: no samples before the first update; the first samples come with the evaluation after "
-        f"{count(min(plan.eval_interval, n_trained), 'example')}. Sampling up to "
-        f"{count(n_sampled_tokens, 'token')} could take as long as training on {cost:,} tokens, which is more than a "
-        f"tenth of the {run_cost:,} that the whole run trains on. do_first_sampling=true samples now; "
-        f"lower n_eval_model_samples or n_eval_tokens for fewer or shorter samples"
+        f"{count(min(plan.eval_interval, n_trained), 'example')}. Now they could take "
+        f"{cost / max(run_cost, 1):,.0%} of the time of all updates (up to {count(n_sampled_tokens, 'token')}). "
+        f"do_first_sampling=true samples now all the same; lower n_eval_model_samples or n_eval_tokens for fewer or "
+        f"shorter samples"
     )
 
 

@@ -123,8 +123,8 @@ def check_models(
     if other_policy_dtype:
         return [
             f"self-test passed: finite log-probabilities, dropout off. The reference computes in another dtype than "
-            f"the policy, so the first rewards are rounding errors of up to {largest_reward:.2g} instead of 0; "
-            f"model.reference_dtype={other_policy_dtype} makes them 0"
+            f"the policy, so they differ by rounding, and rewards by up to {largest_reward:.2g} before the first "
+            f"update; model.reference_dtype={other_policy_dtype} makes these rewards 0"
         ]
     # rewards are beta times differences of log-probabilities, whose rounding errors grow with their magnitude
     tolerance = TOLERANCE * beta * max(1.0, _find_largest(policy_logps))

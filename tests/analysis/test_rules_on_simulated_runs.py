@@ -27,7 +27,6 @@ from dpo.analysis import rules_on_pairs as on_pairs
 from dpo.analysis import rules_on_training as on_training
 from dpo.analysis.findings import RULES
 from dpo.analysis.ledger_file import SCHEMA, encode
-from dpo.analysis.loss_shapes import find_loss_shape
 from dpo.analysis.rules import NOTE, WARNING, Finding
 from dpo.analysis.runs import Log, Run
 from dpo.data.counts import SplitCounter
@@ -81,14 +80,18 @@ def make_run(train: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]
     return Run(Path("run"), "simulated", config=config, preflight=preflight, **logs, **more)
 
 
+def losses_at(margins: np.ndarray, loss: Mapping[str, Any]) -> np.ndarray:
+    """The losses of pairs by their margins."""
+    assert loss["name"] == "dpo"
+    return np.logaddexp(0.0, -margins)
+
+
 def describe(split: str, margins: np.ndarray, loss: Mapping[str, Any], chosen: np.ndarray | None = None) -> dict:
     """Metrics of margins, (rows, pairs); `chosen` has the chosen rewards, which are else half of the margins."""
-    shape = find_loss_shape(loss)
-    assert shape is not None
     chosen = margins / 2 if chosen is None else chosen
     means = {"chosen": chosen, "rejected": chosen - margins, "margins": margins, "accuracies": margins > 0}
     metrics = {f"rewards_{split}/{name}": values.mean(axis=1) for name, values in means.items()}
-    return metrics | {f"loss/{split}": shape.of_rewards(chosen, chosen - margins).mean(axis=1)}
+    return metrics | {f"loss/{split}": losses_at(margins, loss).mean(axis=1)}
 
 
 def train_pairs(
@@ -122,12 +125,10 @@ def write_ledger(
     """Rows of margins, (updates, pairs): a pair per column for evaluations, a new one each time for updates."""
     n_updates, n_pairs = margins.shape
     ids = np.tile(np.arange(n_pairs), n_updates) if split == "eval" else np.arange(margins.size)
-    shape = find_loss_shape(loss)
-    assert shape is not None
     flat = margins.ravel()
     columns = dict.fromkeys(SCHEMA.names, np.zeros(len(flat)))
     columns |= {"example": ids.astype(str), "dataset": np.full(len(flat), "hh"), "split": np.full(len(flat), split)}
-    columns |= {"update": np.repeat(updates, n_pairs), "margin": flat, "loss": shape.of_rewards(flat / 2, -flat / 2)}
+    columns |= {"update": np.repeat(updates, n_pairs), "margin": flat, "loss": losses_at(flat, loss)}
     columns["chosen_tokens"] = TOKENS + (0 if tokens is None else np.tile(tokens, n_updates)) + columns["chosen_tokens"]
     columns["rejected_tokens"] = columns["rejected_tokens"] + TOKENS
     columns["truncated"] = np.zeros(len(flat), dtype=bool)
@@ -405,7 +406,6 @@ class Rates(NamedTuple):
         return any(found.level == self.level and found.title.startswith(self.title) for found in rule.apply(run))
 
 
-IPO, HINGE = {"name": "ipo", "beta": 0.1}, {"name": "hinge", "beta": 0.1}
 HELD_OUT = f"{N_HELD_OUT} pairs"
 SMALL, LARGE = f"{SHORT:,} updates", f"{LONG:,} updates"
 
@@ -413,11 +413,10 @@ RATES = [
     *(
         Rates(
             on_training.worse_than_reference, WARNING, "By its own loss",
-            f"loss/eval ln 2, margins {law}", partial(with_held_out_loss, loss=0.693147, law=law, ledger=ledger),
-            "loss/eval 0.9", partial(with_held_out_loss, loss=0.9, law=law, ledger=ledger),
-            HELD_OUT + (", ledger" if ledger else ""), 0.5,
+            f"loss/eval ln 2, margins {law}", partial(with_held_out_loss, loss=0.693147, law=law, ledger=True),
+            "loss/eval 0.9", partial(with_held_out_loss, loss=0.9, law=law, ledger=True), f"{HELD_OUT}, ledger", 0.5,
         )
-        for law in LAWS for ledger in (False, True)
+        for law in LAWS
     ),
     *(
         Rates(
@@ -491,18 +490,6 @@ RATES = [
         on_training.saturation, NOTE, "Accuracy is saturated",
         "accuracy 0.97", partial(with_training_margins, mean=1.88, deviation=1.0),
         "accuracy 0.999, margin 2", partial(with_training_margins, mean=2.0, deviation=0.65), SMALL, 0.5,
-    ),
-    *(
-        Rates(
-            on_training.saturation, WARNING, "Accuracy and loss are saturated",
-            "margin 2 under dpo", partial(with_training_margins, mean=2.0, deviation=0.65),
-            described, draw, SMALL, 0.5,
-        )
-        for described, draw in (
-            ("margin 6 under dpo", partial(with_training_margins, mean=6.0, deviation=1.5)),
-            ("margin 1.4 under hinge", partial(with_training_margins, mean=1.4, deviation=0.1, loss=HINGE)),
-            ("margin 0.5 under ipo", partial(with_training_margins, mean=0.5, deviation=0.05, loss=IPO)),
-        )
     ),
     Rates(
         on_training.collapse, WARNING, "The run has collapsed",

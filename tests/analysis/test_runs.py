@@ -137,6 +137,9 @@ def test_time_tokens_and_hours_worked_by_hand(tmp_path):
     assert cost.device_hours == pytest.approx(36 * 2 / 3600)
     assert not cost.updates_alone
 
+    resumed = read_run(write_run(tmp_path, LINES, env={"ended": "2026-11-22T08:00:36+01:00", "seconds_before": 60}))
+    assert measure_cost(resumed).elapsed_secs == 96
+
     env = {"gpus": ["H100"] * 8, "processes": 16, "started": None}  # two machines, of which one is seen
     cost = measure_cost(read_run(write_run(tmp_path, LINES, env=env)))
     assert (cost.secs, cost.devices, cost.kind) == (4, 16, "GPU")

@@ -137,6 +137,14 @@ def test_in_a_log_file_an_update_that_takes_long_says_how_far_it_is(clock, capsy
     ]
 
 
+def test_a_single_part_needs_no_line(clock, capsys):
+    progress = Progress(interval=5, silent=False)
+    for _ in progress.updates([0], total=1, done=0):
+        clock.now += 60
+        progress.part(1, 1, "microbatch")
+    assert "microbatch" not in capsys.readouterr().out
+
+
 def test_what_takes_a_moment_needs_no_line(clock, capsys):
     progress = Progress(interval=0.0, silent=False)
     for _ in progress.over([1, 2], total=2, what="evaluate"):
@@ -207,7 +215,7 @@ def test_a_config_is_described_by_what_differs_from_its_files():
     OmegaConf.resolve(config)
 
     assert describe(config).splitlines() == [
-        "loss=ipo; settings that differ from the defaults (all settings: RUN/config.yaml):",
+        "loss=ipo; settings that differ from the defaults (all will be in RUN/config.yaml):",
         "  exp_name=x",
         "  wandb.project=p",
         "  model.name_or_path=EleutherAI/pythia-2.8b",

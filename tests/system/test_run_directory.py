@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from datetime import datetime
 
 import pytest
 import yaml
 from support.runs import ROOT
 
 from dpo.errors import InputError
+from dpo.system import run_directory
 from dpo.system.redaction import redact
-from dpo.system.run_directory import add_to_record, create_run_dir, lock_run_dir, write_record
+from dpo.system.run_directory import (
+    add_to_record,
+    create_run_dir,
+    leaving_nothing_if_refused,
+    lock_run_dir,
+    write_record,
+)
 
 
 def test_what_looks_like_a_secret_is_redacted_and_nothing_else():
@@ -90,6 +98,61 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_made(tmp_p
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("made_before", "overrides", "why"),
+    [
+        ((), ("model.archive=nowhere",), "nowhere"),  # refused before the data is read
+        ((), ("n_epochs=1", "batch_size=4096", "eval_every=4096"), "too few for one batch"),
+        (("RUNS/run",), ("model.archive=nowhere",), "nowhere"),
+        (("RUNS/run", "RUNS/run/mine"), ("model.archive=nowhere",), "nowhere"),
+    ],
+)
+def test_a_refused_run_leaves_nothing_that_was_not_there(run, tmp_path, made_before, overrides, why):
+    for name in made_before:
+        (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(InputError, match=why):
+        run("run", f"local_run_dir={tmp_path}/RUNS/run", *overrides)
+    root = tmp_path / "RUNS"
+    left = {str(path.relative_to(tmp_path)) for path in [root, *root.rglob("*")] if path.exists()}
+    assert left == {*made_before, *(["RUNS"] if made_before else [])}
+
+
+def test_a_run_refused_by_the_lock_leaves_the_lock(tmp_path):
+    held = lock_run_dir(tmp_path)
+    with pytest.raises(InputError, match="locked by"), leaving_nothing_if_refused(tmp_path):
+        lock_run_dir(tmp_path)
+    assert os.listdir(tmp_path) == [".lock"]
+    held.close()
+
+
+def test_changes_are_those_of_tracked_files_of_the_project(tmp_path, monkeypatch):
+    project = tmp_path / "clone"
+    for command in (
+        f"init -q {project}", "config user.email a@b", "config user.name a", "commit -q --allow-empty -m one"
+    ):  # fmt: skip
+        subprocess.run(["git", *(["-C", str(project)] * (command[:4] != "init")), *command.split()], check=True)
+    monkeypatch.setattr(run_directory, "__file__", str(project / "dpo/system/run_directory.py"))
+    (project / "RUNS").mkdir()
+    (project / "RUNS/metrics.jsonl").write_text("mine")
+    for changed in (False, True):
+        write_record(tmp_path, {})
+        assert json.loads((tmp_path / "env.json").read_text())["git_uncommitted_changes"] == changed
+        (project / "train.py").write_text("")
+        subprocess.run(["git", "-C", str(project), "add", "train.py"], check=True)
+
+
+def test_the_time_of_a_resumed_run_has_what_came_before_its_checkpoint(tmp_path):
+    write_record(tmp_path, {})
+    record = json.loads((tmp_path / "env.json").read_text())
+    assert record["seconds_before"] == 0
+    started = datetime.fromisoformat(record["started"]).timestamp()
+    for before, saved_after in ((100, 100), (130, 30)):
+        write_record(tmp_path, {}, continues_from=started + saved_after)
+        assert json.loads((tmp_path / "env.json").read_text())["seconds_before"] == pytest.approx(before, abs=2)
+    write_record(tmp_path / "..", {}, continues_from=started)  # another run's checkpoint, copied
+    assert json.loads((tmp_path / "../env.json").read_text())["seconds_before"] is None
+
+
 def test_a_machine_without_git_can_train(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     write_record(tmp_path, {"lr": 1})
@@ -98,7 +161,7 @@ def test_a_machine_without_git_can_train(tmp_path, monkeypatch):
 
 def test_a_directory_is_one_run_at_a_time_and_free_again_when_it_ends(tmp_path):
     held = lock_run_dir(tmp_path)
-    with pytest.raises(InputError, match=f"local_run_dir={tmp_path} is locked by a running process"):
+    with pytest.raises(InputError, match=f"local_run_dir={tmp_path} is locked by process {os.getpid()} on "):
         lock_run_dir(tmp_path)
     held.close()
     lock_run_dir(tmp_path).close()

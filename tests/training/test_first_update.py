@@ -46,9 +46,9 @@ def test_each_thing_is_announced_with_its_size_and_the_keys_that_change_it():
 
 def test_a_warning_says_why_samples_wait():
     assert first_update("eval_every=400", "self_test=false", "do_first_eval=true", updates=300).messages[1] == (
-        f"{WAITS}400 examples. Sampling up to 4,096 tokens could take as long as training on 12,288 tokens, which is "
-        "more than a tenth of the 120,000 that the whole run trains on. do_first_sampling=true samples now; lower "
-        "n_eval_model_samples or n_eval_tokens for fewer or shorter samples"
+        f"{WAITS}400 examples. Now they could take 10% of the time of all updates (up to 4,096 tokens). "
+        "do_first_sampling=true samples now all the same; lower n_eval_model_samples or n_eval_tokens for fewer or "
+        "shorter samples"
     )
 
 
@@ -97,7 +97,8 @@ def test_samples_wait_if_they_could_cost_more_than_a_tenth_of_the_run(updates, a
 def test_online_a_run_costs_what_is_drawn_for_it_too():
     drawn = ("online=online", "online.scorer=shorter", "online.max_new_tokens=10", "max_prompt_length=40")
     _, warning = first_update(*drawn, updates=1).messages
-    assert f"a tenth of the {4 * (40 + 2 * 10 + 3 * 2 * 10)} that the whole run trains on" in warning
+    n_sampled = int(re.search(r"up to ([\d,]+) tokens", warning)[1].replace(",", ""))
+    assert f"could take {3 * n_sampled / (4 * (40 + 2 * 10 + 3 * 2 * 10)):,.0%} of the time" in warning
 
 
 def test_a_short_run_samples_at_its_next_evaluation_and_dry_run_says_so(run, tmp_path, capfd):
