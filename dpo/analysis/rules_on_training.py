@@ -153,7 +153,7 @@ def best_checkpoint(run: Run) -> Iterator[Finding]:
 
 
 def worse_than_reference(run: Run) -> Iterator[Finding]:
-    """A held-out loss above its start, by the losses of each pair in the ledger."""
+    """A held-out loss above its start, pair by pair, by the ledger."""
     start, last_loss, n = find_start(run), run.eval.last("loss/eval"), n_effective(run)
     if not run.has_reference or start is None or run.eval.updates[0] > 0 or n < 2:
         return
