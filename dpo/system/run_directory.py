@@ -146,7 +146,7 @@ def write_record(
 
 
 def _find_seconds(run_dir: Path, *, until: float) -> float | None:
-    """Seconds of a run up to a checkpoint, without pauses; None if unknown."""
+    """Seconds of a run up to a checkpoint; None if unknown."""
     try:
         record = json.loads((run_dir / "env.json").read_bytes())
         seconds = until - datetime.fromisoformat(record["started"]).timestamp()
