@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jinja2
 
-from dpo.data.schema import ASSISTANT, Messages, read_message, read_tools
+from dpo.data.schema import ASSISTANT, Messages, check_unicode, read_message, read_tools
 from dpo.data.sources import HUB_IDS
 from dpo.data.table import Prompt
+from dpo.data.tokenization import ESCAPE, escape_control
 from dpo.errors import InputError
 
 HUMAN = "\n\nHuman:"
@@ -28,6 +29,7 @@ UserPrompt = str | list[Mapping[str, str]]  # a text, or chat messages {role, co
 # what chat templates raise on content that they do not expect
 TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError)
 TEMPLATE_ERRORS += (RecursionError, TypeError, ValueError)
+MARK = "\ufdd1"  # a noncharacter, which no text has: marks a place in a text that is rendered
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
 
 
@@ -91,8 +93,10 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str, t
         raise InputError(f"{where}: the prompt holds chat messages: give --format chat or --format hh")
     if prompt_format == HH:
         return render_dialogue(messages, where)
+    messages = escape_texts(messages, tokenizer, "a message", where)
+    schemas = escape_texts(schemas, tokenizer, "a tool", where)
     try:
-        return apply_template(tokenizer, messages, tools=schemas or None, add_generation_prompt=True)
+        return render_open(tokenizer, messages, tools=schemas or None, continued=is_prefilled(messages))
     except TEMPLATE_ERRORS as error:
         raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
 
@@ -122,6 +126,64 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
         return tokenizer.apply_chat_template(_write_arguments(messages), tokenize=False, **options)
 
 
+def is_prefilled(prompt: Messages) -> bool:
+    """Whether a prompt ends in the beginning of the assistant's answer."""
+    return prompt[-1]["role"] == "assistant" and not prompt[-1].get("tool_calls")
+
+
+def render_open(tokenizer: Any, messages: Messages, *, tools: Any = None, continued: bool = False) -> str:
+    """Render messages up to where the assistant's answer goes on.
+
+    That is after the generation prompt, or, `continued`, after the content of the last message.
+    """
+    if not continued:
+        return apply_template(tokenizer, messages, tools=tools, add_generation_prompt=True)
+    marked = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
+    text, mark, _ = apply_template(tokenizer, marked, tools=tools).partition(MARK)
+    if not mark:
+        raise ValueError(f"it leaves out the beginning of the answer, {messages[-1]['content'][:80]!r}")
+    return text
+
+
+def iterate_texts(value: Any) -> Iterator[str]:
+    """Yield the texts, keys and numbers in a value."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from iterate_texts(item)
+    elif isinstance(value, (str, int, float)) and not isinstance(value, bool):  # templates may write True or true
+        yield str(value)
+
+
+def escape_texts(value: Any, tokenizer: Any, what: str, where: str) -> Any:
+    """Copy messages or tools, with the strings of control tokens in their texts made ordinary text.
+
+    Raises InputError for a text that no tokenizer should see; the message names the value `what`.
+    """
+
+    def escape(part: Any) -> Any:
+        if isinstance(part, dict):  # a role or a key that names something stays
+            return {
+                key if key.isidentifier() else escape(key): item if key in ("role", "type") else escape(item)
+                for key, item in part.items()
+            }
+        if isinstance(part, list):
+            return [escape(item) for item in part]
+        if not isinstance(part, str):
+            return part
+        check_unicode(part, what, where)
+        if ESCAPE in part or MARK in part:
+            raise InputError(
+                f"{where}: {what} has U+FDD0 or U+FDD1, which are no characters and have a use here: remove them from "
+                f"{part[:80]!r}"
+            )
+        return escape_control(part, tokenizer)
+
+    return escape(value)
+
+
 def _write_arguments(messages: Messages) -> Messages:
     """Copy messages, with the arguments of calls as JSON."""
     written = copy.deepcopy(messages)
@@ -143,6 +205,9 @@ def as_messages(prompt: Prompt, answer: str) -> Messages:
         prompt_messages = prompt.messages
     else:
         prompt_messages = [{"role": "user", "content": prompt.text}]
+    if is_prefilled(prompt_messages):
+        *prompt_messages, begun = prompt_messages
+        return [*prompt_messages, {**begun, "content": begun["content"] + answer.rstrip()}]
     return [*prompt_messages, {"role": "assistant", "content": answer.strip()}]
 
 

@@ -58,7 +58,9 @@ def test_a_dialogue_is_as_in_the_data(tokenizer):
 
 def test_a_chat_goes_through_the_template(chatty):
     assert render("Hello", "chat", chatty, "here") == "[user]Hello[assistant]"
-    assert render(TALK[:2], "chat", chatty, "here") == "[user]Good morning.[assistant]Good morning.[assistant]"
+    assert render(TALK, "chat", chatty, "here").endswith(
+        "[assistant]Good morning.[user]Is the ladder still here?[assistant]"
+    )
 
 
 def test_raw_is_as_it_is(chatty):

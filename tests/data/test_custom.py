@@ -591,11 +591,6 @@ COUNTS = "{{ messages | length }} messages: " + ENDS_TURNS_WITH_SEMICOLON
     ("rows", "template", "message"),
     [
         (
-            [{**HELLO, "chosen": [assistant("Hello<|endoftext|>")]}],
-            ENDS_TURNS_WITH_EOS,
-            "record 1 of mine: a message contains the EOS token '<|endoftext|>'",
-        ),
-        (
             [HELLO],
             None,
             "record 1 of mine holds chat messages, but the tokenizer has no chat template: name a tokenizer with one, ",

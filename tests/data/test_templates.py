@@ -9,11 +9,11 @@ import pytest
 from support.formats import ASK, CALL, END, RESULT, SKY, TOOLS, TURN, WITH_TOOLS, assistant, user
 from support.runs import write_rows
 
-from dpo.data.asking import render
+from dpo.data.asking import as_messages, render
 from dpo.data.counts import SplitCounter
 from dpo.data.custom import get_custom
 from dpo.data.examples import encode_examples, list_examples, make_labels
-from dpo.data.table import PromptTable, iterate_prompts, write_prompts
+from dpo.data.table import Prompt, PromptTable, iterate_prompts, write_prompts
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
@@ -71,21 +71,9 @@ def scored(example, tokenizer) -> list[str]:
             "Hm?;\n<user>The sky;\n<assistant>Blue.;\n",
             f"Hm?;\n|Blue.;\n{EOS}",
         ),
-        # the turn of the call has lost what it has as the last one
-        (LOOKED_UP["chosen"], THINKING, None, f"[look]{EOS}|<think></think>Blue.{EOS}"),
-        (
-            [assistant("<think>a</think>Hm?"), user("The sky"), *SKY],
-            THINKING,
-            None,
-            f"Hm?{EOS}|<think></think>Blue.{EOS}",
-        ),
-        # nor do the turns before it have their thinking
-        (
-            [{**CALL, "reasoning_content": "So."}, RESULT, assistant("<think>a</think>Hm?"), user("The sky"), *SKY],
-            THINKING,
-            None,
-            f"[look]{EOS}|Hm?{EOS}|<think></think>Blue.{EOS}",
-        ),
+        # a template that renders earlier turns differently: the last answer alone is scored
+        (LOOKED_UP["chosen"], THINKING, None, f"|<think></think>Blue.{EOS}"),
+        ([assistant("<think>a</think>Hm?"), user("The sky"), *SKY], THINKING, None, f"|<think></think>Blue.{EOS}"),
         # a response may begin with what is not scored
         ([RESULT, *SKY], WITH_TOOLS, None, f"|Blue.{EOS}"),
     ],
@@ -167,7 +155,7 @@ def test_a_prompt_ends_between_tokens(chat):
             "<assistant>{% endif %}", "<assistant><think>{% endif %}"
         )
     )
-    tokenizer.add_tokens(["<think>", "<tool_call>"], special_tokens=True)
+    tokenizer.add_tokens(["<think>", "<tool_call>"])
     row = {**LOOKED_UP, "chosen": [CALL, RESULT, *SKY], "rejected": [assistant("<think>Green.")]}
     [prompt], [entry] = zip(*get_custom([row], "mine", tokenizer).items(), strict=True)
     assert prompt.endswith("<assistant>")
@@ -328,12 +316,10 @@ def test_what_a_template_writes_as_json_is_not_changed(chat):
             "record 1 of mine: the arguments of look must be an object or JSON of one, and are 'sky': correct them, or",
         ),
         ({"chosen": [{**CALL, "content": None, "tool_calls": []}]}, "record 1 of mine: content is null: give it"),
-        ({"chosen": [make_call({"at": [EOS]})]}, f"record 1 of mine: a message contains the EOS token '{EOS}'"),
         ({"chosen": [{**SKY[0], "reasoning": ["hm"]}]}, "record 1 of mine: reasoning must be text, and is ['hm']: co"),
         ({"chosen": [make_call({"at": "\ud83d"})]}, "record 1 of mine: a message has an unpaired UTF-16 surrogate"),
         ({"tools": [{"name": "\ud83d"}]}, "record 1 of mine: a tool has an unpaired UTF-16 surrogate"),
-        ({"tools": [{"name": EOS}]}, "record 1 of mine: a tool contains the EOS token"),
-        ({"chosen": [{**SKY[0], "reasoning_content": EOS}]}, "record 1 of mine: a message contains the EOS token"),
+        ({"chosen": [assistant("a\ufdd0b")]}, "record 1 of mine: a message has U+FDD0 or U+FDD1, which are no char"),
         ({"chosen": [CALL, RESULT]}, "record 1 of mine: the last message is from tool, and must be from assistant: r"),
         ({"prompt": [*ASK, {"from": "function_call", "value": "look"}]}, "record 1 of mine: from is missing"),
         (
@@ -362,23 +348,27 @@ END_OF_LAST = "{{ '!' if loop.last and m.role == 'assistant' else ';' }}"
     ("template", "seen"),
     [
         # the end of a turn, the header of a result, and its text are others once turns follow
-        (WITH_TOOLS.replace("{{ eos_token }}", END_OF_LAST), "[look]|Blue.!\n"),
-        (AS_JSON.replace("{{ eos_token }}", END_OF_LAST), '[look {"at": "sky"}]|Blue.!\n'),
+        (WITH_TOOLS.replace("{{ eos_token }}", END_OF_LAST), f"|Blue.!\n{EOS}"),
         (
             WITH_TOOLS.replace("<{{ m.role }}>", "<{{ '!' if loop.last and m.role == 'tool' else m.role }}>"),
-            f"[look]{EOS}|Blue.",
+            f"|Blue.{EOS}",
         ),
+        # as Gemma 4's, which writes words beside a call below its result
         (
-            WITH_TOOLS.replace("m.content }}", "m.content | upper if m.role == 'tool' and loop.last else m.content }}"),
-            f"[look]{EOS}|Blue.",
+            WITH_TOOLS.replace("<{{ m.role }}>", "{% if m.tool_calls and loop.last %}So.{% endif %}<{{ m.role }}>"),
+            f"|Blue.{EOS}",
         ),
+        (THINKING, f"|<think></think>Blue.{EOS}"),
     ],
 )
-def test_turns_that_change_once_others_follow_are_found(template, seen, chat):
+def test_the_last_answer_alone_is_scored_if_earlier_turns_change_and_one_warning_says_so(template, seen, chat):
     tokenizer = chat(template)
-    row = {**LOOKED_UP, "rejected": [CALL, RESULT, assistant("Green.")]}
-    [example] = encode(get_custom([row], "mine", tokenizer), tokenizer)
-    assert scored(example, tokenizer)[0] == seen + EOS
+    row = {**LOOKED_UP, "rejected": [assistant("Green.")]}
+    data = get_custom([row, {**row, "prompt": [user("Which?")]}], "mine", tokenizer)
+    warnings = [note for note in data.notes if "only the last answer is scored" in note]
+    expected = "warning: mine: in 2 of 4 conversations the chat template renders earlier turns of the response"
+    assert [warning.startswith(expected) for warning in warnings] == [True]
+    assert scored(encode(data, tokenizer)[0], tokenizer)[0] == seen
 
 
 @pytest.mark.parametrize(
@@ -393,26 +383,38 @@ def test_turns_that_change_once_others_follow_are_found(template, seen, chat):
             WITH_TOOLS.replace("for m in messages", "for m in messages if m.role != 'system' or messages | length < 3"),
             "renders the prompt differently once a response follows, without 'Be kind.', so it is not known where",
         ),
+        # the last answer is left out
         (
-            WITH_TOOLS.replace("for m in messages", "for m in messages if m.role != 'assistant' or m == messages[-1]"),
-            "leaves out or moves a turn of the response, .*, or remove {'role': 'assistant', 'content': 'So.', 'tool_c",
-        ),
-        # as Gemma 4's, which writes words beside a call below its result
-        (
-            AS_JSON.replace("{{ m.content }}", "{{ m.content if not m.tool_calls else '' }}").replace(
-                "{{ eos_token }}",
-                "{% if loop.previtem and loop.previtem.tool_calls %}{{ loop.previtem.content }}{% endif %}"
-                "{% if loop.last and m.tool_calls %}{{ m.content }}{% endif %}{{ eos_token }}",
-            ),
-            "leaves out or moves a turn of the response",
+            WITH_TOOLS.replace("for m in messages", "for m in messages if m.content != 'Blue.'"),
+            "leaves out or moves the last answer, so it is not known which text is scored",
         ),
     ],
 )
-def test_turns_that_cannot_be_found_are_refused(template, message, chat):
+def test_a_prompt_that_is_no_prefix_is_refused(template, message, chat):
     row = {**LOOKED_UP, "prompt": [{"role": "system", "content": "Be kind."}, *ASK]}
     row["chosen"] = [{**CALL, "content": "So."}, RESULT, *SKY]
     with pytest.raises(InputError, match=message):
         get_custom([row], "mine", chat(template))
+
+
+TRIMMED = WITH_TOOLS.replace("{{ m.content }}", "{{ m.content | trim }}")
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, TRIMMED, THINKING])
+@pytest.mark.parametrize("begun", ['{"value": ', "a", "\n"])
+def test_a_prefilled_answer_is_continued(template, begun, chat):
+    """In training, where it is asked for an answer, and in what a reward model gets."""
+    tokenizer, prompt = chat(template), [*ASK, assistant(begun)]
+    header = f"<user>Which colour?{EOS}\n<assistant>"
+    more, said = [user("So?"), *SKY], f"2}}{EOS}\n<user>So?{EOS}\n<assistant>Blue."
+    if template is THINKING:  # in which turns before others would begin otherwise
+        header, more, said = f"{header}<think></think>", [], "2}"
+    row = {"prompt": prompt, "chosen": [assistant("1}")], "rejected": [assistant("2}"), *more]}
+    [(text, entry)] = get_custom([row], "mine", tokenizer).items()
+    assert (text, entry["responses"]) == (header + (begun.lstrip() if template is TRIMMED else begun), ["1}", said])
+    assert render(prompt, "chat", tokenizer, "") == text
+    asked = Prompt(text, [], [], "keep_end", rendered=True, messages=prompt)
+    assert as_messages(asked, "1}") == [*ASK, assistant(f"{begun}1}}")]
 
 
 def test_the_history_of_an_instruction_comes_before_it(tokenizer):
