@@ -93,8 +93,8 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str, t
         raise InputError(f"{where}: the prompt holds chat messages: give --format chat or --format hh")
     if prompt_format == HH:
         return render_dialogue(messages, where)
-    messages = escape_texts(messages, tokenizer, "a message", where)
-    schemas = escape_texts(schemas, tokenizer, "a tool", where)
+    check_texts(messages, "a message", where)
+    messages, schemas = escape_texts(messages, tokenizer), escape_texts(schemas, tokenizer)
     try:
         return render_open(tokenizer, messages, tools=schemas or None, continued=is_prefilled(messages))
     except TEMPLATE_ERRORS as error:
@@ -127,7 +127,7 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
 
 
 def is_prefilled(prompt: Messages) -> bool:
-    """Whether a prompt ends in the beginning of the assistant's answer."""
+    """Return whether a prompt ends in the beginning of an answer."""
     return prompt[-1]["role"] == "assistant" and not prompt[-1].get("tool_calls")
 
 
@@ -157,31 +157,29 @@ def iterate_texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def escape_texts(value: Any, tokenizer: Any, what: str, where: str) -> Any:
-    """Copy messages or tools, with the strings of control tokens in their texts made ordinary text.
+def escape_texts(value: Any, tokenizer: Any) -> Any:
+    """Copy messages or tools, with control tokens made ordinary text."""
+    if isinstance(value, dict):  # a role, or a key that names something, stays
+        return {
+            key if key.isidentifier() else escape_control(key, tokenizer): (
+                item if key in ("role", "type") else escape_texts(item, tokenizer)
+            )
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [escape_texts(item, tokenizer) for item in value]
+    return escape_control(value, tokenizer) if isinstance(value, str) else value
 
-    Raises InputError for a text that no tokenizer should see; the message names the value `what`.
-    """
 
-    def escape(part: Any) -> Any:
-        if isinstance(part, dict):  # a role or a key that names something stays
-            return {
-                key if key.isidentifier() else escape(key): item if key in ("role", "type") else escape(item)
-                for key, item in part.items()
-            }
-        if isinstance(part, list):
-            return [escape(item) for item in part]
-        if not isinstance(part, str):
-            return part
-        check_unicode(part, what, where)
-        if ESCAPE in part or MARK in part:
+def check_texts(value: Any, what: str, where: str) -> None:
+    """Refuse messages or tools with texts that no tokenizer should see."""
+    for text in iterate_texts(value):
+        check_unicode(text, what, where)
+        if ESCAPE in text or MARK in text:
             raise InputError(
                 f"{where}: {what} has U+FDD0 or U+FDD1, which are no characters and have a use here: remove them from "
-                f"{part[:80]!r}"
+                f"{text[:80]!r}"
             )
-        return escape_control(part, tokenizer)
-
-    return escape(value)
 
 
 def _write_arguments(messages: Messages) -> Messages:

@@ -46,10 +46,11 @@ class ChatTemplate:
         self._escaped = ""  # the first text with a control token's string
 
     def render(self, prompt: Messages, responses: Sequence[Messages], tools: Any, where: str) -> Chat:
-        """Render a prompt and its responses; responses continue a prompt's last turn if it is the assistant's.
+        """Render a prompt and its responses.
 
-        `tools` is a list of schemas, or such a list as JSON. Raises InputError if the template rejects the messages, or
-        if the rendered conversations do not begin with the rendered prompt.
+        Responses continue the prompt's last turn if it is the assistant's. `tools` is a list of schemas, or such a list
+        as JSON. Raises InputError if the template rejects the messages, or if the rendered conversations do not begin
+        with the rendered prompt.
         """
         prompt = [read_message(message, where) for message in prompt]
         given_tools = read_tools({"tools": tools}, "tools", where)
@@ -86,7 +87,8 @@ class ChatTemplate:
 
     def _escape(self, value: Any, what: str, where: str) -> Any:
         """Make strings of control tokens in messages or tools ordinary text."""
-        escaped = escape_texts(value, self.tokenizer, what, where)
+        check_texts(value, what, where)
+        escaped = escape_texts(value, self.tokenizer)
         if escaped != value:
             texts = zip(iterate_texts(value), iterate_texts(escaped), strict=True)
             changed = [text for text, text_escaped in texts if text != text_escaped]
@@ -183,7 +185,7 @@ class _Conversation:
         return self._explain(apply_template, messages)
 
     def render_open(self, messages: Messages, *, continued: bool = False) -> str:
-        """Render messages with the generation prompt, or up to the end of the last message's content."""
+        """Render messages up to where the answer begins or goes on."""
         return self._explain(render_open, messages, continued=continued)
 
     def _explain(self, render: Callable[..., str], messages: Messages, **options: Any) -> str:

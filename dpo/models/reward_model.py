@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from dpo.data.asking import TEMPLATE_ERRORS, apply_template, as_messages
+from dpo.data.asking import TEMPLATE_ERRORS, apply_template, as_messages, escape_texts
 from dpo.data.table import Prompt
+from dpo.data.tokenization import TextEncoder, unescape
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
 from dpo.models.adapters import CONFIG
@@ -54,6 +55,7 @@ class RewardModel:
         self.has_types = form == "pair" and n_types > 1 and "token_type_ids" in tokenizer.model_input_names
         self.limit = _find_limit(model, tokenizer)
         tokenizer.truncation_side = "left"  # keep the end of a long text, which has the answer
+        self._encode = TextEncoder(tokenizer)
         self.pad = model.config.get_text_config().pad_token_id
         model.config.get_text_config().use_cache = False  # nothing is generated
 
@@ -82,28 +84,31 @@ class RewardModel:
 
         Raises InputError if the chat template rejects the prompt.
         """
-        if self.form == "policy":
-            prompt_ids, answer_ids = self.tokenizer([prompt.text, answer], add_special_tokens=False)["input_ids"]
-            token_ids = prompt_ids + answer_ids
-            if ended:
+        if self.form in ("policy", "chat"):
+            texts = [prompt.text, answer] if self.form == "policy" else [self._render(prompt, answer)]
+            ids = self._encode(texts)
+            token_ids = [token for text in texts for token in ids[text]]
+            if ended and self.form == "policy":
                 token_ids.append(self.tokenizer.eos_token_id)
             return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}
-        texts = [prompt.text, answer] if self.form == "pair" else [prompt.text + answer]
+        prompt_text = unescape(prompt.text)
+        texts = [prompt_text, answer] if self.form == "pair" else [prompt_text + answer]
         if self.appends_eos and ended:
             texts[-1] += self.tokenizer.eos_token
-        if self.form == "chat":
-            try:
-                messages = as_messages(prompt, answer)
-                texts = [apply_template(self.tokenizer, messages, tools=prompt.tools)]
-            except TEMPLATE_ERRORS as error:
-                raise InputError(
-                    f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
-                    f"{prompt.text[:200]!r}: {error}"
-                ) from error
         truncation: dict[str, Any] = {} if self.limit is None else {"truncation": True, "max_length": self.limit}
-        encoded = self.tokenizer(*texts, add_special_tokens=self.form != "chat", **truncation)
+        encoded = self.tokenizer(*texts, **truncation)
         names = ("input_ids", "token_type_ids") if self.has_types else ("input_ids",)
         return {name: encoded[name] for name in names}
+
+    def _render(self, prompt: Prompt, answer: str) -> str:
+        try:
+            chat, tools = (escape_texts(value, self.tokenizer) for value in (as_messages(prompt, answer), prompt.tools))
+            return apply_template(self.tokenizer, chat, tools=tools)
+        except TEMPLATE_ERRORS as error:
+            raise InputError(
+                f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
+                f"{prompt.text[:200]!r}: {error}"
+            ) from error
 
     @torch.no_grad()
     def forward(self, texts: Sequence[Inputs]) -> torch.Tensor:
