@@ -190,7 +190,7 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
 
     from dpo.checkpoint.files import MANIFEST
     from dpo.checkpoint.resume import check_inputs
-    from dpo.models.loading import find_model_config, find_weights
+    from dpo.models.loading import check_model, find_model_config
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.waiting import meet_rank_0
 
@@ -203,7 +203,7 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
 
     if run is not None and run.resume_point is None and models is None:
-        find_weights(plan)  # raises now if weights are missing, as loading the data may take minutes
+        check_model(plan)  # raises now if weights are missing or of no use, as loading the data may take minutes
     data = read_data(plan, silent=rank != 0)
     if run is not None:
         model_config = models[0].config if models else find_model_config(plan)

@@ -24,11 +24,13 @@ class RunError(RuntimeError):
 
 
 def one_sentence(error: BaseException) -> str:
-    """An error's message on one line.
+    """An error's message on one line; its class if it has none.
 
     It is cut to a length that can be read, and free of lone surrogates.
     """
-    return " ".join(str(error).split())[:LONGEST].encode(errors="backslashreplace").decode()
+    is_value_alone = isinstance(error, LookupError) or not str(error).strip()  # as in KeyError: 'missing'
+    words = [type(error).__name__] * is_value_alone + str(error).split()
+    return " ".join(words)[:LONGEST].encode(errors="backslashreplace").decode()
 
 
 @contextmanager
@@ -41,3 +43,20 @@ def explaining(errors: Errors, make: Callable[[str], Exception]) -> Iterator[Non
         yield
     except errors as error:
         raise make(one_sentence(error)) from error
+
+
+@contextmanager
+def explaining_library(make: Callable[[Exception], Exception]) -> Iterator[None]:
+    """Context that replaces whatever a library raises by what `make` returns.
+
+    It is for a library's call that reads what is not ours: damaged or foreign content can make it raise anything, also
+    a MemoryError for a length that no file has. Errors that are explained already pass, and a GPU's out of memory.
+    """
+    try:
+        yield
+    except (InputError, RunError):
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which takes seconds to import
+            raise
+        raise make(error) from error

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dpo.errors import InputError, explaining
+from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.system.plain_files import check_readable, replacing
 from dpo.system.run_directory import PARQUET, STREAM
 
@@ -123,15 +124,35 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
     # a stream whose beginning was lost has no rows; the Parquet file has those of the last time that the run ended
     if stream.exists() and not (parquet.exists() and not _begins_with_schema(stream)):
         empty = encode_schema(_read_schema(stream)).empty_table()  # there may be no rows yet
-        table = pa.concat_tables([empty, *_read_row_groups(stream)])
+        file, table = stream, pa.concat_tables([empty, *_read_row_groups(stream)])
     elif parquet.exists():
         check_readable(parquet)
         with _explaining_errors(parquet):
             table = pq.read_table(parquet)
-            table = table.cast(encode_schema(make_schema(table.schema.names)))
+            file, table = parquet, table.cast(encode_schema(make_schema(table.schema.names)))
     else:
         return None
-    return table.unify_dictionaries().combine_chunks()
+    with _explaining_errors(file):
+        _check_rows(table)
+        return table.unify_dictionaries().combine_chunks()
+
+
+def _check_rows(table: pa.Table) -> None:
+    """Raise ValueError for rows that no run writes."""
+    table.validate(full=True)
+    tables = {(*RECURRING, "update", "epoch"): table}
+    tables["chosen_tokens", "rejected_tokens"] = table.filter(pc.is_valid(table["margin"]))
+    if "tie" in table.schema.names:
+        tables["prompt", "chosen", "rejected", "score_chosen", "score_rejected"] = table.filter(
+            pc.is_valid(table["tie"])
+        )
+    for names, rows in tables.items():
+        if empty := [name for name in names if rows[name].null_count]:
+            raise ValueError(f"it has empty cells in {', '.join(empty)}")
+    if not {*table["split"].unique().to_pylist()} <= {"train", "eval"}:
+        raise ValueError("a split is neither train nor eval")
+    if any(pc.min(table[name]).as_py() < 0 for name in ("update", "epoch") if len(table)):
+        raise ValueError("a number of updates is negative")
 
 
 def _read_row_groups(stream: Path) -> Iterator[pa.Table]:
@@ -206,18 +227,22 @@ def _read_appends(stream: Path) -> Iterator[tuple[pa.RecordBatch | None, int]]:
         with _explaining_errors(stream):
             reader = pa.ipc.open_stream(file)
         yield None, file.tell()
-        try:
-            for batch in reader:
-                batch.validate(full=True)  # without this, damaged offsets of texts would be read out of bounds
-                yield batch, file.tell()
-        except pa.ArrowException:
-            return
-        except OSError as error:
-            if error.errno is not None:  # Arrow's own error for a truncated batch has no errno
-                raise
+        while (batch := _read_append(reader)) is not None:
+            yield batch, file.tell()
+
+
+def _read_append(reader: pa.ipc.RecordBatchStreamReader) -> pa.RecordBatch | None:
+    """The next append; None after the last complete one."""
+    try:
+        batch = reader.read_next_batch()
+        batch.validate(full=True)  # without this, damaged offsets of texts would be read out of bounds
+    except Exception as error:  # Arrow raises anything for damage, also a MemoryError for a damaged length
+        if isinstance(error, OSError) and error.errno is not None:  # the system's own; Arrow's have no errno
+            raise
+        return None
+    return batch
 
 
 def _explaining_errors(path: Path) -> AbstractContextManager[None]:
     """Raise InputError where Arrow cannot read a file."""
-    errors = (pa.ArrowInvalid, pa.ArrowKeyError, ValueError)
-    return explaining(errors, lambda why: InputError(f"{path} cannot be read as a ledger: {why}"))
+    return explaining_library(lambda error: InputError(f"{path} cannot be read as a ledger: {one_sentence(error)}"))

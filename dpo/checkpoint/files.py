@@ -224,7 +224,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
     except pickle.UnpicklingError as error:  # torch's message would advise to run the code in the file
         raise DamagedCheckpoint(f"{path} is damaged, or has code besides data; nothing was loaded") from error
     except Exception as error:  # reading damaged or forged bytes can raise anything
-        raise DamagedCheckpoint(f"{path} cannot be read: {one_sentence(error) or type(error).__name__}") from error
+        raise DamagedCheckpoint(f"{path} cannot be read: {one_sentence(error)}") from error
     if not isinstance(content, Mapping) or "state" not in content:
         raise DamagedCheckpoint(f"{path} has no 'state'")
     return content

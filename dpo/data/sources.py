@@ -13,7 +13,6 @@ import gzip
 import itertools
 import json
 import re
-import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -38,9 +37,6 @@ SPLIT_NAMES = {  # names that a split may have; the first one present is used
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` about a missing split begins so
 ROWS_PER_BATCH = 1000  # of a saved dataset: so many are in memory twice
 LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
-# Errors of damaged files. ValueErrors are also pyarrow's; the last four are those of `datasets` for a file of metadata
-# that is JSON of another form, and of dates that Python cannot hold.
-DAMAGE = (OSError, EOFError, zlib.error, RecursionError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
@@ -201,7 +197,7 @@ def _read(file: Path, rows: FileRows) -> None:
         ) from error
     except InputError:
         raise
-    except DAMAGE as error:
+    except Exception as error:  # the libraries that parse files raise anything for damage
         raise InputError(f"{file} cannot be read: {one_sentence(error)}") from error
 
 
@@ -426,7 +422,7 @@ def _load_from_hub(source: Source, split: str, cache_dir: str | None) -> Sequenc
                 if not UNKNOWN_SPLIT.match(str(error)):
                     raise
         return load(last_name)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # `datasets` has errors of its own, and raises those of other libraries
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise InputError(
             f"dataset {source.path} (split {split}) is no file or directory here, and cannot be loaded from the Hub or "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
-from dpo.errors import InputError, one_sentence
+from dpo.errors import InputError, explaining_library, one_sentence
 
 
 @contextlib.contextmanager
@@ -19,20 +19,25 @@ def explaining_load_errors(what: str, name: str):
 
     `what` says what is loaded, such as "tokenizer".
     """
-    try:
-        yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        if isinstance(error, (InputError, torch.cuda.OutOfMemoryError)):  # these are explained elsewhere
-            raise
+
+    def explain(error: Exception) -> InputError:
         if "trust_remote_code" in str(error):
-            raise InputError(
+            return InputError(
                 f"{what} {name!r} contains Python code, which is not run by default: read it, then set "
                 f"model.trust_remote_code=true, or --trust-remote-code for a script"
-            ) from error
-        fix = "give a local directory or a Hub id"
-        if (exported := Path(name).expanduser() / "LATEST" / "hf").is_dir():
+            )
+        why = one_sentence(error)
+        if isinstance(error, pickle.UnpicklingError):  # torch's message would advise to run the code in the file
+            why = "a file of weights has code besides data, which is not run, or is damaged"
+        directory, fix = Path(name).expanduser(), "give a local directory or a Hub id"
+        if (exported := directory / "LATEST" / "hf").is_dir():
             fix = f"it is a run, whose model is {exported}"
-        raise InputError(f"{what} {name!r} cannot be loaded; {fix}: {one_sentence(error)}") from error
+        elif (directory / "config.json").is_file():
+            fix = "its files may be damaged or incomplete: compare them with their source, or fetch them again"
+        return InputError(f"{what} {name!r} cannot be loaded; {fix}: {why}")
+
+    with explaining_library(explain):
+        yield
 
 
 def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:

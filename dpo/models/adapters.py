@@ -18,12 +18,11 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from transformers.pytorch_utils import Conv1D
 
 from dpo.checkpoint.parts import ModelPart
-from dpo.errors import InputError, explaining
+from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.adapter_dropout import Dropout, Pattern
 from dpo.models.scalar_head import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.parallel.sharding import release_gathered
@@ -161,8 +160,9 @@ def read_base(directory: Path) -> str | None:
 
 def _explaining_errors(directory: Path) -> AbstractContextManager[None]:
     """Turn errors of reading an adapter into InputErrors inside."""
-    errors = (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError)
-    return explaining(errors, lambda why: InputError(f"{directory} is not an adapter in PEFT's format: {why}"))
+    return explaining_library(
+        lambda error: InputError(f"{directory} is not an adapter in PEFT's format: {one_sentence(error)}")
+    )
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -231,7 +231,9 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
         # `add_adapter` raises an error
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
-        with explaining(ValueError, lambda why: InputError(f"{targets} cannot be adapted in {model_class}: {why}")):
+        with explaining_library(
+            lambda error: InputError(f"{targets} cannot be adapted in {model_class}: {one_sentence(error)}")
+        ):
             peft.inject_adapter_in_model(config, container, name, low_cpu_mem_usage=on_meta)
     model.peft_config = container.peft_config
     if isinstance(config.target_modules, set):  # layers by name: PEFT raises only if none of them is in the model

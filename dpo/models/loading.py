@@ -136,12 +136,17 @@ def find_following_reference(plan: Plan, resume_from: Path | None) -> Path | Non
 
 
 def check_model(plan: Plan) -> Weights:
-    """Find the weights, and check that tensor parallelism can cut the model.
+    """Find the weights, and check that the model can be trained.
 
     Raises InputError if it cannot, or as `find_weights` does.
     """
-    weights = find_weights(plan)
-    check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
+    weights, config = find_weights(plan), find_model_config(plan)
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(
+            f"model.name_or_path={plan.model.name_or_path} is quantized already (its config.json has a "
+            f"quantization_config), and quantized weights cannot be trained: give the model that it was made from"
+        )
+    check_tensor_parallel(config, plan.dims.tensor_size)
     return weights
 
 

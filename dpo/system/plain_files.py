@@ -60,7 +60,7 @@ def _read(path: Path, file_format: str, parse: Callable[[str], Any]) -> Any:
     try:
         value = parse(path.read_bytes().decode("utf-8"))
         check_depth(value)
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+    except Exception as error:  # PyYAML raises an IndexError for `!!int ""`, for instance
         raise InputError(f"{path} is not {file_format} that can be read: {one_sentence(error)}") from error
     return value
 

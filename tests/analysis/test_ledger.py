@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -22,6 +23,7 @@ from dpo.analysis.ledger_file import (
     STREAM,
     append,
     begin,
+    find_end,
     read_ledger,
     write_parquet,
 )
@@ -29,6 +31,7 @@ from dpo.analysis.measures import margin_parts
 from dpo.analysis.page import render, summarize_ledger
 from dpo.analysis.runs import read_run
 from dpo.errors import InputError
+from scripts.ledger import make_lines
 
 
 def visit(example: str, update: int, margin: float | None, **facts: Any) -> dict[str, Any]:
@@ -310,3 +313,45 @@ def test_another_file_is_refused_and_a_problem_of_the_run(name, tmp_path):
             writer.write_table(other)
     with pytest.raises(InputError, match=f"{name} cannot be read as a ledger"):
         read_ledger(tmp_path)
+
+
+def read_or_refuse(file: Path) -> pa.Table | None:
+    """The ledger in a file; None if it is refused in words."""
+    try:
+        return read_ledger(file.parent)
+    except InputError as refusal:
+        words = str(refusal)
+    assert f"{file} cannot be read as a ledger: " in words
+    return None
+
+
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0xFF])
+def test_whatever_byte_of_a_ledger_is_damaged_its_rows_are_read_or_refused_in_words(byte, tmp_path):
+    stream = stream_of(tmp_path / "run", 2, 3)
+    write_parquet(stream, stream.with_name(PARQUET))
+    for file in (stream, stream.with_name(PARQUET)):
+        content = file.read_bytes()
+        for place in range(0, len(content), 11):
+            file.write_bytes(content[:place] + bytes([byte]) + content[place + 1 :])
+            if file == stream:
+                assert find_end(file, len(content)) <= len(content)
+                parquet = file.with_name(PARQUET).rename(tmp_path / PARQUET)  # is read if the stream's head is damaged
+            if table := read_or_refuse(file):
+                summarize(table)
+            if file == stream:
+                parquet.rename(file.with_name(PARQUET))
+        file.unlink()
+
+
+@pytest.mark.parametrize("column", ONLINE_SCHEMA.names)
+def test_whatever_a_column_of_a_ledger_holds_it_is_summarized_or_refused_in_words(column, tmp_path):
+    visits = [drawn("a", 2, -0.3, (0.5, -0.5)), drawn("b", 3, 0.2, (1.0, 0.0)), drawn("b", 4, 0.2, (1.0, 0.0))]
+    visits = [dict.fromkeys(ONLINE_SCHEMA.names) | visit for visit in visits]
+    for odd in (None, -1, 1e308, float("nan"), "text", True, [None], {"a": 1}):
+        for cells in ([odd, *(visit[column] for visit in visits[1:])], [odd] * 3):
+            odd_visits = [visit | {column: cell} for visit, cell in zip(visits, cells, strict=True)]
+            with suppress(pa.ArrowInvalid, pa.ArrowTypeError):  # a column has one type
+                pq.write_table(pa.Table.from_pylist(odd_visits), tmp_path / PARQUET)
+            if (tmp_path / PARQUET).exists() and (table := read_or_refuse(tmp_path / PARQUET)):
+                assert make_lines(summarize(table))
+                count_clearly_wrong(table)

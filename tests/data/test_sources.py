@@ -238,7 +238,10 @@ def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path
         ({"train.parquet": "not parquet"}, ["{dir}/train.parquet cannot be read"]),
         ({"train/state.json": "{"}, ["{dir}/train cannot be read"]),  # a saved dataset, cut off
         ({"train/state.json": "[]", "train/dataset_info.json": "7"}, ["{dir}/train cannot be read"]),
-        ({"train/state.json": "{}", "train/dataset_info.json": "{}"}, ["{dir}/train cannot be read: '_data_files'"]),
+        (
+            {"train/state.json": "{}", "train/dataset_info.json": "{}"},
+            ["{dir}/train cannot be read: KeyError '_data_files'"],
+        ),
         ({"train.jsonl": f"{{}}\n[{'[' * 200}{']' * 200}]"}, ["line 2 of", "is nested more than 100 levels deep"]),
         ({"train.json": f"[{'[' * 200}{']' * 200}]"}, ["{dir}/train.json cannot be read", "more than 100 levels deep"]),
         (

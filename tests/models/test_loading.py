@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import peft
 import pytest
 import torch
 from support.models import build
-from support.runs import GOLDEN, compose
+from support.runs import GOLDEN, compose, run_here
 from transformers import AutoModelForCausalLM
 
 import train  # noqa: F401  (registers the config's resolvers)
@@ -157,6 +158,14 @@ def test_a_checkpoint_names_its_base_by_a_path_that_stays(command, tmp_path):
         plan = resolve(compose(*command("run", "lora=lora", f"model.archive={archive}")))
         model, _ = load_policy(build("llama"), plan, rank=0, resume_from=None)
         assert json.loads(policy_part(model).convert({})[CONFIG])["base_model_name_or_path"] == str(base)
+
+
+def test_a_quantized_model_is_refused_before_the_data_is_read(command, tmp_path):
+    model = shutil.copytree(BASE, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"quantization_config": {"load_in_8bit": True}}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"is quantized already \(its config\.json has a quantization_config\)"):
+        run_here(command("run", f"model.name_or_path={model}", "dataset_sources.hh=/nowhere"))
 
 
 def test_a_block_name_that_the_model_lacks_is_refused_even_if_blocks_are_not_needed(check):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +139,64 @@ def test_a_directory_that_is_not_there_is_named(tmp_path):
         pretrained.load_model(nowhere, dtype=torch.float32)
     with pytest.raises(InputError, match=f"tokenizer '{nowhere}' cannot be loaded"):
         load_tokenizer(nowhere)
+
+
+class RunsCode:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def write_code(file: Path) -> None:
+    file.unlink()
+    torch.save({"weight": RunsCode()}, file.with_name("pytorch_model.bin"))
+
+
+def write(text: str) -> Callable[[Path], Any]:
+    return lambda file: file.write_text(text)
+
+
+def change(**entries: Any) -> Callable[[Path], Any]:
+    return lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", cut),  # as an interrupted download is
+        ("model.safetensors", write("")),
+        ("model.safetensors", write("{" * 100)),
+        ("model.safetensors", write_code),
+        ("model.safetensors", lambda file: file.rename(f"{file}.index.json").write_text('{"weight_map": {}}')),
+        ("config.json", write("{")),
+        ("config.json", write("3")),
+        ("config.json", change(model_type=["llama"])),
+        ("config.json", change(num_attention_heads=0)),
+        ("config.json", change(hidden_size=2**40)),
+        ("config.json", change(dtype="float31")),
+        ("config.json", change(rope_parameters={"rope_type": "unheard of"})),
+        ("generation_config.json", write("[]")),
+        ("tokenizer.json", write("[]")),
+        ("tokenizer.json", write("")),
+        ("tokenizer_config.json", write("[]")),
+        ("tokenizer_config.json", write('{"added_tokens_decoder": 5}')),
+    ],
+)
+def test_damaged_or_foreign_files_of_a_model_are_one_sentence(name, damage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = str(shutil.copytree(TINY_LLAMA, "model"))
+    damage(tmp_path / model / name)
+    what = "tokenizer" if name.startswith("tokenizer") else "model"
+    load = load_tokenizer if what == "tokenizer" else partial(pretrained.load_model, dtype=torch.float32)
+    with pytest.raises(
+        InputError, match=rf"^{what} 'model' cannot be loaded; its files may be damaged [^\n]*$"
+    ) as error:
+        load(model)
+    assert error.value.__cause__ is not None
+    assert not Path("ran").exists()
 
 
 def test_random_init_draws_the_same_weights_for_the_same_seed(tiny_llama):
