@@ -18,6 +18,7 @@ from dpo.data.asking import (
     MARK,
     TEMPLATE_ERRORS,
     apply_template,
+    check_texts,
     escape_texts,
     is_prefilled,
     iterate_texts,
