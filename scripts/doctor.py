@@ -1,8 +1,7 @@
-"""Report what a machine has, what is wrong, and what to train.
+"""Report what a machine has, and what is wrong with it.
 
     python -m scripts.doctor
-    python -m scripts.doctor --model llama7b    # which trainer, dtype and batch for this model
-    python -m scripts.doctor --json             # the same as one JSON object
+    python -m scripts.doctor --json    # the same as one JSON object
 
 Exit status 1 if there is a problem, else 0. Changes nothing, and uses the network only to see whether the Hugging Face
 Hub answers. Probes that may hang or crash (devices, all-reduce, optional packages) run in child processes with a time
@@ -36,7 +35,6 @@ from urllib.parse import urlsplit
 
 from dpo.numbers import count
 from dpo.system.host import host_memory
-from scripts.advice import MODELS, Advice, Gpu, gb, recommend
 
 ROOT = Path(__file__).resolve().parents[1]
 # seconds after which a child process is killed
@@ -72,6 +70,16 @@ BACKENDS = {  # optional package: the setting that needs it, the command that in
 }
 
 
+class Gpu(NamedTuple):
+    """A GPU, as a probe found it."""
+
+    name: str
+    total: int  # bytes of memory
+    free: int
+    bf16: bool  # supports bfloat16
+    error: str | None = None  # of a matrix product, or of the probe
+
+
 class Finding(NamedTuple):
     """Result of a check."""
 
@@ -84,6 +92,10 @@ class Finding(NamedTuple):
 def make_finding(check: str, level: str, text: str) -> Finding:
     """Make a finding, with the fix of FIXES unless all is well."""
     return Finding(check, level, text, None if level == OK else FIXES[check])
+
+
+def gb(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.1f} GB"
 
 
 def grade(value: float, *, ok: float, warning: float) -> str:
@@ -445,7 +457,7 @@ def examine(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def format_report(findings: Sequence[Finding], advice: Advice) -> str:
+def format_report(findings: Sequence[Finding]) -> str:
     """Format the report, in at most 100 columns."""
     lines = []
     wrap = functools.partial(textwrap.wrap, break_on_hyphens=False)
@@ -454,28 +466,20 @@ def format_report(findings: Sequence[Finding], advice: Advice) -> str:
         lines += wrap(finding.text, 100, initial_indent=head, subsequent_indent=indent)
         if finding.fix:
             lines += wrap(f"fix: {finding.fix}", 100, initial_indent=indent, subsequent_indent=indent)
-    lines += ["", f"recommended: trainer={advice.trainer}, {advice.dtype}, model={advice.model}"]
-    for reason in advice.reasons:
-        lines += wrap(reason, 100, initial_indent="- ", subsequent_indent="  ")
-    command = wrap(advice.command, 92, subsequent_indent="    ")
     levels = [finding.level for finding in findings]
     total = ", ".join(count(levels.count(level), level) for level in (PROBLEM, WARNING))
-    return "\n".join([*lines, "", " \\\n".join(command), "", total])
+    return "\n".join([*lines, "", total])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.doctor", description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--model", choices=MODELS, default="pythia28", help="model to recommend for (%(default)s)")
     options = parser.parse_args()
     findings = examine(CHECKS)
-    gpus, _ = visible_gpus()
-    advice = recommend(gpus, memory=host_memory().total, model=options.model)
     if options.json:
-        report = {"findings": [finding._asdict() for finding in findings], "recommendation": advice._asdict()}
-        print(json.dumps(report, indent=2, allow_nan=False))
+        print(json.dumps({"findings": [finding._asdict() for finding in findings]}, indent=2, allow_nan=False))
     else:
-        print(format_report(findings, advice))
+        print(format_report(findings))
     return 1 if any(finding.level == PROBLEM for finding in findings) else 0
 
 

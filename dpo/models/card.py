@@ -1,4 +1,4 @@
-"""The model card of an export: data, settings, evaluation, licence."""
+"""The model card of an export: data, settings, evaluation."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData, hf_hub_download, metadata_load, model_info
-from huggingface_hub.errors import LocalEntryNotFoundError
+import yaml
+from huggingface_hub import ModelCardData, metadata_load
 
 from dpo.checkpoint.files import read_file
 from dpo.data.asking import HH, MEANINGS, common_format
 from dpo.data.sources import HUB_IDS
 from dpo.errors import InputError
 from dpo.models.adapters import StoredAdapter
-from dpo.models.loading import find_source
 from dpo.models.origin import Origin
 from dpo.numbers import count
 from dpo.settings.keys import KEYS, Resume
@@ -24,9 +23,8 @@ from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, read_json
 from dpo.system.redaction import redact
 
-UNKNOWN, OTHER = "unknown", "other"  # the Hub's words for a licence that is not known, and for a licence without an id
-HUB_SECS = 5  # seconds that the Hub may take to answer
 REWARD_TEXT = "The only output is the reward of a response, computed at the text's last token, its EOS."
+LICENCE = "The licences of base model and data apply. Fill in `license` above before you publish."
 NO_CONFIG = "Not known: no config of the run was found."
 # settings that determine the weights: keys that a resumed run may not change, and the length of training
 SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
@@ -44,7 +42,6 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
     sources = {dataset: _find_dataset_source(plan, dataset) for dataset in values.get("datasets", ())}
     prompt_format = find_prompt_format(origin) if run_dir else None
-    licence = _find_licence(base, plan.run.cache_dir)
     is_adapter = model is None
     has_archive_as_base = is_adapter and origin.weights.archive is not None
     metadata = ModelCardData(
@@ -56,7 +53,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         pipeline_tag="text-classification" if plan.loss.scalar_head else "text-generation",
         tags=[tag for tag in (loss, "lora" if adapter else None) if tag] or None,
         prompt_format=prompt_format,
-        **licence,
+        license="unknown",
     )
 
     base_name = Path(base).name
@@ -83,7 +80,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         "## Code",
         _describe_code(run_dir),
         "## Licence",
-        _describe_licence(licence),
+        LICENCE,
     )
     (folder / "README.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
 
@@ -193,28 +190,6 @@ def _describe_code(run_dir: Path | None) -> str:
     return f"Git commit `{commit}`{changed}; {versions or 'versions unknown'}."
 
 
-def _describe_licence(licence: Mapping[str, str]) -> str:
-    if licence["license"] == UNKNOWN:
-        return "Not known here: the licences of base model and data apply. Fill in `license` above before you publish."
-    name = licence.get("license_name", licence["license"])
-    return f"The licence of the base model: {_format_cell(name)}. The data may have terms of its own."
-
-
-def _find_licence(base: str, cache_dir: str | None) -> dict[str, str]:
-    """A base model's licence, if its card is on this machine.
-
-    Returns metadata for the Hub; `license` is `unknown` without a licence, and `other` if it has only a name.
-    """
-    metadata = read_metadata(base, cache_dir)
-    fields = {key: metadata.get(key) for key in ("license", "license_name", "license_link")}
-    licence = {key: value for key, value in fields.items() if isinstance(value, str) and value}
-    link = licence.get("license_link")
-    if link is not None and not link.startswith(("https://", "http://")):  # a file beside the base's card
-        del licence["license_link"]
-    has_id_or_name = licence.keys() & {"license", "license_name"}
-    return {"license": OTHER if has_id_or_name else UNKNOWN} | licence
-
-
 def find_prompt_format(origin: Origin) -> str | None:
     """The form of training prompts, from the run or an export's card.
 
@@ -226,9 +201,8 @@ def find_prompt_format(origin: Origin) -> str | None:
         return common_format({name: _check_form(form) for name, form in formats.items()}, origin.plan.data.datasets)
     if origin.weights.archive is not None and origin.weights.adapter is None:  # a policy.pt alone
         return None
-    source = find_source(origin.plan)
-    model = str(origin.weights.adapter or source["name"])
-    return _check_form(read_metadata(model, source["cache_dir"], ask_hub=True).get("prompt_format"))
+    folder = Path(origin.weights.adapter or origin.plan.model.name_or_path).expanduser()
+    return _check_form(_read_metadata(folder).get("prompt_format"))
 
 
 def _check_form(form: Any) -> str | None:
@@ -250,21 +224,10 @@ def _read_record(run_dir: Path | None, name: str) -> Mapping[str, Any]:
         raise InputError(f"{error}: move the file away, or restore it") from error
 
 
-def read_metadata(model: str, cache_dir: str | None, *, ask_hub: bool = False) -> Mapping[str, Any]:
-    """The metadata of a model's card; empty without a readable card.
-
-    `model` is a directory or a Hub id, whose card may be in the cache or, with `ask_hub`, on the Hub.
-    """
-    folder = Path(model).expanduser()
+def _read_metadata(folder: Path) -> Mapping[str, Any]:
+    """The metadata of a model's card; empty without a readable card."""
     try:
-        if folder.exists():
-            check_readable(folder / "README.md")
-            return metadata_load(folder / "README.md") or {}
-        try:
-            return metadata_load(hf_hub_download(model, "README.md", cache_dir=cache_dir, local_files_only=True)) or {}
-        except LocalEntryNotFoundError:
-            # `model_info` asks once, while a download would be retried many times
-            card = model_info(model, timeout=HUB_SECS).card_data if ask_hub else None
-            return card.to_dict() if card else {}
-    except Exception:  # a card may hold anything, and no export should fail because of it
+        check_readable(folder / "README.md")
+        return metadata_load(folder / "README.md") or {}
+    except (OSError, ValueError, yaml.YAMLError):  # no card, or not one of ours: a card may hold anything
         return {}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import itertools
-import os
 import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -98,35 +97,12 @@ def _run_users_code(code: Callable[[], T], error_class: type[Exception], problem
     Any error becomes an `error_class`, whose message begins with `problem` and names the line of `file`.
     """
     try:
-        with torch.no_grad(), raising_exit():
+        with torch.no_grad():
             return code()
     except (PressedAgain, Stopped, error_class):
         raise
     except BaseException as error:  # also SystemExit and KeyboardInterrupt, if the code raises them
         raise error_class(f"{problem}: {_describe_error(error, file)}") from error
-
-
-@contextmanager
-def raising_exit() -> Iterator[None]:
-    """Make `os._exit` raise inside.
-
-    By `os._exit` a user's code could end an unfinished run, with any exit status.
-    """
-    modules = os, sys.modules[os.name]  # `os` has taken `_exit` from `posix` or `nt`
-    original_exit, process_id = os._exit, os.getpid()
-
-    def raise_exit(status: int) -> NoReturn:
-        if os.getpid() != process_id:  # a process that the code has forked may end
-            original_exit(status)
-        raise SystemExit(f"os._exit({status})")
-
-    try:
-        for module in modules:
-            module._exit = raise_exit
-        yield
-    finally:
-        for module in modules:
-            module._exit = original_exit
 
 
 def _describe_error(error: BaseException, file: Path | None) -> str:

@@ -13,17 +13,13 @@ import peft
 import pytest
 import torch
 import transformers
-from huggingface_hub import metadata_load
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, build
 from support.runs import GOLDEN, PARTS, run_script
 
 from dpo.checkpoint.files import write_checkpoint
 from dpo.errors import InputError
-from dpo.models.card import read_metadata, write_card
 from dpo.models.export import export
-from dpo.models.origin import Origin
-from dpo.settings.recorded import plan_model
 
 LLAMA = GOLDEN / "tiny-llama"
 IDS = torch.arange(20).view(2, 10)
@@ -153,7 +149,7 @@ def test_of_a_bare_policy_no_more_is_written_than_is_known(base, tmp_path):
     card = (out / "README.md").read_text()
     assert "license: unknown" in card
     assert "saved without an evaluation" in card
-    assert card.count("Not known") == 3
+    assert card.count("Not known") == 2
 
 
 def test_a_models_own_code_goes_with_it_if_it_may_run(base, tmp_path):
@@ -439,7 +435,6 @@ def test_no_more_than_a_shard_is_in_memory(base, tmp_path):
 
 def test_the_card_tells_what_is_known(base, tmp_path):
     home = base(FAMILIES["llama"]())
-    (home / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
     run = tmp_path / "run"
     (run / "step-64").mkdir(parents=True)
     archive(
@@ -458,7 +453,7 @@ def test_the_card_tells_what_is_known(base, tmp_path):
     card = (export(run / "step-64", tmp_path / "out") / "README.md").read_text()
 
     head, text = card.split("---\n")[1:]
-    for line in ("license: apache-2.0", "- Anthropic/hh-rlhf", "library_name: transformers", "- dpo"):
+    for line in ("license: unknown", "- Anthropic/hh-rlhf", "library_name: transformers", "- dpo"):
         assert line in head
     assert "base_model" not in head  # a directory is nothing that the Hub knows
     for part in (
@@ -476,32 +471,3 @@ def test_the_card_tells_what_is_known(base, tmp_path):
     assert "/home/somebody" not in card
     assert str(tmp_path) not in card
     assert re.search(r"\{[{%]", card) is None
-
-
-@pytest.mark.parametrize(
-    ("readme", "fields"),
-    [
-        (b"---\nlicense_name: llama3\nlicense_link: LICENSE\n---\n", {"license": "other", "license_name": "llama3"}),
-        (b"---\nlicense: other\nlicense_link: https://a.org/l\n---\n", {"license": "other", "license_link": "https://a.org/l"}),
-        (b"---\n- mit\n- apache-2.0\n---\n", {"license": "unknown"}),
-        (b"---\nlicense:\n  name: mit\n---\n", {"license": "unknown"}),
-        (b"---\nlicense: mit\n---\n\xff\xfe", {"license": "unknown"}),
-    ],
-)  # fmt: skip
-def test_a_base_models_card_may_hold_anything(readme, fields, tmp_path):
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "README.md").write_bytes(readme)
-    write_card(tmp_path, Origin(plan_model(str(tmp_path / "base"))), model=build("llama", on_meta=True))
-    written = metadata_load(tmp_path / "README.md")
-    assert {key: value for key, value in written.items() if key.startswith("license")} == fields
-
-
-def test_the_card_of_a_hub_model_comes_from_the_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    cached = tmp_path / "models--some--base"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("abc")
-    (cached / "snapshots" / "abc").mkdir(parents=True)
-    (cached / "snapshots" / "abc" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    assert read_metadata("some/base", str(tmp_path)) == {"license": "apache-2.0"}
-    assert read_metadata("some/other", str(tmp_path)) == {}

@@ -447,11 +447,6 @@ def test_after_a_sync_updates_are_those_of_a_new_run(loss, tmp_path):
             "return (next(iter([])) for c in completions)",
             "rewards.py:score failed: RuntimeError: generator raised Stop",
         ),
-        ("import os; os._exit(0)", r"rewards.py:score failed: SystemExit: os._exit\(0\) \(.*rewards.py, line 2\)"),
-        (
-            "import posix; posix._exit(0)",
-            r"rewards.py:score failed: SystemExit: os._exit\(0\) \(.*rewards.py, line 2\)",
-        ),
         ("raise ValueError('half \\ud800')", r"rewards.py:score failed: ValueError: half \\ud800 \("),
         ("raise MemoryError('mine')", "rewards.py:score failed: MemoryError: mine"),
         (
@@ -474,7 +469,6 @@ IN_UPDATE_3, IN_EVALUATION_8 = 7, 6  # calls of the scorer; the first evaluation
     ("failing", "call", "said"),
     [
         ("next(iter([]))", IN_UPDATE_3, "StopIteration: "),
-        ("__import__('os')._exit(0)", IN_UPDATE_3, r"SystemExit: os._exit\(0\) \(.*rewards.py, line 2\)$"),
         # without advice for the run
         ("exec('raise MemoryError(1)')", IN_EVALUATION_8, r"MemoryError: 1 \(.*rewards.py, line 2\)$"),
     ],

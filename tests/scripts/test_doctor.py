@@ -18,8 +18,7 @@ from huggingface_hub import constants
 from support.runs import assert_gone, run_python
 
 from scripts import doctor
-from scripts.advice import Advice, Gpu
-from scripts.doctor import ChildError, Finding
+from scripts.doctor import ChildError, Finding, Gpu
 
 SECRET = "0123456789abcdef" * 3
 
@@ -55,8 +54,6 @@ def test_text_report_of_this_machine(tmp_path):
     assert lines[-1].startswith(f"{list(findings.values()).count('problem')} problem")
     if not torch.cuda.is_available():
         assert "gloo over 2 processes: correct, 16 MB in" in result.stdout
-        assert "recommended: trainer=BasicTrainer, float32, model=demo" in lines
-        assert "model.autocast=bfloat16" in result.stdout
 
 
 def test_it_reports_where_torch_does_not_import(tmp_path):
@@ -64,7 +61,7 @@ def test_it_reports_where_torch_does_not_import(tmp_path):
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {SECRET}\n")
 
     environment = {"PYTHONPATH": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
-    result = run_python("-m", "scripts.doctor", "--json", "--model", "llama7b", **environment)
+    result = run_python("-m", "scripts.doctor", "--json", **environment)
     report = json.loads(result.stdout, parse_constant=pytest.fail)
     findings = {f["check"]: f for f in report["findings"]}
 
@@ -74,7 +71,6 @@ def test_it_reports_where_torch_does_not_import(tmp_path):
     assert "problem" not in {findings[name]["level"] for name in ("software", "host")}
     assert all((f["fix"] is None) == (f["level"] == "ok") for f in report["findings"])
     assert findings["wandb"]["text"] == f"an API key for api.wandb.ai is in {tmp_path / 'netrc'}"
-    assert list(report["recommendation"]) == ["trainer", "model", "dtype", "examples_per_gpu", "command", "reasons"]
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_go_on():
@@ -264,15 +260,12 @@ def test_every_rank_of_an_all_reduce_counts():
 
 def test_the_report_fits_100_columns_and_counts():
     findings = [Finding("peer access", "warning", "word " * 60, "fix " * 60), Finding("gpu", "problem", "a" * 74, "b")]
-    command = f"python train.py {'loss=sft ' * 30}".strip()
 
-    report = doctor.format_report(findings, Advice("FSDPTrainer", "demo", "float32", 8, command, ["because " * 40]))
+    lines = doctor.format_report(findings).splitlines()
 
-    lines = report.splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[0].startswith("warning  peer access      word word")
     assert lines[-1] == "1 problem, 1 warning"
-    assert command in " ".join(report.replace("\\\n", "").split())
 
 
 # --- probes ----------------------------------------------------------------------------------------------------------

@@ -249,6 +249,9 @@ def test_auto_asks_as_the_run_was_trained_and_so_does_its_export(run_dir, tmp_pa
         panels[form] = [load_panel([path], Choices(), log=lambda _: None).form for path in (run / "step-8", out)]
     assert panels == {"chat": ["chat"] * 2, "hh": ["hh"] * 2, "raw": ["raw"] * 2, None: ["chat"] * 2}
     assert r"Form of a prompt: `\n\nHuman: ...\n\nAssistant:`." in (tmp_path / "out-hh" / "README.md").read_text()
+    for odd_card in (b"---\n- mit\n---\n", b"---\nlicense: [\n---\n", b"---\nlicense: mit\n---\n\xff\xfe"):
+        (tmp_path / "out-hh" / "README.md").write_bytes(odd_card)
+        assert load_panel([tmp_path / "out-hh"], Choices(), log=lambda _: None).form == "chat"
 
 
 @pytest.mark.slow
