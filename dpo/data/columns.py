@@ -33,15 +33,24 @@ from dpo.settings.choices import (
     join_with_or,
 )
 
-# names under which other data has our fields
+# words for the two responses of a pair, and what may stand before or after them, as in `good_answer`
+BETTER = (
+    "chosen", "preferred", "accepted", "selected", "better", "best", "good", "winner", "winning", "win", "positive",
+)  # fmt: skip
+WORSE = (
+    "rejected", "dispreferred", "unpreferred", "nonpreferred", "worse", "worst", "bad", "loser", "losing", "lose",
+    "negative",
+)  # fmt: skip
+NOUNS = ("response", "answer", "completion", "output", "reply", "text", "message", "messages", "conversation")
+# names under which other data has our fields, in lower case and without spaces, hyphens and underscores
 OTHER_NAMES = {
-    "prompt": ("question", "instruction", "query", "input"),
-    "chosen": ("preferred", "accepted", "chosen_response", "response_chosen", "better", "best"),
-    "rejected": ("dispreferred", "rejected_response", "rejected_messages", "response_rejected", "worse", "worst"),
-    "completion": ("response", "output", "answer", "target"),
+    "prompt": ("question", "instruction", "query", "input", "userprompt", "usermessage", "userquestion", "userinput"),
+    "chosen": BETTER,
+    "rejected": WORSE,
+    "completion": ("response", "output", "answer", "target", "reply"),
     "messages": ("conversation", "conversations"),
-    "label": ("labels", "desirable", "is_desirable", "thumbs", "thumbs_up", "feedback", "kto_tag"),
-    SYSTEM: ("system_prompt",),
+    "label": ("labels", "desirable", "isdesirable", "thumbs", "thumbsup", "feedback", "ktotag"),
+    SYSTEM: ("systemprompt",),
 }
 UNQUOTED = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accepts without quotes
 DIALOGUE, PROSE, OTHER = "dialogue", "prose", "other"  # kinds of columns; see `_find_kind`
@@ -176,15 +185,15 @@ def recognize_columns(
 
 
 def _collect_candidates(
-    present: Iterable[str], configured: Mapping[str, str | None], format_columns: Mapping[str, str] | None
+    present: Mapping[str, str], configured: Mapping[str, str | None], format_columns: Mapping[str, str] | None
 ) -> dict[str, list[str]]:
     """Collect the columns that may be each field."""
     candidates: dict[str, list[str]] = {field: [] for field in (*FIELDS, *PROMPT_PARTS)}
     if format_columns is not None:
         candidates |= {field: [column] for field, column in format_columns.items() if column in present}
         numbers = [*NUMBER_FIELDS, "scores"] if "scores" in format_columns else NUMBER_FIELDS
-        return candidates | {field: _find_candidates(field, present, configured) for field in numbers}
-    candidates |= {field: _find_candidates(field, present, configured) for field in FIELDS}
+        return candidates | {field: find_candidates(field, present, configured) for field in numbers}
+    candidates |= {field: find_candidates(field, present, configured) for field in FIELDS}
     if "prompt" not in configured:
         candidates |= _separate_parts(candidates["prompt"], present)
     elif SYSTEM not in configured:
@@ -226,7 +235,7 @@ def _check_configured(present: Iterable[str], configured: Mapping[str, str | Non
             raise ColumnsError(f"{key}.{field}={column}: {origin} has no such column; there are {', '.join(present)}")
 
 
-def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str, str | None]) -> list[str]:
+def find_candidates(field: str, present: Mapping[str, str], configured: Mapping[str, str | None]) -> list[str]:
     """Find the columns that may be a field.
 
     A configured field has the column that the config gives, if any. Any other field has the column with the field's
@@ -238,8 +247,17 @@ def _find_candidates(field: str, present: Iterable[str], configured: Mapping[str
     free = [column for column in present if column not in configured.values()]
     if field in free:
         return [field]
-    names = (field, *OTHER_NAMES.get(field, ()))
-    return [column for column in free if re.sub(r"[\s-]+", "_", column.strip().lower()) in names]
+    names = {field, *OTHER_NAMES.get(field, ())}
+    if field in RESPONSES:
+        names |= {name for word in names for noun in NOUNS for name in (word + noun, noun + word)}
+    named = [column for column in free if normalize(column) in names]
+    # `positive` may be a number beside `chosen_response`
+    return [column for column in named if field in RESPONSES and present[column] != OTHER] or named
+
+
+def normalize(name: str) -> str:
+    """Reduce a column's name, or a value, to small letters and digits."""
+    return re.sub(r"[\W_]+", "", name.lower())
 
 
 def _separate_parts(candidates: list[str], present: Iterable[str]) -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ from dpo.data.records import FORMATS, is_system_unused, name_kind, read_record, 
 from dpo.data.schema import ASSISTANT, PreferenceData, get_field
 from dpo.data.sources import iterate_places
 from dpo.data.templates import ChatTemplate
+from dpo.data.verdicts import find_verdicts
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST
 from dpo.numbers import count
@@ -56,8 +57,10 @@ def get_custom(
     data: PreferenceData | None = None
     tally: Counter[str] = Counter()
     template = ChatTemplate(tokenizer)
+    present = find_columns(rows)
+    verdicts = None if data_format else find_verdicts(rows, present, columns)
     recognized = recognize_columns(
-        find_columns(rows),
+        verdicts.rename(present) if verdicts else present,
         columns,
         name=name,
         origin=origin,
@@ -71,6 +74,10 @@ def get_custom(
     if "responses" in used:  # one margin does not fit all pairs of a list
         used.pop("margin", None)
     for row, where in zip(rows, iterate_places(rows, origin), strict=True):
+        if verdicts and not (pair := verdicts.read(row, where)):
+            tally["ties"] += 1
+            continue
+        used |= pair if verdicts else {}
         record = read_record(row, used, where, name=name)
         if data is None:
             data = PreferenceData(truncation_mode="keep_start", rendered=record.is_chat)
@@ -109,6 +116,8 @@ def get_custom(
     note = "; ".join(filter(None, (format_note, recognized.describe(columns))))
     if note:
         data.notes.append(f"{origin}: {note}")
+    if verdicts:
+        data.notes.append(f"{origin}: {verdicts.describe(tally['ties'])}")
     data.notes += [*template.describe(origin), *_describe_tally(tally, origin)]
     if trains_on == "pairs" and 0 < tally["lists without pairs"] == len(rows):
         raise InputError(

@@ -38,6 +38,14 @@ UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` a
 ROWS_PER_BATCH = 1000  # of a saved dataset: so many are in memory twice
 LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+SHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods", ".numbers")
+SHEET = "a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8), and give that file"
+FIRST_BYTES = {  # of files that are no text, whatever their names say
+    b"PK\x03\x04": SHEET,
+    b"\xd0\xcf\x11\xe0": SHEET,  # .xls
+    b"\x1f\x8b": "compressed with gzip: add .gz to its name",
+    b"PAR1": "a Parquet file: give it the suffix .parquet",
+}
 
 
 class FileRows(list[Mapping[str, Any]]):
@@ -172,7 +180,8 @@ def _suggest_file(entries: Sequence[Path]) -> str:
     if not suitable:
         suitable = [entry for entry, stem in stems.items() if stem not in SPLIT_NAMES["test"]]
     if not suitable:
-        return ""
+        has_sheet = any(entry.name.lower().endswith(SHEETS) for entry in entries)
+        return ". Save sheets as CSV (UTF-8)" if has_sheet else ""
     path = suitable[0] if len(suitable) == 1 else suitable[0].parent / "FILE"
     return f". datasets={path} takes both splits from one file: a tenth of its prompts is the test split"
 
@@ -218,6 +227,8 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
         return
     check_readable(file)
     suffix = find_suffix(file.name)
+    if not suffix.endswith((".gz", ".parquet")):
+        _check_is_text(file)
     if suffix == ".parquet":
         import pyarrow.parquet
 
@@ -237,6 +248,15 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
     # utf-8-sig skips a byte order mark; newline="" keeps the newlines in a table's fields as they are
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
         yield from PARSERS[suffix.removesuffix(".gz")](lines, file)
+
+
+def _check_is_text(file: Path) -> None:
+    """Refuse a spreadsheet or packed file, whatever its name says."""
+    with file.open("rb") as stream:
+        start = stream.read(4)
+    kind = SHEET if file.name.lower().endswith(SHEETS) else FIRST_BYTES.get(start, FIRST_BYTES.get(start[:2]))
+    if kind:
+        raise InputError(f"{file} is {kind}")
 
 
 def _keep_encoded(feature: Any) -> Any:

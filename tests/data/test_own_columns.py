@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from support.formats import assistant, user
 
 from dpo.data.columns import OTHER, find_columns, recognize_columns
+from dpo.data.custom import get_custom
+from dpo.data.verdicts import find_verdicts
 from dpo.errors import InputError
 
 
@@ -269,3 +272,78 @@ def test_no_or_several_fitting_columns_are_refused_with_the_override_to_type(pre
     with pytest.raises(InputError) as error:
         recognize(present, trains_on, **given)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ("good_answer", "bad_answer"), ("Winner", "Loser"), ("win", "lose"), ("positive", "negative"),
+        ("preferred answer", "non-preferred answer"), ("Good Response", "Bad Response"), ("answer_chosen",
+        "answer_rejected"), ("bestCompletion", "worstCompletion"), ("GOOD-REPLY", "BAD-REPLY"),
+    ],
+)  # fmt: skip
+def test_pairs_have_many_names(better, worse):
+    columns = dict.fromkeys(("Question", better, worse, "id"), OTHER)
+    found = recognize_columns(columns, {}, name="mine", origin="rows.csv", trains_on="pairs").used
+    assert found == {"prompt": "Question", "chosen": better, "rejected": worse}
+
+
+def test_a_number_is_no_response_beside_a_text_of_another_name():
+    row = {"question": "Is it?", "chosen_response": "It is.", "positive": 0.5, "rejected_response": "It was."}
+    found = recognize_columns(find_columns([row]), {}, name="mine", origin="rows.csv", trains_on="pairs").used
+    assert (found["chosen"], found["rejected"]) == ("chosen_response", "rejected_response")
+
+
+@pytest.mark.parametrize(
+    ("columns", "verdict", "values", "chosen"),
+    [  # chosen: of each row; x and y are the columns, - a tie
+        (
+            "response_a response_b",
+            "winner",
+            ["a", "B", "tie", "Both bad", "response_a", "model_b", "Assistant A"],
+            "xy--xyx",
+        ),
+        ("answer_1 answer_2", "preferred", [1, "2", 1.0, "2.0", "answer 1", "neither"], "xyxyx-"),
+        ("response_0 response_1", "better_response_id", [0, 1, "1", "tie"], "xyy-"),
+        ("Response A,Response B", "Winner", ["A", "b"], "xy"),
+        ("model_a_response model_b_response", "label", ["model_a", "model_b", "tie"], "xy-"),
+        ("response_a response_b", "preference", [0, 1, 1, 0], "xyyx"),
+        ("response_a response_b", "preference", [1, 2, 1], "xyx"),
+        ("output_2 output_1", "choice", [2, 1, "a"], "xyy"),
+        ("response_a response_b", "winner", ["a", None], "x!"),  # ! a record that is refused
+        ("response_a response_b", "winner", ["c", "a", "-1"], "!x!"),
+        ("response_a response_b", "winner", [1, 1, "a"], "!!x"),  # 1 may be the first or the second
+        ("response_a response_b", "winner", [0, 1, 2], "!!!"),  # 0 may be a tie
+        ("response_1 response_2", "winner", [0, 1], "!!"),
+        ("response_1 response_2", "winner", [0, 1, 2], "!xy"),
+    ],
+)
+def test_a_column_may_say_which_response_is_better(columns, verdict, values, chosen, tokenizer):
+    x, y = columns.split("," if "," in columns else " ")
+    rows = [{"question": f"Q{i}?", x: f" x{i}", y: f" y{i}", verdict: value} for i, value in enumerate(values)]
+    for row, said in zip(rows, chosen, strict=True):
+        # with all rows, as digits count from 0 or 1 by all of them
+        verdicts = find_verdicts(rows, find_columns(rows), {})
+        assert verdicts is not None
+        if said == "!":
+            with pytest.raises(InputError, match=f"{verdict} is .*write the name of the better column, or tie"):
+                verdicts.read(row, "record 1 of mine")
+        else:
+            assert (
+                verdicts.read(row, "")
+                == {"x": {"chosen": x, "rejected": y}, "y": {"chosen": y, "rejected": x}, "-": {}}[said]
+            )
+    if "!" not in chosen:
+        data = get_custom(rows, "mine", tokenizer)
+        assert {prompt: entry["sft_target"] for prompt, entry in data.items()} == {
+            f"Q{i}?": f" {said}{i}" for i, said in enumerate(chosen) if said != "-"
+        }
+        ties = chosen.count("-")
+        assert (f"{ties} tie" in data.notes[-1]) == bool(ties)
+
+
+def test_pairs_go_before_a_column_of_winners(tokenizer):
+    row = {"prompt": "Q:", "response_a": " a", "response_b": " b", "winner": "a", "chosen": " c", "rejected": " d"}
+    assert get_custom([row], "mine", tokenizer)["Q:"]["responses"] == [" c", " d"]
+    arena = {f"conversation_{side}": [user("Hi"), assistant(side)] for side in "ab"} | {"winner": "model_b"}
+    assert find_verdicts([arena], find_columns([arena]), {}).responses == ("conversation_a", "conversation_b")

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import re
 
 import datasets
 import pyarrow as pa
@@ -14,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from support.runs import write_rows
 
-from dpo.data.sources import identify_source, load_rows
+from dpo.data.sources import FIRST_BYTES, SHEET, identify_source, load_rows
 from dpo.errors import InputError
 from dpo.settings.places import SUFFIXES, Source
 from preference_datasets import get_dataset
@@ -275,6 +276,12 @@ def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path
             {"train.csv": "a\nb".encode("utf-16")},
             ["it is not UTF-8 (byte 0xff); convert it, as with `iconv -f UTF-16"],
         ),
+        ({"train.xlsx": b"PK\x03\x04"}, ["it holds train.xlsx. Save sheets as CSV (UTF-8)"]),
+        *(
+            ({f"train{suffix}": start + b"\xb5\0"}, [f"train{suffix} is {kind}"])
+            for start, kind in FIRST_BYTES.items()
+            for suffix in (".csv", ".jsonl")
+        ),
         ({"train.json": '{"data": []}'}, ["{dir}/train.json holds no records"]),
         ({"train.json": '{"data": null}'}, ["{dir}/train.json holds no records"]),
         ({"train.json": '{"a": ["b"], "c": ["d"]}'}, ["holds a list for each column (a, c), and records are expected"]),
@@ -327,11 +334,11 @@ def test_a_fifo_is_refused_before_it_is_opened(tmp_path):
 
 def test_splits_of_other_columns_are_not_renamed_one_for_the_other(tmp_path):
     write(tmp_path / "train.csv", [{"prompt": "a", "chosen": " b", "rejected": " c"}])
-    write(tmp_path / "test.csv", [{"question": "a", "good": " b", "bad": " c"}])
+    write(tmp_path / "test.csv", [{"question": "a", "left": " b", "right": " c"}])
     with pytest.raises(InputError) as error:
         get_dataset("mine", "test", dataset_sources={"mine": str(tmp_path)})
     assert str(error.value) == (
-        f"{tmp_path} (test) has the columns question, good, bad, and the train split has prompt, chosen, rejected: "
+        f"{tmp_path} (test) has the columns question, left, right, and the train split has prompt, chosen, rejected: "
         f"name the columns of both splits alike"
     )
 
@@ -339,6 +346,9 @@ def test_splits_of_other_columns_are_not_renamed_one_for_the_other(tmp_path):
 def test_a_path_that_is_not_there_or_not_data_is_an_error(tmp_path):
     with pytest.raises(InputError, match="missing does not exist"):
         load_rows(Source(str(tmp_path / "missing")), "train")
+    (tmp_path / "mine.xls").write_text("<html>")  # as programs write for Excel
+    with pytest.raises(InputError, match=re.escape(f"mine.xls is {SHEET}")):
+        load_rows(Source(str(tmp_path / "mine.xls")), "train")
     (tmp_path / "notes.txt").write_text("{}")
     with pytest.raises(InputError, match=r"notes\.txt is not one of \*\.jsonl"):
         load_rows(Source(str(tmp_path / "notes.txt")), "train")
