@@ -74,10 +74,12 @@ def get_custom(
     if "responses" in used:  # one margin does not fit all pairs of a list
         used.pop("margin", None)
     for row, where in zip(rows, iterate_places(rows, origin), strict=True):
-        if verdicts and not (pair := verdicts.read(row, where)):
-            tally["ties"] += 1
-            continue
-        used |= pair if verdicts else {}
+        if verdicts:
+            pair = verdicts.read(row, where)
+            if not pair:
+                tally["ties"] += 1
+                continue
+            used = used | pair
         record = read_record(row, used, where, name=name)
         if data is None:
             data = PreferenceData(truncation_mode="keep_start", rendered=record.is_chat)
