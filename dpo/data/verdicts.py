@@ -93,7 +93,7 @@ def _iterate_values(rows: Sequence[Mapping[str, Any]], column: str) -> Iterable[
 
 
 def _read_side(value: Any) -> str:
-    """Read the letter or digit of a response from a value, if any."""
+    """Read a response's letter or digit from a value, if any."""
     text = str(value).strip().removesuffix(".0")  # a number of a table may be a float
     match = None if text.startswith("-") else VALUE.fullmatch(normalize(text))
     return "".join(match.groups()) if match else ""
