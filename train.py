@@ -53,6 +53,7 @@ from dpo.system.run_directory import (
     leaving_nothing_if_refused,
     write_record,
 )
+from dpo.system.run_log import RunLog
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from dpo.data.preflight import TrainingData
 
 SWEEP = Sweep()
+RUN_LOG = RunLog()
 
 OmegaConf.register_new_resolver("get_local_run_dir", get_local_run_dir, use_cache=True, replace=True)
 OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent), replace=True)
@@ -69,6 +71,8 @@ OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(config: DictConfig) -> None:
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if is_rank_0():
+        RUN_LOG.begin()
     try:
         if is_sweep and find_rank_env() is not None:
             raise InputError(
@@ -106,15 +110,22 @@ def run(config: DictConfig) -> None:
         return
     if is_rank_0():
         print(describe(config), flush=True)  # flushed, as importing torch takes seconds
-    with ending_on_stop_signals(config.local_run_dir):
-        launch(
-            work,
-            plan.dims.world_size,
-            config,
-            process_group=plan.trainer.multi_process,
-            port=config.fsdp_port,
-            timeout_secs=config.collective_timeout_secs,
-        )
+    try:
+        with ending_on_stop_signals(config.local_run_dir):
+            launch(
+                work,
+                plan.dims.world_size,
+                config,
+                None,
+                RUN_LOG.hand_over(),
+                process_group=plan.trainer.multi_process,
+                port=config.fsdp_port,
+                timeout_secs=config.collective_timeout_secs,
+            )
+    except (RunError, Stopped):  # what is printed about these belongs to the run, also if rank 0 was another process
+        if is_rank_0() and (Path(config.local_run_dir) / "config.yaml").exists():
+            RUN_LOG.open(config.local_run_dir)
+        raise
 
 
 def describe(config: DictConfig) -> str:
@@ -161,11 +172,15 @@ def dry_run(plan: Plan) -> None:
 # --- the work of one process -----------------------------------------------------------------------------------------
 
 
-def work(rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None = None) -> None:
+def work(
+    rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None = None, printed: str = ""
+) -> None:
     """Open the run's directory, then load and train, in one process.
 
-    `models` are the policy and the reference, if they are loaded already.
+    `models` are the policy and the reference, if they are loaded already. `printed` is for the run's log.
     """
+    if rank == 0:
+        RUN_LOG.begin(printed)
     with ending_on_stop_signals(config.local_run_dir), explaining_full_disk(config.local_run_dir):
         plan = resolve(config, world_size=world_size)
         with without_collecting_garbage():
@@ -218,6 +233,7 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
         processes = plan.dims.world_size
         write_record(run.directory, OmegaConf.to_container(config), processes=processes, continues_from=saved_at)
         data.report.write(run.directory / "preflight.json")
+        RUN_LOG.open(run.directory)
     train(rank, config, plan, data, models, resume_from)
     export_last(rank, plan)
     if rank == 0:
@@ -272,9 +288,6 @@ def train(
             data=data,
             resume_from=resume_from,
         )
-        # printed again, for W&B's log: the trainer has started W&B, which records the output from then on
-        if rank == 0 and plan.wandb.enabled and not plan.run.debug:
-            print(f"training on\n{data.report.describe(plan.data.batch_size)}", flush=True)
         trainer.train()
 
 
@@ -366,8 +379,12 @@ def worker_main(
     # one directory for all ranks: the default name contains the time, which differs between them
     config.local_run_dir = from_rank_0(config.local_run_dir)
     if rank == 0:
+        RUN_LOG.begin()
         print(describe(config), flush=True)
-    work(rank, world_size, config, (unwrap(policy), unwrap(reference_model)))
+    try:
+        work(rank, world_size, config, (unwrap(policy), unwrap(reference_model)), RUN_LOG.hand_over())
+    finally:
+        RUN_LOG.close()
     if makes_process_group:
         torch.distributed.destroy_process_group()
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,9 +25,10 @@ from dpo.numbers import count
 from dpo.settings.choices import HELD_OUT_SCORE
 from dpo.system.plain_files import check_readable, read_json, read_yaml
 from dpo.system.redaction import redact
-from dpo.system.run_directory import PARQUET, STREAM, is_locked
+from dpo.system.run_directory import PARQUET, RUN_LOG, STREAM, is_locked
 
 MARKS_OF_A_RUN = ("config.yaml", "metrics.jsonl")  # a run's directory has at least one of these files
+WARNS = "warning: "  # how a warning on the terminal begins
 LARGEST_NUMBER = 1e100  # larger numbers count as missing: their sums and pictures would overflow
 
 
@@ -108,6 +110,7 @@ class Run:
     nonfinite: list[int] = field(default_factory=list)  # updates with NaN or infinity, whose examples were saved
     saved: list[int] = field(default_factory=list)  # number of examples at each checkpoint
     best: int | None = None  # number of examples at the checkpoint that BEST names
+    warnings: dict[str, int] = field(default_factory=dict)  # of the terminal, with the number of times
     ledger: Any = None  # a pyarrow.Table, if the run has one
     problems: list[str] = field(default_factory=list)
     state: State = NOTHING
@@ -262,6 +265,7 @@ def _read(path: Path, *, ended: bool) -> Run:
         lines = _read_lines(run, "samples.jsonl", lambda line: _is_sample(line) or _is_drawn(line))
         run.samples = [line for line in lines if _is_sample(line)]
         run.drawn = [line for line in lines if _is_drawn(line)]
+    run.warnings = _read_warnings(run)
     run.ledger = _read_ledger(run)
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
     run.nonfinite, run.saved = _find_numbers(folders, "nonfinite-"), _find_numbers(folders, "step-")
@@ -385,6 +389,18 @@ def _read_lines(run: Run, name: str, is_valid: Callable[[dict], bool]) -> list[d
             f"{name}: {n} of {count(len(lines) - 1, 'line')} cannot be read, and {are} left out ({shown})"
         )
     return objects
+
+
+def _read_warnings(run: Run) -> dict[str, int]:
+    """Read the warnings in `log.txt`; empty without one."""
+    path = run.path / RUN_LOG
+    if not path.exists():  # as in runs of older code
+        return {}
+    with _noting_problems(run, RUN_LOG):
+        check_readable(path)
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return Counter(line.removeprefix(WARNS) for line in lines if line.startswith(WARNS))
+    return {}
 
 
 def _read_ledger(run: Run) -> Any:

@@ -55,6 +55,11 @@ def _shows_bars() -> bool:
         return True
 
 
+def _find_screen() -> Any:
+    """Standard output without the run's log, which has no place for bars."""
+    return getattr(sys.stdout, "screen", sys.stdout)
+
+
 class Task:
     """Progress of a long task: updates, an evaluation, sampling.
 
@@ -172,7 +177,8 @@ class Progress(Callback):
         if self.silent:
             return
         if self.show_bar:
-            tqdm.tqdm.write(text, file=sys.stdout)
+            with tqdm.tqdm.external_write_mode(file=_find_screen()):
+                print(text, flush=True)
         else:
             print(text, flush=True)
 
@@ -190,7 +196,7 @@ class Progress(Callback):
             total=total,
             initial=done,
             bar_format="{percentage:3.0f}% |{bar:20}| {desc}",
-            file=sys.stdout,
+            file=_find_screen(),
             disable=not self.show_bar,
             leave=leave,
             miniters=0,

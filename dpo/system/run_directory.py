@@ -28,7 +28,8 @@ LOCK = ".lock"
 ORIGIN = ".continues"  # in a run that continues another run's checkpoint: the checksum of that checkpoint's manifest
 STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
 REPORT = Path("report", "report.html")  # with report=true
-FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN)
+RUN_LOG = "log.txt"
+FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN, RUN_LOG)
 SWEEP = "sweep.json"  # in the directory of a sweep, which contains the directories of its runs
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 

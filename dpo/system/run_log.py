@@ -1,0 +1,95 @@
+"""`log.txt` of a run's directory: what rank 0 prints.
+
+It holds standard output and standard error of Python, not of libraries in C. Redraws of progress bars are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dpo.system.redaction import redact
+from dpo.system.run_directory import RUN_LOG
+
+
+class RunLog:
+    """Copies finished lines to a run's `log.txt`.
+
+    Until `open` is called, they are kept in memory, as a run that is refused leaves no directory behind.
+    """
+
+    def __init__(self) -> None:
+        self._kept, self._unfinished = "", ""
+        self._path, self._file = None, -1
+
+    def hand_over(self) -> str:
+        """What was printed and not written, which rank 0 shall write."""
+        kept, self._kept = self._kept, ""
+        return kept
+
+    def begin(self, kept: str = "") -> None:
+        """Record from now on, in memory; `kept` was printed before."""
+        self.close()
+        self._kept, self._unfinished = kept, ""
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if not isinstance(stream, RecordedStream):
+                setattr(sys, name, RecordedStream(stream, self))
+
+    def open(self, run_dir: str | Path) -> None:
+        """Append to the log in a run's directory."""
+        path = Path(run_dir).absolute() / RUN_LOG
+        if path != self._path:
+            self._close_file()
+            self._path, self._file = path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._write(self.hand_over())
+
+    def close(self) -> None:
+        """End the record, and leave the streams as they were."""
+        self._close_file()
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if isinstance(stream, RecordedStream):
+                setattr(sys, name, stream.screen)
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._path, self._file = None, -1
+
+    def add(self, text: str) -> None:
+        """Take printed text, of whole lines or parts of lines."""
+        *lines, self._unfinished = (self._unfinished + text).split("\n")
+        # a bar draws itself again after a carriage return: its last state is a line
+        finished = "".join(redact(line.rstrip("\r").rpartition("\r")[2]) + "\n" for line in lines)
+        if self._file >= 0:
+            self._write(finished)
+        else:
+            self._kept += finished
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # a full disk must not end a run
+            os.write(self._file, text.encode("utf-8", "backslashreplace"))  # unbuffered, as a signal may come any time
+
+
+class RecordedStream:
+    """A standard stream whose text a log gets too.
+
+    A progress bar is drawn on `screen`.
+    """
+
+    def __init__(self, screen: Any, log: RunLog) -> None:
+        self.screen, self._log = screen, log
+
+    def write(self, text: str) -> int:
+        self._log.add(text)
+        return self.screen.write(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.screen, name)
