@@ -26,7 +26,7 @@ class RunLog:
         self._path, self._file = None, -1
 
     def hand_over(self) -> str:
-        """What was printed and not written, which rank 0 shall write."""
+        """Return, and forget, the text that is not written yet."""
         kept, self._kept = self._kept, ""
         return kept
 
