@@ -237,7 +237,11 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
     train(rank, config, plan, data, models, resume_from)
     export_last(rank, plan)
     if rank == 0:
+        from dpo.analysis.runs import read_run
+        from dpo.analysis.summary import describe_result
+
         print(f"run directory: {plan.run.local_run_dir}")
+        print(describe_result(read_run(Path(plan.run.local_run_dir), ended=True)), flush=True)
 
 
 def read_data(plan: Plan, *, silent: bool = False) -> TrainingData:

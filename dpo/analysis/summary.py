@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpo.analysis.measures import Cost, MarginParts, is_inconclusive, n_effective, n_evaluated
+from dpo.analysis.measures import Cost, MarginParts, is_inconclusive, n_effective
 from dpo.analysis.rules import WARNING, Finding
 from dpo.analysis.runs import Run, number, rank_answers
+from dpo.analysis.verdict import describe_accuracy, describe_change
 from dpo.losses import LOSSES
 from dpo.numbers import count, duration, figure, hours, large, percent, shortened, signed
 from dpo.settings.files import dotted, load_defaults
@@ -72,8 +73,12 @@ def give_verdict(run: Run, findings: Sequence[Finding]) -> str:
         judgement = "No warnings."
     else:
         judgement = "Nothing looks wrong."
-    result = _describe_answers(run) or _describe_evaluations(run)
-    return f"{run.state.text.capitalize()}. {result} {judgement}"
+    return f"{describe_result(run)} {run.state.text.capitalize()}. {judgement}".strip()
+
+
+def describe_result(run: Run) -> str:
+    """Say whether the model changed, and whether it is better."""
+    return f"{describe_change(run)} {_describe_answers(run) or _describe_evaluations(run)}".strip()
 
 
 def _describe_answers(run: Run) -> str:
@@ -94,15 +99,11 @@ def _describe_answers(run: Run) -> str:
 def _describe_evaluations(run: Run) -> str:
     """Say how well held-out examples do."""
     examples, losses = run.eval.points("loss/eval")
-    accuracy, margin = run.eval.last("rewards_eval/accuracies"), run.eval.last("rewards_eval/margins")
+    accuracy = run.eval.last("rewards_eval/accuracies")
     if not len(losses) or examples[-1] == 0:
         return "The run was not evaluated after an update yet."
     if math.isfinite(accuracy):
-        too_few = ", too few to tell from chance," if is_inconclusive(accuracy, n_effective(run)) else ""
-        return (
-            f"{percent(accuracy)} of {count(n_evaluated(run), 'held-out pair')} are ranked right{too_few} by a mean "
-            f"reward margin of {figure(margin)}."
-        )
+        return describe_accuracy(run)
     if len(losses) == 1:
         return f"The held-out loss is {figure(losses[0])}."
     if losses[-1] == losses[0]:

@@ -258,13 +258,27 @@ def test_bold_is_the_best_among_comparable_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("n", "says"), [(6, "ranked right, too few to tell from chance,"), (256, "ranked right by a mean")]
+    ("n", "prompts", "accuracy", "says"),
+    [
+        (5, 5, 1.0, "5 of 5 held-out pairs are ranked right (95 % interval 48 % to 100 %): 5 pairs are too few to"),
+        (256, 256, 2 / 3, "): better than by chance."),
+        (256, 20, 2 / 3, "256 pairs of 20 prompts are too few to judge; about 100 would do."),  # a prompt counts once
+        (256, 256, 0.5, "no better than by chance"),
+        (256, 256, 0.3, "worse than by chance"),
+    ],
 )
-def test_the_verdict_says_of_how_many_pairs(tmp_path, n, says):
-    logged = [evaluation(0, 0.69), update(1), evaluation(1, 0.6, **rewards("eval", 0.1, -0.1, 2 / 3))]
-    verdict = page_of(write_run(tmp_path, logged, preflight={"test": {"examples": n}})).texts["p"]
-    assert f"67 % of {n} held-out pairs are {says}" in verdict
-    assert ("Nothing looks wrong" in verdict) == (n == 256)
+@pytest.mark.parametrize(
+    ("reward", "change"), [(0.1, "The model changed: "), (1e-4, "The model hardly changed"), (1e-9, "beyond rounding")]
+)
+def test_the_verdict_says_whether_the_model_changed_and_what_its_pairs_prove(
+    tmp_path, n, prompts, accuracy, says, reward, change
+):
+    logged = [update(1), evaluation(1, 0.6, **rewards("eval", reward, -reward, accuracy))]
+    test = {"examples": n, "prompts": prompts, "mean_chosen_tokens": 20.0, "mean_rejected_tokens": 20.0}
+    model = {"model": {"policy_dtype": "float32", "reference_dtype": "float32"}}
+    verdict = page_of(write_run(tmp_path, logged, config=model, preflight={"test": test})).texts["p"]
+    assert says in verdict
+    assert change in verdict
 
 
 def test_losses_of_different_kinds_are_different_pictures(tmp_path):
