@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NotRequired, TypedDict
@@ -10,8 +10,11 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from dpo.data.examples import Example, TextExample, encode_examples, make_labels
-from dpo.data.tokenization import TextEncoder, TruncationMode, encode_texts
+from dpo.data.examples import Example, TextExample, encode_examples, list_examples, make_labels
+from dpo.data.schema import name_pairs
+from dpo.data.table import Prompt
+from dpo.data.tokenization import TextEncoder, unescape
+from dpo.data.truncation import TruncationMode
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 
@@ -39,18 +42,19 @@ class PaddedBatch(TypedDict):
     rejected_labels: NotRequired[torch.Tensor]
 
 
-def make_batch_element(
-    prompt: str,
-    texts: Mapping[str, str],
-    prompt_ids: Sequence[int],
-    responses: Sequence[tuple[Sequence[int], Sequence[int]]],
-) -> dict[str, Any]:
-    """Make a row of a `PaddedBatch`, before padding.
+def make_rows(
+    examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
+) -> list[dict[str, Any]]:
+    """Tokenize and truncate examples; make the rows of a `PaddedBatch`, before padding."""
+    encoded = encode_examples(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
+    return [_make_row(example, token_ids) for example, token_ids in zip(examples, encoded, strict=True)]
 
-    `texts` has the responses by role, and `responses` their token ids and cuts.
-    """
+
+def _make_row(example: TextExample, encoded: Example) -> dict[str, Any]:
+    prompt, prompt_ids = unescape(example.prompt.text), encoded.prompt
     element: dict[str, Any] = {"prompt": prompt}
-    for (role, text), (response_ids, cuts) in zip(texts.items(), responses, strict=True):
+    texts = {role: unescape(text) for role, text in example.texts.items()}
+    for (role, text), (response_ids, cuts) in zip(texts.items(), encoded.cut_responses, strict=True):
         element[role] = prompt + text
         element[f"{role}_response_only"] = text
         element[f"{role}_input_ids"] = [*prompt_ids, *response_ids]
@@ -78,16 +82,10 @@ def tokenize_batch_element(
     """
     if truncation_mode not in ("keep_start", "keep_end"):
         raise InputError(f"truncation_mode={truncation_mode!r} is neither keep_start nor keep_end")
-    texts = {"chosen": chosen, "rejected": rejected}
-    prompt_ids, responses = encode_texts(
-        prompt,
-        list(texts.values()),
-        TextEncoder(tokenizer),
-        truncation_mode=truncation_mode,
-        max_length=max_length,
-        max_prompt_length=max_prompt_length,
-    )
-    return make_batch_element(prompt, texts, prompt_ids, [(response, ()) for response in responses])
+    pair = Prompt(prompt, [chosen, rejected], name_pairs([(0, 1)]), truncation_mode, rendered=False)
+    return make_rows(
+        list_examples(pair), TextEncoder(tokenizer), max_length=max_length, max_prompt_length=max_prompt_length
+    )[0]
 
 
 def find_examples(batch: PaddedBatch) -> list[Example]:
@@ -120,12 +118,8 @@ def padded_batch(
     examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
 ) -> PaddedBatch:
     """Tokenize, truncate and pad the examples of a batch."""
-    encoded = encode_examples(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
-    elements = [
-        make_batch_element(example.prompt.text, example.texts, token_ids.prompt, token_ids.cut_responses)
-        for example, token_ids in zip(examples, encoded, strict=True)
-    ]
-    return collate(elements, find_pad_token(encode.tokenizer))
+    rows = make_rows(examples, encode, max_length=max_length, max_prompt_length=max_prompt_length)
+    return collate(rows, find_pad_token(encode.tokenizer))
 
 
 def collate_prompts(examples: Sequence[Example], tokenizer: Any) -> dict[str, torch.Tensor]:

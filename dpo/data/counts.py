@@ -20,10 +20,11 @@ from typing import NoReturn
 import numpy as np
 
 from dpo.data.asking import RAW, find_format
-from dpo.data.examples import ExampleId, TextExample, count_cut, cut_tokens, read_examples
+from dpo.data.examples import ExampleId, TextExample, count_cut, cut_tokens, read_examples, tokenize
 from dpo.data.schema import ASSISTANT
 from dpo.data.table import Prompt, PromptTable
-from dpo.data.tokenization import TextEncoder, append_eos, truncate
+from dpo.data.tokenization import TextEncoder, Tokens, append_eos, find_control, unescape
+from dpo.data.truncation import truncate
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
@@ -40,11 +41,13 @@ TEXT_COUNTS = (
     ("prompts_in_train", "prompt that is in train too", "prompts that are in train too"),
     ("first_turns_in_train", "prompt that opens like one of train", "prompts that open like one of train"),
     ("contradictory_labels", "response with both labels", "responses with both labels"),
+    ("control_tokens", "control token, which stays one", "control tokens, which stay such"),
 )
 TOKEN_COUNTS = (
     ("truncated_prompts", "with a truncated prompt", "with a truncated prompt"),
     ("truncated_responses", "with a truncated response", "with a truncated response"),
     ("identical_pairs", "identical pair", "identical pairs"),
+    ("crossed_limits", "with a token across prompt and response", "with a token across prompt and response"),
 )
 
 
@@ -78,7 +81,9 @@ class SplitReport:
     contradictory_labels: int | None = None  # responses that have the other label in an earlier example of their prompt
     joined_words: int = 0  # examples whose prompt and response have no space between them
     joined_example: str = ""  # the end of the prompt and the beginning of the response of the first such example
+    control_tokens: int = 0  # strings of special tokens in texts that are used as they are
     tokenized: int = 0  # examples that the following fields are over
+    crossed_limits: int = 0  # examples of a user with a token across prompt and response, which are tokenized apart
     truncated_prompts: int = 0  # examples with a truncated prompt
     truncated_responses: int = 0  # examples with a truncated response, which loses its EOS
     identical_pairs: int | None = None  # same tokens on both sides after truncation: no gradient under DPO
@@ -232,7 +237,7 @@ class SplitCounter:
                     self._weights_by_label["desirable" if "chosen" in texts else "undesirable"] += prompt.weights[index]
             is_used = examples or self.trains_on == "prompts"
             if is_used and not prompt.rendered:  # in a rendered chat EOS ends turns
-                self._find_eos(prompt.text, examples)
+                self._find_eos(prompt, examples)
             yield prompt
         if self._texts_with_eos:
             self._refuse_eos()
@@ -246,6 +251,9 @@ class SplitCounter:
         if self._formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
             self._formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
         self.digest.update(repr((prompt.text, prompt.responses, prompt.examples)).encode())
+        if not (prompt.rendered or prompt.apart):
+            control = find_control(self.encode.tokenizer)
+            self.counts["control_tokens"] += sum(len(control.findall(t)) for t in (prompt.text, *prompt.responses))
         if prompt.cuts is not None:
             self.digest.update(repr(prompt.cuts).encode())
             for response, cuts in zip(prompt.responses, prompt.cuts, strict=True):
@@ -261,14 +269,17 @@ class SplitCounter:
         self.counts["prompts_in_train"] = int(np.isin(self._prompt_hashes, train._prompt_hashes).sum())
         self.counts["first_turns_in_train"] = int(np.isin(self._first_turn_hashes, train._first_turn_hashes).sum())
 
-    def _find_eos(self, prompt: str, examples: Iterable[Mapping[str, str]]) -> None:
-        """Collect each text with EOS among a prompt and its responses."""
+    def _find_eos(self, prompt: Prompt, examples: Iterable[Mapping[str, str]]) -> None:
+        """Collect each text with EOS among a prompt and its responses.
+
+        A prompt that is not tokenized apart may have EOS, as it may be a chat that somebody has rendered.
+        """
         eos, eos_id = self.encode.tokenizer.eos_token, self.encode.tokenizer.eos_token_id
         responses = [response for texts in examples for response in texts.values()]
-        for text in dict.fromkeys([prompt, *responses]):
+        for text in dict.fromkeys([prompt.text, *responses] if prompt.apart else responses):
             # only a text with EOS in its characters is tokenized, as tokenizing all texts would take long
             if eos in text and eos_id in self.encode([text])[text]:
-                self._texts_with_eos.setdefault(text, prompt)
+                self._texts_with_eos.setdefault(text, prompt.text)
 
     def _refuse_eos(self) -> NoReturn:
         eos = self.encode.tokenizer.eos_token
@@ -301,7 +312,8 @@ class SplitCounter:
         if self.trains_on == "lists":
             self._n_responses[len(texts)] += 1
         joined = [text for text in responses if _are_joined(prompt.text, text)]
-        if joined and not prompt.rendered and not self._adds_spaces:  # a chat template may put no space there
+        adds_spaces = prompt.apart and self._adds_spaces
+        if joined and not prompt.rendered and not adds_spaces:  # a chat template may put no space there
             counts["joined_words"] += 1
             self._joined_example = self._joined_example or prompt.text[-40:] + joined[0][:40]
 
@@ -330,14 +342,13 @@ class SplitCounter:
         sample_ids = _sample_examples(counts)
         for start in range(0, len(sample_ids), TOKENIZED_AT_ONCE):
             examples = read_examples(prompts, sample_ids[start : start + TOKENIZED_AT_ONCE])
-            ids = self.encode(text for example in examples for text in (example.prompt.text, *chain(*example.pieces)))
-            for example in examples:
-                response_ids = [list(chain(*map(ids.__getitem__, pieces))) for pieces in example.pieces]
-                digest.update(repr([ids[example.prompt.text], *response_ids]).encode())
-                prompt_ids, responses = self._truncate(example, ids, max_length, max_prompt_length)
+            for example, tokens in zip(examples, tokenize(examples, self.encode), strict=True):
+                digest.update(repr([tokens.prompt, *(list(chain(*pieces)) for pieces in tokens.responses)]).encode())
+                self.counts["crossed_limits"] += tokens.crosses
+                prompt_ids, responses = self._truncate(example, tokens, max_length, max_prompt_length)
                 prompt_lengths.append(len(prompt_ids))
                 longest = max(longest, len(prompt_ids) + max(map(len, responses), default=0))
-                cuts = cut_tokens(example.pieces, ids, responses) or [()] * len(responses)
+                cuts = cut_tokens(example.pieces, tokens, responses) or [()] * len(responses)
                 n_scored = [len(response) - n for response, n in zip(responses, map(count_cut, cuts), strict=True)]
                 response_lengths.append(dict(zip(example.texts, n_scored, strict=True)))
         chosen, rejected = (
@@ -375,7 +386,7 @@ class SplitCounter:
                     f"dataset {prompt.dataset}: a response begins with {count(len(ids[text]), 'token')} that "
                     f"{'is' if len(ids[text]) == 1 else 'are'} not the assistant's, and truncation may leave only "
                     f"{fewest_tokens} (max_length - max_prompt_length): raise max_length, or remove the record whose "
-                    f"prompt ends in {prompt.text[-SHOWN_AROUND:]!r}"
+                    f"prompt ends in {unescape(prompt.text[-SHOWN_AROUND:])!r}"
                 )
 
     def _sum_weights(self) -> dict[str, float]:
@@ -389,15 +400,15 @@ class SplitCounter:
         return sums
 
     def _truncate(
-        self, example: TextExample, ids: Mapping[str, list[int]], max_length: int, max_prompt_length: int
+        self, example: TextExample, tokens: Tokens, max_length: int, max_prompt_length: int
     ) -> tuple[list[int], list[list[int]]]:
         """Truncate an example, and count what that changes.
 
-        `ids` has the token ids of each text. Returns the prompt's token ids, and those of each response.
+        Returns the prompt's token ids, and those of each response.
         """
         prompt, _, texts, pieces = example
-        tokenizer = self.encode.tokenizer
-        untruncated = append_eos(prompt.text, pieces, ids, tokenizer, rendered=prompt.rendered)
+        options = {"rendered": prompt.rendered, "apart": prompt.apart}
+        untruncated = append_eos(prompt.text, pieces, tokens, self.encode.tokenizer, **options)
         prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
         untruncated_prompt, untruncated_responses = untruncated
         self.counts["truncated_prompts"] += prompt_ids != untruncated_prompt

@@ -15,6 +15,7 @@ from dpo.data.records import FORMATS, is_system_unused, name_kind, read_record, 
 from dpo.data.schema import ASSISTANT, PreferenceData, get_field
 from dpo.data.sources import iterate_places
 from dpo.data.templates import ChatTemplate
+from dpo.data.tokenization import remove_final_eos
 from dpo.data.verdicts import find_verdicts
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST
@@ -82,8 +83,9 @@ def get_custom(
             used = used | pair
         record = read_record(row, used, where, name=name)
         if data is None:
-            data = PreferenceData(truncation_mode="keep_start", rendered=record.is_chat)
             data_format = data_format or recognize_format(row, used, record)
+            is_apart = data_format == "hh"  # as the dataset hh, whatever its name
+            data = PreferenceData(truncation_mode="keep_end", rendered=record.is_chat, apart=is_apart)
         elif data.rendered != record.is_chat:
             raise InputError(
                 f"{where} holds {name_kind(record.is_chat)}, and earlier records hold {name_kind(not record.is_chat)}: "
@@ -94,6 +96,8 @@ def get_custom(
             chat = template.render(prompt, responses, record.tools, where)
             prompt, responses = chat.prompt, chat.responses
             data.add_chat(chat)
+        elif not data.apart:  # tokenization appends EOS
+            responses = [remove_final_eos(response, tokenizer) for response in responses]
         tally["unused system turns"] += is_system_unused(row, used, record)
         tally["texts with tools"] += bool(record.tools) and not record.is_chat
         if not (record.prompt or record.input):
@@ -113,7 +117,7 @@ def get_custom(
             tally["lists without pairs"] += len(set(scores)) == 1
         tally["diverging dialogues"] += data_format == "hh" and any(ASSISTANT in response for response in responses)
         data.add_record(prompt, responses, label=record.label, scores=scores)
-    data = data if data is not None else PreferenceData(truncation_mode="keep_start")
+    data = data if data is not None else PreferenceData(truncation_mode="keep_end")
     format_note = f"format {data_format}" if data_format else ""
     note = "; ".join(filter(None, (format_note, recognized.describe(columns))))
     if note:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dpo.data.table import Prompt
-from dpo.data.tokenization import TextEncoder, append_eos, truncate
+from dpo.data.tokenization import TextEncoder, Tokens, append_eos, unescape
+from dpo.data.truncation import truncate
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
 
@@ -39,6 +40,7 @@ class Example(NamedTuple):
     dataset: str = ""
     digest: str = ""  # from `text_digest`; identifies the example in every run
     truncated: bool = False  # whether the prompt or a response was truncated
+    prompt_is_cut: bool = False
     roles: tuple[str, ...] = TRAINS_ON["pairs"]  # one for each response
     weight: float = 1.0  # in the mean of losses
     margin: float | None = None  # by which the chosen reward should exceed the rejected one; None: it has no effect
@@ -88,7 +90,7 @@ def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for text in (prompt, *chain.from_iterable(responses.items())):
-        data = text.encode("utf-8", "surrogatepass")
+        data = unescape(text).encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)  # with lengths, so that ("ab", "c") is not ("a", "bc")
     return digest.hexdigest()
 
@@ -129,7 +131,8 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
             raise InputError("all prompts have the same text, and this loss needs responses to other prompts: add data")
         other_example = _read_example(other, example.example_index % len(other.examples))
         # `rendered` allows EOS inside texts: the other prompt's responses may need that, even if this prompt does not
-        prompt = prompt._replace(rendered=prompt.rendered or other.rendered)
+        both = {"rendered": prompt.rendered or other.rendered, "apart": prompt.apart and other.apart}
+        prompt = prompt._replace(**both)
         mismatched.append(other_example._replace(prompt=prompt, example_index=example.example_index))
     return mismatched
 
@@ -180,6 +183,27 @@ def iterate_once(counts: Sequence[int], *, batch_size: int, n_examples: int, see
         yield batch
 
 
+def tokenize(examples: Sequence[TextExample], encode: TextEncoder) -> list[Tokens]:
+    """Tokenize examples, whole or apart (`Prompt.apart`), without truncation and EOS."""
+    apart = [example for example in examples if example.prompt.apart]
+    ids = encode(text for example in apart for text in (example.prompt.text, *chain(*example.pieces)))
+    whole = iter(
+        encode.encode_whole(
+            [
+                (example.prompt.text, example.pieces, example.prompt.all_pieces())
+                for example in examples
+                if not example.prompt.apart
+            ]
+        )
+    )
+    return [
+        Tokens(ids[example.prompt.text], [[ids[text] for text in pieces] for pieces in example.pieces])
+        if example.prompt.apart
+        else next(whole)
+        for example in examples
+    ]
+
+
 def encode_examples(
     examples: Sequence[TextExample], encode: TextEncoder, *, max_length: int, max_prompt_length: int
 ) -> list[Example]:
@@ -187,10 +211,12 @@ def encode_examples(
 
     Raises InputError for a text that contains EOS.
     """
-    token_ids = encode(text for example in examples for text in (example.prompt.text, *chain(*example.pieces)))
     encoded = []
-    for prompt, example_index, texts, pieces in examples:
-        untruncated = append_eos(prompt.text, pieces, token_ids, encode.tokenizer, rendered=prompt.rendered)
+    for example, tokens in zip(examples, tokenize(examples, encode), strict=True):
+        prompt, example_index, texts, pieces = example
+        untruncated = append_eos(
+            prompt.text, pieces, tokens, encode.tokenizer, rendered=prompt.rendered, apart=prompt.apart
+        )
         prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
         encoded.append(
             Example(
@@ -200,28 +226,29 @@ def encode_examples(
                 dataset=prompt.dataset,
                 digest=text_digest(prompt.text, texts),
                 truncated=(prompt_ids, responses) != untruncated,
+                prompt_is_cut=prompt_ids != tokens.prompt,
                 roles=tuple(texts),
                 weight=1.0 if prompt.weights is None else prompt.weights[example_index],
                 margin=None if prompt.margins is None else prompt.margins[example_index],
-                cuts=cut_tokens(pieces, token_ids, responses),
+                cuts=cut_tokens(pieces, tokens, responses),
             )
         )
     return encoded
 
 
 def cut_tokens(
-    pieces: Sequence[Sequence[str]], ids: Mapping[str, list[int]], responses: Sequence[Sequence[int]]
+    pieces: Sequence[Sequence[str]], tokens: Tokens, responses: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
     """Find the cuts of truncated responses, in tokens.
 
-    Returns an empty tuple if all tokens are scored. `pieces` has the pieces of each response. Raises InputError if
-    truncation leaves no scored token.
+    Returns an empty tuple if all tokens are scored. `pieces` has the pieces of each response, and `tokens` their ids.
+    Raises InputError if truncation leaves no scored token.
     """
     if all(len(texts) == 1 for texts in pieces):
         return ()
     cuts = []
-    for texts, response in zip(pieces, responses, strict=True):
-        ends = [*accumulate(len(ids[text]) for text in texts[:-1])]
+    for texts, ids, response in zip(pieces, tokens.responses, responses, strict=True):
+        ends = [*accumulate(map(len, ids[:-1]))]
         if len(ends) % 2:  # the last piece is not scored, nor is EOS
             ends.append(len(response))
         cuts.append(tuple(min(end, len(response)) for end in ends))

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import combinations, product
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from dpo.data.tokenization import TruncationMode
+from dpo.data.truncation import TruncationMode
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 
@@ -59,9 +59,10 @@ class PreferenceData(dict[str, Entry]):
     It also has `notes` about the data, to be printed.
     """
 
-    def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False) -> None:
+    def __init__(self, *, truncation_mode: TruncationMode, rendered: bool = False, apart: bool = True) -> None:
         super().__init__()
         self.truncation_mode = truncation_mode
+        self.apart = apart  # as the reference code tokenizes prompt and response; otherwise as one text
         self.rendered = rendered  # by a chat template: EOS in a prompt is the end of a turn
         # the messages from which the chat template rendered each prompt, and the tools that they may call
         self.messages: dict[str, Messages] = {}
@@ -185,7 +186,7 @@ class PreferenceData(dict[str, Entry]):
         random.Random(42).shuffle(prompts)
         n_test = max(1, len(prompts) // 10)
         selected = set(prompts[:n_test] if split == "test" else prompts[n_test:])
-        part = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered)
+        part = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered, apart=self.apart)
         part.update((prompt, entry) for prompt, entry in self.items() if prompt in selected)
         part.notes = self.notes
         for name in ("messages", "tools", "cuts", "weights", "margins"):

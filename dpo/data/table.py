@@ -24,7 +24,8 @@ import pyarrow as pa
 import pyarrow.json
 
 from dpo.data.schema import Messages, PreferenceData
-from dpo.data.tokenization import TruncationMode, split_at_cuts
+from dpo.data.tokenization import split_at_cuts
+from dpo.data.truncation import TruncationMode
 from dpo.errors import InputError, RunError
 from dpo.losses import TRAINS_ON
 from dpo.system.plain_files import read_json, remove
@@ -45,6 +46,7 @@ def make_schema(trains_on: str) -> pa.Schema:
             "examples": pa.list_(pa.struct({role: pa.int32() for role in roles})),
             "truncation_mode": pa.string(),
             "rendered": pa.bool_(),
+            "apart": pa.bool_(),
             "dataset": pa.string(),
             "messages": pa.large_string(),  # as JSON
             "tools": pa.large_string(),  # as JSON
@@ -71,6 +73,7 @@ class Prompt(NamedTuple):
     tools: list[Any] | None = None  # that the messages may call
     # for each response, alternately where a part that is not scored begins and ends; None: all text is scored
     cuts: list[list[int]] | None = None
+    apart: bool = True  # as the reference code tokenizes prompt and response; otherwise as one text
 
     def texts(self, example_index: int) -> dict[str, str]:
         """The responses of an example by role.
@@ -83,7 +86,14 @@ class Prompt(NamedTuple):
     def pieces(self, example_index: int) -> list[list[str]]:
         """The pieces of each response of an example (`split_at_cuts`)."""
         roles = self.examples[example_index] if self.examples else {}
-        return [split_at_cuts(self.responses[i], self.cuts[i] if self.cuts else ()) for i in roles.values()]
+        return [self._split(i) for i in roles.values()]
+
+    def all_pieces(self) -> list[list[str]]:
+        """The pieces of all responses."""
+        return [self._split(i) for i in range(len(self.responses))]
+
+    def _split(self, index: int) -> list[str]:
+        return split_at_cuts(self.responses[index], self.cuts[index] if self.cuts else ())
 
 
 def iterate_prompts(
@@ -138,6 +148,7 @@ def iterate_prompts(
                 margins=None if margins is None else [margins[record] for record in records],
                 tools=tools if with_messages else None,
                 cuts=None if cuts is None else [cuts.get(response, []) for response in responses],
+                apart=data.apart,
             )
 
 

@@ -26,7 +26,7 @@ from dpo.data.asking import (
 )
 from dpo.data.records import common_start
 from dpo.data.schema import THOUGHTS, Chat, Messages, read_message, read_tools
-from dpo.data.tokenization import TextEncoder, unescape
+from dpo.data.tokenization import TextEncoder, remove_final_eos, unescape
 from dpo.errors import InputError
 from dpo.numbers import count
 
@@ -72,8 +72,8 @@ class ChatTemplate:
         # the generation prompt may have what a finished turn lacks, such as a thinking tag: keep what all begin with
         open_prompt, prompt_text = conversation.find_start(before, dialogues, continued=continued)
         self._check(conversation, before, answers, open_prompt, dialogues)
-        eos, start = self.tokenizer.eos_token, len(prompt_text)
-        texts = [_remove_final_eos(dialogue[start:], eos) for dialogue in dialogues]
+        start = len(prompt_text)
+        texts = [remove_final_eos(dialogue[start:], self.tokenizer) for dialogue in dialogues]
         cuts = []
         for chat, dialogue, text in zip(chats, dialogues, texts, strict=True):
             turns = range(len(before) - continued, len(chat))
@@ -331,9 +331,3 @@ def _find_dropped(messages: Messages, rendered: str) -> str:
     n_lacking = bisect_left(range(len(text)), True, key=lambda start: is_there(text[start:]))
     rest_of_word = takewhile(lambda character: not character.isspace(), text[n_lacking:])
     return text[:n_lacking] + "".join(rest_of_word)
-
-
-def _remove_final_eos(text: str, eos: str | None) -> str:
-    """Remove the EOS that ends a turn, because tokenization appends one."""
-    stripped = text.rstrip()
-    return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text

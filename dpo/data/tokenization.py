@@ -1,29 +1,48 @@
-"""Conversion of texts to token ids, with EOS and truncation."""
+"""Conversion of texts to token ids, whole or apart.
+
+A user's conversation is tokenized once, and its tokens are cut where prompt and response, or scored and other text,
+meet. Where a token would lie on both sides, the text is cut first, and both sides are tokenized apart, as all texts of
+the reference code's datasets are.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import chain, pairwise
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain, pairwise
 from threading import Lock
-from typing import Any, Literal
+from typing import Any, NamedTuple
+
+from tokenizers import Encoding, Tokenizer
 
 from dpo.errors import InputError
 
-TruncationMode = Literal["keep_start", "keep_end"]
-
 ESCAPE = "\ufdd0"  # a noncharacter, which no text has; in a control token's string it makes that string ordinary text
+# Before a text that does not begin the whole, so that no space is put before it. The first one is taken whose tokens
+# do not join those of the text.
+MARKERS = ("\n", "|", "x", "\ue000")
+PRIVATE = "\ufdd1"  # a noncharacter, as ESCAPE is; around a number it stands for a control token
+
+Parts = tuple[str, ...]
+Job = tuple[Parts, bool]  # and whether they begin the whole text
+
+
+def list_control(tokenizer: Any) -> list[str]:
+    """Strings of the special tokens, the longest first."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(special | set(tokenizer.all_special_tokens) - {""}, key=lambda token: (-len(token), token))
 
 
 @lru_cache(maxsize=4)
 def find_control(tokenizer: Any) -> re.Pattern[str]:
     """Pattern of the strings of special tokens that are not escaped."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    strings = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)  # the longest is matched
     # a string of one character has no place inside for ESCAPE, which follows it
-    return re.compile("|".join(re.escape(s) + (f"(?!{ESCAPE})" if len(s) == 1 else "") for s in strings if s) or "(?!)")
+    choices = (re.escape(s) + (f"(?!{ESCAPE})" if len(s) == 1 else "") for s in list_control(tokenizer))
+    return re.compile("|".join(choices) or "(?!)")
 
 
 def escape_control(text: str, tokenizer: Any) -> str:
@@ -42,6 +61,184 @@ def unescape(text: str) -> str:
     return text.replace(ESCAPE, "")
 
 
+class Cut(NamedTuple):
+    """Token ids of each part, and between which parts the text was cut first."""
+
+    ids: list[list[int]]
+    was_cut: tuple[bool, ...]
+
+
+class PartsEncoder:
+    """Tokenizes texts of several parts, without special tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, jobs: Iterable[Job]) -> dict[Job, Cut]:
+        """Tokenize the distinct texts, all in one call."""
+        distinct = list(dict.fromkeys(jobs))
+        found: dict[Job, Cut] = {}
+        divided: dict[Job, tuple[list[Job], list[bool]]] = {}
+        for job, (ids, limits) in zip(distinct, self._encode(distinct), strict=True):
+            crossed = [limit is None for limit in limits]
+            if any(crossed):
+                divided[job] = _divide(job, crossed), crossed
+            else:
+                found[job] = Cut([ids[i:j] for i, j in pairwise((0, *limits, len(ids)))], tuple(crossed))
+        if divided:
+            below = self(chain.from_iterable(jobs for jobs, _ in divided.values()))
+            for job, (jobs, crossed) in divided.items():
+                # a text that was divided may be cut at further places
+                deeper = iter([*chain.from_iterable((*below[each].was_cut, True) for each in jobs)])
+                ids = [*chain.from_iterable(below[each].ids for each in jobs)]
+                found[job] = Cut(ids, tuple(next(deeper) for _ in crossed))
+        return found
+
+    def _encode(self, jobs: Sequence[Job]) -> list[tuple[list[int], list[int | None]]]:
+        """Tokenize each text; find the number of tokens before each limit of two parts.
+
+        None if a token lies on both sides.
+        """
+        if not jobs:
+            return []
+        if self._plain is None:
+            return [self._encode_in_python(*job) for job in jobs]
+        encoded: dict[int, tuple[list[int], list[int | None]]] = {}
+        bare = [i for i, (_, begins) in enumerate(jobs) if begins or not self._adds_prefix]
+        behind = [i for i in range(len(jobs)) if i not in set(bare)]
+        for marker in MARKERS:
+            marked = self._encode_plain([(marker, *jobs[i][0]) for i in behind])
+            for i, (ids, limits) in zip(behind, marked, strict=True):
+                first, *rest = limits
+                if first is not None:
+                    encoded[i] = ids[first:], [None if limit is None else limit - first for limit in rest]
+            behind = [i for i in behind if i not in encoded]
+        bare += behind
+        encoded |= dict(zip(bare, self._encode_plain([jobs[i][0] for i in bare]), strict=True))
+        return [encoded[i] for i in range(len(jobs))]
+
+    def _encode_plain(self, texts: Sequence[Parts]) -> list[tuple[list[int], list[int | None]]]:
+        encoded: dict[int, tuple[list[int], list[int | None]]] = {}
+        escaped = [any(ESCAPE in part for part in parts) for parts in texts]
+        for with_escape in {*escaped}:
+            backend, renamed = self._twin if with_escape else (self._plain, {})
+            indices = [i for i, value in enumerate(escaped) if value == with_escape]
+            written = [[self._rename(part) for part in texts[i]] if with_escape else texts[i] for i in indices]
+            encodings = backend.encode_batch(["".join(parts) for parts in written], add_special_tokens=False)
+            for i, parts, encoding in zip(indices, written, encodings, strict=True):
+                ids = [renamed.get(token, token) for token in encoding.ids] if renamed else encoding.ids
+                positions = accumulate(map(len, parts[:-1]))
+                encoded[i] = ids, [_find_limit(encoding, position, len(ids)) for position in positions]
+        return [encoded[i] for i in range(len(texts))]
+
+    def _encode_in_python(self, parts: Parts, begins: bool) -> tuple[list[int], list[int | None]]:
+        """Tokenize the parts one by one, as there are no offsets."""
+        if any(ESCAPE in part for part in parts):
+            raise InputError(
+                f"{self.tokenizer.__class__.__name__} is a tokenizer in Python, which cannot take the control tokens "
+                f"in the message {unescape(''.join(parts))[:200]!r} for ordinary text: remove them"
+            )
+        ids = [
+            self._call(part) if begins and i == 0 else self._call_behind_marker(part) for i, part in enumerate(parts)
+        ]
+        return [*chain(*ids)], [*accumulate(map(len, ids[:-1]))]
+
+    def _call(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _call_behind_marker(self, text: str) -> list[int]:
+        for marker in MARKERS:
+            marker_ids, ids = self._call(marker), self._call(marker + text)
+            if ids[: len(marker_ids)] == marker_ids:
+                return ids[len(marker_ids) :]
+        return self._call(text)
+
+    @cached_property
+    def _adds_prefix(self) -> bool:
+        """Whether the tokenizer begins texts with something of its own, as Llama 2's does with a space."""
+        [(alone, _), (behind, [limit])] = self._encode_plain([("a",), (MARKERS[0], "a")])
+        return limit is None or behind[limit:] != alone
+
+    @cached_property
+    def _settings(self) -> dict[str, Any] | None:
+        """The fast tokenizer without what changes offsets; None for a tokenizer in Python."""
+        if not self.tokenizer.is_fast:
+            return None
+        try:
+            settings = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        except Exception:  # the library's own error for a tokenizer with parts in Python
+            return None
+        return settings | {"post_processor": None, "truncation": None, "padding": None}
+
+    @cached_property
+    def _plain(self) -> Tokenizer | None:
+        if self._settings is None:
+            return None
+        plain = Tokenizer.from_str(json.dumps(self._settings))
+        plain.encode_special_tokens = bool(getattr(self.tokenizer, "split_special_tokens", False))
+        return plain
+
+    def _rename(self, text: str) -> str:
+        """Write a text for `_twin`: control tokens under private names, and escaped ones as letters."""
+        return unescape(find_control(self.tokenizer).sub(lambda match: self._names[match[0]], text))
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        return {token: f"{PRIVATE}{i}{PRIVATE}" for i, token in enumerate(list_control(self.tokenizer))}
+
+    @cached_property
+    def _twin(self) -> tuple[Tokenizer, dict[int, int]]:
+        """The tokenizer with control tokens under private names, and its ids that differ.
+
+        So their own names are ordinary text.
+        """
+        settings, names = copy.deepcopy(self._settings), self._names
+        for token in settings["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = settings["model"]
+        # a word may be a control token too, and then merges make it of letters: its name stays in the vocabulary
+        merges = (merge if isinstance(merge, list) else merge.split(" ") for merge in model.get("merges", ()))
+        merged = {"".join(merge) for merge in merges}
+        renamed = {token: name for token, name in names.items() if token not in merged}
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {renamed.get(token, token): i for token, i in model["vocab"].items()}
+        else:  # Unigram's pieces with their scores
+            model["vocab"] = [[renamed.get(token, token), score] for token, score in model["vocab"]]
+        if model.get("unk_token") in renamed:
+            model["unk_token"] = renamed[model["unk_token"]]
+        twin = Tokenizer.from_str(json.dumps(settings))
+        ids = {twin.token_to_id(name): self.tokenizer.convert_tokens_to_ids(token) for token, name in names.items()}
+        return twin, {twin_id: token_id for twin_id, token_id in ids.items() if twin_id != token_id}
+
+
+def _divide(job: Job, crossed: Sequence[bool]) -> list[Job]:
+    """Divide a text where tokens cross the limits of parts."""
+    parts, begins = job
+    starts = [0, *(i for i, is_crossed in enumerate(crossed, start=1) if is_crossed), len(parts)]
+    return [(parts[start:end], begins and start == 0) for start, end in pairwise(starts)]
+
+
+def _find_limit(encoding: Encoding, position: int, n_tokens: int) -> int | None:
+    """Count the tokens before a position; None if a token lies on both sides."""
+    if position == 0:
+        return 0
+    token = encoding.char_to_token(position)
+    if token is not None:  # the first token with this character
+        return token if encoding.token_to_chars(token)[0] == position else None
+    # the text ends here, or a normalizer has removed the character
+    spans = encoding.offsets
+    n_before = next((i for i, (start, _) in enumerate(spans) if start >= position), n_tokens)
+    return None if any(end > position for _, end in spans[:n_before]) else n_before
+
+
+class Tokens(NamedTuple):
+    """Token ids of a prompt and of each piece of its responses, without EOS."""
+
+    prompt: list[int]
+    responses: list[list[list[int]]]
+    crosses: bool = False  # a token would cross a limit, so the text is tokenized apart there
+
+
 class TextEncoder:
     """Tokenizes texts without special tokens; threads may share it.
 
@@ -51,22 +248,69 @@ class TextEncoder:
 
     def __init__(self, tokenizer: Any, *, largest: int = -1) -> None:
         self.tokenizer, self.largest = tokenizer, largest
+        self._parts = PartsEncoder(tokenizer)
         self._lock = Lock()  # a tokenizer is not safe for threads: a call changes its settings
         self._n_embeddings = math.inf  # unknown until `check_vocabulary`
 
     def __call__(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """Tokenize the distinct texts; return the token ids of each.
+        """Tokenize the distinct texts, each apart; return the token ids of each.
 
         Raises InputError for a token id without an embedding in the model.
         """
         distinct = list(dict.fromkeys(texts))
         if not distinct:
             return {}
+        plain = [text for text in distinct if ESCAPE not in text]
         with self._lock:
-            token_ids = self.tokenizer(distinct, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-            self.largest = max(self.largest, *(max(ids, default=-1) for ids in token_ids))
+            cuts = self._parts(((text,), True) for text in distinct if ESCAPE in text)
+            ids = {text: cut.ids[0] for ((text,), _), cut in cuts.items()}
+            if plain:
+                encoded = self.tokenizer(plain, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+                ids |= zip(plain, encoded, strict=True)
+        self._check(ids.values())
+        return ids
+
+    def encode_whole(
+        self, conversations: Sequence[tuple[str, Sequence[Sequence[str]], Sequence[Sequence[str]]]]
+    ) -> list[Tokens]:
+        """Tokenize prompts with their responses, each conversation as one text.
+
+        A conversation is (prompt, responses as pieces, further responses to the prompt). All these responses decide
+        whether the prompt is tokenized apart, so that its tokens do not depend on which of them are asked for.
+        """
+        jobs = [
+            [((prompt, *pieces), True) for pieces in (*responses, *others)] or [((prompt,), True)]
+            for prompt, responses, others in conversations
+        ]
+        with self._lock:
+            cuts = self._parts(chain.from_iterable(jobs))
+            apart = [  # where the prompt is cut off first, or its tokens differ
+                any(cuts[job].was_cut[:1] == (True,) for job in of_prompt)
+                or any(cuts[job].ids[0] != cuts[of_prompt[0]].ids[0] for job in of_prompt)
+                for of_prompt in jobs
+            ]
+            jobs_apart = (
+                job
+                for (prompt, responses, _), is_apart in zip(conversations, apart, strict=True)
+                if is_apart
+                for job in (((prompt,), True), *((tuple(pieces), False) for pieces in responses))
+            )
+            cuts |= self._parts(jobs_apart)
+        encoded = []
+        for (prompt, responses, _), of_prompt, is_apart in zip(conversations, jobs, apart, strict=True):
+            if is_apart:
+                ids = [cuts[tuple(pieces), False].ids for pieces in responses]
+                encoded.append(Tokens(cuts[(prompt,), True].ids[0], ids, crosses=True))
+            else:
+                own = [cuts[job] for job in of_prompt[: len(responses)]]
+                crosses = any(any(cut.was_cut) for cut in own)
+                encoded.append(Tokens(cuts[of_prompt[0]].ids[0], [cut.ids[1:] for cut in own], crosses))
+        self._check(ids for tokens in encoded for ids in (tokens.prompt, *chain(*tokens.responses)))
+        return encoded
+
+    def _check(self, token_ids: Iterable[Sequence[int]]) -> None:
+        self.largest = max(self.largest, *(max(ids, default=-1) for ids in token_ids), -1)
         self.check_vocabulary(self._n_embeddings)
-        return dict(zip(distinct, token_ids, strict=True))
 
     def check_vocabulary(self, n_embeddings: float) -> None:
         """Raise InputError for a token id without an embedding.
@@ -82,72 +326,44 @@ class TextEncoder:
             )
 
 
-def truncate(
-    prompt: list[int],
-    responses: Sequence[list[int]],
-    mode: TruncationMode,
-    max_length: int,
-    max_prompt_length: int,
-) -> tuple[list[int], list[list[int]]]:
-    """Truncate a prompt and its responses by the reference code's rule.
-
-    Responses have EOS, which counts. If the prompt with the longest response has more than `max_length` tokens, the
-    prompt is cut to `max_prompt_length`; `mode` says whether its start or its end is kept. If that is not enough, every
-    response is cut to `max_length - max_prompt_length` tokens, even if a short prompt leaves room for more.
-    """
-    longest = max(map(len, responses), default=0)
-    if len(prompt) + longest > max_length:
-        prompt = prompt[:max_prompt_length] if mode == "keep_start" else prompt[-max_prompt_length:]
-    if len(prompt) + longest > max_length:
-        responses = [response[: max_length - max_prompt_length] for response in responses]
-    return prompt, list(responses)
-
-
 def split_at_cuts(text: str, cuts: Sequence[int]) -> list[str]:
     """Split a response into pieces, scored and not scored in turn.
 
     The first piece is scored; it is empty if the response begins with text that is not scored. If the number of cuts is
-    odd, neither the last piece nor EOS is scored. A response without cuts is one piece. Pieces are tokenized one by
-    one, as prompt and response are, so no token is partly scored.
+    odd, neither the last piece nor EOS is scored. A response without cuts is one piece.
     """
     return [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
+
+
+def remove_final_eos(text: str, tokenizer: Any) -> str:
+    """Remove the EOS that ends a response, because `append_eos` appends one."""
+    eos, stripped = getattr(tokenizer, "eos_token", None), text.rstrip()
+    return stripped.removesuffix(eos) if eos and stripped.endswith(eos) else text
 
 
 def append_eos(
     prompt: str,
     responses: Sequence[Sequence[str]],
-    ids: Mapping[str, list[int]],
+    tokens: Tokens,
     tokenizer: Any,
     *,
     rendered: bool = False,
+    apart: bool = True,
 ) -> tuple[list[int], list[list[int]]]:
-    """Look up token ids, and append EOS to those of each response.
+    """Append EOS to the token ids of each response.
 
-    A response is a list of pieces. `ids` has the token ids of each text. Returns the ids of the prompt, and those of
-    each response. Raises InputError if a text contains EOS, unless a chat template has `rendered` the texts: there EOS
-    ends a turn.
+    Returns the ids of the prompt, and those of each response, which is a list of pieces. Raises InputError if a text
+    contains EOS, unless a chat template has `rendered` the texts: there EOS ends a turn. A prompt that is not tokenized
+    apart may have EOS too, as it may be a chat that somebody has rendered.
     """
     eos = tokenizer.eos_token_id
     if eos is None:
         raise InputError("the tokenizer has no EOS token, which must end every response: set tokenizer.eos_token")
-    for kind, text in (("prompt", prompt), *(("response", text) for text in chain(*responses))):
-        if eos in ids[text] and not rendered:
+    texts = [("response", text) for text in chain(*responses)]
+    ids = [*chain(*tokens.responses)]
+    if apart:
+        texts, ids = [("prompt", prompt), *texts], [tokens.prompt, *ids]
+    for (kind, text), text_ids in zip(texts, ids, strict=True):
+        if eos in text_ids and not rendered:
             raise InputError(f"EOS token {tokenizer.eos_token!r} inside a {kind}: remove it from {text!r}")
-    return ids[prompt], [[*chain(*map(ids.__getitem__, pieces)), eos] for pieces in responses]
-
-
-def encode_texts(
-    prompt: str,
-    responses: Sequence[str],
-    encode: TextEncoder,
-    *,
-    truncation_mode: TruncationMode,
-    max_length: int,
-    max_prompt_length: int,
-    rendered: bool = False,
-) -> tuple[list[int], list[list[int]]]:
-    """Tokenize a prompt and its responses, append EOS, and truncate them together."""
-    token_ids = encode([prompt, *responses])
-    pieces = [[response] for response in responses]
-    untruncated = append_eos(prompt, pieces, token_ids, encode.tokenizer, rendered=rendered)
-    return truncate(*untruncated, truncation_mode, max_length, max_prompt_length)
+    return tokens.prompt, [[*chain(*pieces), eos] for pieces in tokens.responses]

@@ -13,7 +13,7 @@ import torch
 from dpo.data.collation import PaddedBatch
 from dpo.data.examples import Example
 from dpo.data.table import Prompt
-from dpo.data.tokenization import TextEncoder
+from dpo.data.tokenization import unescape
 from dpo.errors import one_sentence
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
@@ -113,19 +113,17 @@ def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None
 CUT = "[...]"  # replaces the truncated part of a prompt
 
 
-def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], encode: TextEncoder) -> list[str]:
+def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], tokenizer: Any) -> list[str]:
     """The texts of prompts as fed, with CUT for truncated text."""
     texts = []
     for example in examples:
-        prompt_index = example.id[0]
-        full_text = prompts[prompt_index].text
-        full_ids, fed_ids = encode([full_text])[full_text], list(example.prompt)
-        if fed_ids == full_ids:
-            texts.append(full_text)
-        elif fed_ids == full_ids[: len(fed_ids)]:
-            texts.append(f"{encode.tokenizer.decode(fed_ids)} {CUT}")
+        prompt = prompts[example.id[0]]
+        if not example.prompt_is_cut:
+            texts.append(unescape(prompt.text))
+        elif prompt.truncation_mode == "keep_start":
+            texts.append(f"{tokenizer.decode(list(example.prompt))} {CUT}")
         else:
-            texts.append(f"{CUT} {encode.tokenizer.decode(fed_ids)}")
+            texts.append(f"{CUT} {tokenizer.decode(list(example.prompt))}")
     return texts
 
 

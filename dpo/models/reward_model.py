@@ -85,9 +85,13 @@ class RewardModel:
         Raises InputError if the chat template rejects the prompt.
         """
         if self.form in ("policy", "chat"):
-            texts = [prompt.text, answer] if self.form == "policy" else [self._render(prompt, answer)]
-            ids = self._encode(texts)
-            token_ids = [token for text in texts for token in ids[text]]
+            if self.form == "policy" and not prompt.apart:
+                [tokens] = self._encode.encode_whole([(prompt.text, [[answer]], [])])
+                token_ids = tokens.prompt + tokens.responses[0][0]
+            else:
+                texts = [prompt.text, answer] if self.form == "policy" else [self._render(prompt, answer)]
+                ids = self._encode(texts)
+                token_ids = [token for text in texts for token in ids[text]]
             if ended and self.form == "policy":
                 token_ids.append(self.tokenizer.eos_token_id)
             return {"input_ids": token_ids[-self.limit :] if self.limit else token_ids}

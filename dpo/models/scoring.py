@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dpo.data.table import Prompt
+from dpo.data.tokenization import unescape
 from dpo.errors import InputError, RunError, one_sentence
 from dpo.models.answers import Answer
 from dpo.models.reward_model import find_reward_structure, load_reward_model, notes_on
@@ -151,7 +152,7 @@ def load_function(function: str) -> Score:
         raise InputError(f"online.function={function}: {path} has no function {name}")
 
     def score(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Any:
-        return users_function([prompt.text for prompt in prompts], [answer.text for answer in answers])
+        return users_function([unescape(prompt.text) for prompt in prompts], [answer.text for answer in answers])
 
     return score
 

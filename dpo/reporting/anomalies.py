@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means, updates_at_start
+from dpo.data.tokenization import unescape
 from dpo.errors import RunError
 from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
@@ -71,7 +72,7 @@ class NonFiniteGuard(Callback):
             assert example.id is not None  # it came from the data
             prompt_number, index_in_prompt = example.id
             prompt = self.context.data.train[prompt_number]
-            texts = prompt.texts(index_in_prompt)  # by role
+            texts = {role: unescape(text) for role, text in prompt.texts(index_in_prompt).items()}
             if i in update.drawn:
                 chosen, rejected = update.drawn[i].pair
                 record: dict[str, Any] = {"chosen": chosen.text, "rejected": rejected.text}
@@ -90,7 +91,7 @@ class NonFiniteGuard(Callback):
             if prompt.margins is not None:
                 record["margin"] = prompt.margins[index_in_prompt]
             metrics = {name: column[i] for name, column in columns.items()}
-            line = {"prompt": prompt.text, **record, "prompt_number": prompt_number, **metrics}
+            line = {"prompt": unescape(prompt.text), **record, "prompt_number": prompt_number, **metrics}
             lines.append(json.dumps(line) + "\n")
         folder.mkdir(exist_ok=True)
         for split in ("train", "test"):  # a dataset needs both

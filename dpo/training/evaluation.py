@@ -98,7 +98,7 @@ class Evaluator:
             for model in models:
                 prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
                 by_model.append(sample_batches(model, continue_prompts, prompts, self.mesh))
-        texts = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.encode)]
+        texts = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.tokenizer)]
         samples = [
             Sample(text, continuation.text, reference=None, policy_ended=continuation.ended)
             for text, continuation in zip(texts, by_model[0], strict=True)

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from dpo.data.examples import Example, TextExample, iterate_once, list_examples, text_digest
+from dpo.data.examples import Example, TextExample, iterate_once, list_examples, text_digest, tokenize
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
-from dpo.data.tokenization import append_eos, truncate
+from dpo.data.tokenization import append_eos, unescape
+from dpo.data.truncation import truncate
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.models.answers import Answer, Drawn, Sampling, Tokens, answer
@@ -341,13 +342,18 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
 
     The prompt is truncated if it and `max_new_tokens` do not fit into `max_length`.
     """
-    token_ids = data.encode([prompt.text])
-    untruncated, _ = append_eos(prompt.text, [], token_ids, data.tokenizer, rendered=prompt.rendered)
+    [tokens] = tokenize([TextExample(prompt, 0, {}, [])], data.encode)
+    untruncated, _ = append_eos(prompt.text, [], tokens, data.tokenizer, rendered=prompt.rendered, apart=prompt.apart)
     longest_answer = [0] * plan.online.max_new_tokens  # only its length matters
     limits = plan.data.max_length, plan.data.max_prompt_length
     truncated, _ = truncate(untruncated, [longest_answer], prompt.truncation_mode, *limits)
     return Example(
-        tuple(truncated), (), id=(prompt.index_in_split, 0), dataset=prompt.dataset, truncated=truncated != untruncated
+        tuple(truncated),
+        (),
+        id=(prompt.index_in_split, 0),
+        dataset=prompt.dataset,
+        truncated=truncated != untruncated,
+        prompt_is_cut=truncated != untruncated,
     )
 
 
@@ -361,7 +367,7 @@ def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> Drawn:
     others = [i for i in range(len(answers)) if i != best]
     different = [i for i in others if answers[i].tokens != answers[best].tokens]
     worst = min(reversed(different or others), key=lambda i: answers[i].score)  # the last of equal scores
-    return Drawn(prompt.text, answers, best, worst)
+    return Drawn(unescape(prompt.text), answers, best, worst)
 
 
 def draw_label(drawn: Drawn, seed: Sequence[int]) -> Drawn:

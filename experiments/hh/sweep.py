@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.preference_scores import pair_logps
 from dpo.data.examples import Example
-from dpo.data.tokenization import truncate
 from dpo.data.tokenizer import load_tokenizer
+from dpo.data.truncation import truncate
 from dpo.errors import InputError
 from dpo.models.adapters import switch
 from dpo.models.answers import Sampling

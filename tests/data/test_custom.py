@@ -45,7 +45,7 @@ def test_texts_with_a_prompt_are_taken_as_they_are(tokenizer):
     assert data == {
         "Q:": {"responses": [" yes", " no", " sure", " never"], "pairs": [(0, 1), (2, 3)], "sft_target": " sure"}
     }
-    assert (data.truncation_mode, data.rendered) == ("keep_start", False)
+    assert (data.truncation_mode, data.rendered) == ("keep_end", False)
 
 
 @pytest.mark.parametrize(
@@ -553,7 +553,7 @@ OPENS_WITH_THINK = ENDS_TURNS_WITH_SEMICOLON.replace("<assistant>{% endif %}", "
 def test_messages_are_rendered_as_a_prompt_and_its_responses(row, template, prompt, responses, chat):
     data = get_custom([row], "mine", chat(template))
     assert data == {prompt: {"responses": responses, "pairs": [(0, 1)], "sft_target": responses[0]}}
-    assert (data.truncation_mode, data.rendered) == ("keep_start", True)
+    assert (data.truncation_mode, data.rendered) == ("keep_end", True)
 
 
 def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):

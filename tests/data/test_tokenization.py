@@ -15,8 +15,10 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from dpo.data.collation import concatenated_inputs, get_collate_fn, tokenize_batch_element
-from dpo.data.examples import text_digest
-from dpo.data.tokenization import TextEncoder, encode_texts, escape_control, truncate, unescape
+from dpo.data.examples import encode_examples, list_examples, text_digest
+from dpo.data.table import Prompt
+from dpo.data.tokenization import TextEncoder, escape_control, unescape
+from dpo.data.truncation import truncate
 from dpo.errors import InputError
 
 
@@ -123,16 +125,9 @@ def test_eos_inside_a_text_is_an_error_that_shows_the_text(tokenizer, place):
 
 
 def test_eos_that_a_chat_template_wrote_is_kept(tokenizer):
-    prompt, [response] = encode_texts(
-        "a<|endoftext|>",
-        [" b"],
-        TextEncoder(tokenizer),
-        truncation_mode="keep_start",
-        max_length=9,
-        max_prompt_length=4,
-        rendered=True,
-    )
-    assert (prompt, response) == ([65, 0], [276, 0])
+    chat = Prompt("a<|endoftext|>", [" b"], [{"chosen": 0}], "keep_start", rendered=True)
+    [example] = encode_examples(list_examples(chat), TextEncoder(tokenizer), max_length=9, max_prompt_length=4)
+    assert (example.prompt, example.responses) == ((65, 0), ((276, 0),))
 
 
 def test_an_unknown_truncation_mode_is_an_error_that_lists_the_choices(tokenizer):

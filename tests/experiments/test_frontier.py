@@ -14,8 +14,9 @@ import torch
 from support.models import plain_logps
 from support.runs import ROOT
 
-from dpo.data.examples import Example
-from dpo.data.tokenization import TextEncoder, encode_texts
+from dpo.data.examples import encode_examples, list_examples
+from dpo.data.table import Prompt
+from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import load_tokenizer
 from dpo.models.pretrained import load_model
 from experiments.frontier import __main__ as frontier
@@ -143,15 +144,9 @@ def test_the_leaves_are_what_the_trainer_scores(model, model_dir, logps):
     encode = TextEncoder(load_tokenizer(str(model_dir)))
     texts, examples = [TASK.text(leaf) for leaf in TASK.leaves], []
     for text in texts:
-        prompt, responses = encode_texts(
-            TASK.text(TASK.test_prompts[3]),
-            [text],
-            encode,
-            truncation_mode="keep_start",
-            max_length=TASK.prompt_length + TASK.response_length,
-            max_prompt_length=TASK.prompt_length,
-        )
-        examples.append(Example(tuple(prompt), tuple(map(tuple, responses))))
+        prompt = Prompt(TASK.text(TASK.test_prompts[3]), [text], [{"chosen": 0}], "keep_start", rendered=False)
+        lengths = {"max_length": TASK.prompt_length + TASK.response_length, "max_prompt_length": TASK.prompt_length}
+        examples += encode_examples(list_examples(prompt), encode, **lengths)
     assert [len(example.responses[0]) for example in examples] == [min(len(text) + 1, 3) for text in texts]
     with torch.no_grad():
         (scored,) = plain_logps(model, examples)

@@ -13,7 +13,6 @@ from torch._dynamo.utils import counters
 from dpo.data.collation import get_collate_fn, tokenize_batch_element
 from dpo.data.examples import Example
 from dpo.data.table import Prompt
-from dpo.data.tokenization import TextEncoder
 from dpo.models import generation
 from dpo.models.adapters import add_adapter, make_adapter_config
 from dpo.models.answers import Sampling, answer
@@ -85,9 +84,9 @@ def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
     prompts = ("\n\nHuman: Where?\n\nAssistant:", "\n\nHuman: Who has seen the red umbrella?\n\nAssistant:")
     rows = [tokenize_batch_element(prompt, " I.", " No.", mode, tokenizer, 20, 12) for prompt in prompts]
     ids = [tuple(row["prompt_input_ids"]) for row in rows]
-    examples = [Example(prompt, (), id=(i, 0)) for i, prompt in enumerate(ids)]
+    examples = [Example(prompt, (), id=(i, 0), prompt_is_cut=i == 1) for i, prompt in enumerate(ids)]
     stored = [Prompt(text, [], [], mode, False) for text in prompts]
-    assert generation.fed_prompts(examples, stored, TextEncoder(tokenizer)) == [prompts[0], fed]
+    assert generation.fed_prompts(examples, stored, tokenizer) == [prompts[0], fed]
 
 
 # --- a static cache ---------------------------------------------------------------------------------------------------

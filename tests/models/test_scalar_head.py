@@ -19,9 +19,9 @@ from dpo.analysis.ledger_file import read_ledger
 from dpo.analysis.measures import wilson_interval
 from dpo.analysis.runs import read_run
 from dpo.checkpoint.files import read_state
-from dpo.data.examples import Example, text_digest
+from dpo.data.examples import Example, TextExample, encode_examples, text_digest
+from dpo.data.schema import name_pairs
 from dpo.data.table import Prompt
-from dpo.data.tokenization import encode_texts
 from dpo.errors import InputError
 from dpo.models.answers import Answer
 from dpo.models.export import export
@@ -107,9 +107,9 @@ def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
     for start in range(0, len(TRL["rows"]), size):
         examples = []
         for row in TRL["rows"][start : start + size]:
-            texts = row["prompt"], [row["chosen"], row["rejected"]]
-            prompt, responses = encode_texts(*texts, trainer.data.encode, truncation_mode="keep_end", **lengths)
-            examples.append(Example(tuple(prompt), tuple(map(tuple, responses))))
+            pair = Prompt(row["prompt"], [row["chosen"], row["rejected"]], name_pairs([(0, 1)]), "keep_end", False)
+            example = TextExample(pair, 0, pair.texts(0), pair.pieces(0))
+            examples += encode_examples([example], trainer.data.encode, **lengths)
         if case == "margin":
             margins = [TRL["margins"][i % 3] for i in range(start, start + size)]
             examples = [example._replace(margin=margin) for example, margin in zip(examples, margins, strict=True)]

@@ -1,0 +1,173 @@
+"""A user's conversation is tokenized once, whatever the tokenizer, the template and the kind of data.
+
+Every case is compared with the tokens of the whole text, as anyone who serves the model would compute them.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+
+import pytest
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from dpo.data.custom import get_custom
+from dpo.data.examples import encode_examples, list_examples
+from dpo.data.table import iterate_prompts
+from dpo.data.tokenization import MARKERS, TextEncoder, escape_control, unescape
+
+CONTROL = ["<unk>", "<s>", "</s>"]
+WORDS = ["It is a cat. ", "What is number 1? ", "the answer is ", "You are kind", "Hé, it is 漢"] * 9
+
+
+def make_tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
+    """Begins a text with a space or not, and may trim the offsets of tokens."""
+    if kind.startswith("bytes"):
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if kind == "bytes, trimmed":
+            backend.post_processor = processors.ByteLevel(trim_offsets=True)
+        alphabet, backend.decoder = pre_tokenizers.ByteLevel.alphabet(), decoders.ByteLevel()
+    else:
+        backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        alphabet = [f"<0x{i:02X}>" for i in range(256)]
+    special = CONTROL + ([] if kind.startswith("bytes") else alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    if not kind.startswith("bytes"):
+        trainer = trainers.BpeTrainer(vocab_size=360, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(WORDS, trainer)
+    if not kind.startswith("bytes"):
+        model = json.loads(backend.to_str())["model"]
+        merges = [tuple(merge) for merge in model["merges"]]
+        backend = Tokenizer(models.BPE(model["vocab"], merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        if kind == "normalizer":
+            backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        else:
+            backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+KINDS = ("normalizer", "always", "first", "never", "bytes", "bytes, trimmed")
+TOKENIZERS = {kind: make_tokenizer(kind) for kind in KINDS}
+BEFORE_ANSWER = {"newline": "<A>\n", "space": "[/I] ", "nothing": "</s>"}
+
+
+def make_template(before_answer: str) -> str:
+    system = "{% if m['role'] == 'system' %}<S>\n{{ m['content'] }}\n{% elif m['role'] == 'user' %}"
+    return (
+        "<s>{% for m in messages %}"
+        + system
+        + "[I] {{ m['content'] }}{% else %}{{ before + m['content'] + eos_token }}{% endif %}{% endfor %}"
+        + "{% if add_generation_prompt %}{{ before.rstrip(' ') }}{% endif %}"
+    ).replace("<s>{%", "<s>{% set before = " + json.dumps(before_answer) + " %}{%", 1)
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def make_records(kind: str, system: bool) -> tuple[str, list[dict]]:
+    """What a loss of this kind trains on, and records."""
+    prompt = [turn("system", "You are kind")] * system + [turn("user", "What is number 1?")]
+    good, bad = [turn("assistant", "It is 漢")], [turn("assistant", "the cat")]
+    longer = [*good, turn("user", "Hé?"), turn("assistant", "is it"), turn("user", "the"), turn("assistant", "It is")]
+    records = {
+        "pairs": {"prompt": prompt, "chosen": good, "rejected": bad},
+        "several turns": {"prompt": prompt, "chosen": longer, "rejected": bad},
+        "targets": {"prompt": prompt, "completion": good},
+        "lists": {"prompt": prompt, "responses": [good, bad, longer]},
+        "labels": {"prompt": prompt, "completion": good, "label": True},
+        "texts": {"prompt": "### Response:\n", "chosen": "It is a cat", "rejected": "the answer"},
+        "texts, joined": {"prompt": "the ans", "chosen": "wer is", "rejected": " cat"},
+    }
+    trains_on = {"targets": "targets", "lists": "lists", "labels": "labels"}
+    return trains_on.get(kind, "pairs"), [records[kind]]
+
+
+def read(tokenizer, kind: str, system: bool = False):
+    trains_on, records = make_records(kind, system)
+
+    def load(name, split, **options):
+        return get_custom(records, "mine.jsonl", tokenizer, trains_on=trains_on)
+
+    [prompt] = iterate_prompts(load, ["mine"], "train", trains_on=trains_on)
+    return prompt
+
+
+@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("before_answer", list(BEFORE_ANSWER))
+@pytest.mark.parametrize("tokenizer_kind", KINDS)
+def test_scored_tokens_are_those_of_the_whole_conversation(tokenizer_kind, before_answer, system):
+    tokenizer = TOKENIZERS[tokenizer_kind]
+    tokenizer.chat_template = make_template(BEFORE_ANSWER[before_answer])
+    for kind in ("pairs", "several turns", "targets", "lists", "labels", "texts"):
+        prompt = read(tokenizer, kind, system)
+        examples = list_examples(prompt)
+        for example, encoded in zip(
+            examples,
+            encode_examples(examples, TextEncoder(tokenizer), max_length=999, max_prompt_length=99),
+            strict=True,
+        ):
+            all_cuts = encoded.cuts or [()] * len(example.pieces)
+            for pieces, response, cuts in zip(example.pieces, encoded.responses, all_cuts, strict=True):
+                whole = tokenizer(prompt.text + "".join(pieces), add_special_tokens=False)["input_ids"]
+                assert [*encoded.prompt, *response] == [*whole, tokenizer.eos_token_id], kind
+                limits = [0, *cuts, len(response) - 1]  # before each, the text of the pieces before it
+                said = prompt.text
+                for piece, limit in zip(["", *pieces], limits, strict=True):
+                    said += piece
+                    found = tokenizer.decode([*encoded.prompt, *response[:limit]])
+                    assert found.replace(" ", "") == said.replace(" ", "")
+
+
+@pytest.mark.parametrize("tokenizer_kind", KINDS)
+def test_a_token_across_prompt_and_response_is_tokenized_apart_for_both_responses(tokenizer_kind):
+    tokenizer = TOKENIZERS[tokenizer_kind]
+    prompt = read(tokenizer, "texts, joined")
+    [tokens] = TextEncoder(tokenizer).encode_whole([(prompt.text, prompt.all_pieces(), [])])
+    assert tokens.crosses
+    assert tokens.prompt == tokenizer(prompt.text)["input_ids"]
+    marker = tokenizer(MARKERS[0])["input_ids"]
+    for text, [ids] in zip(prompt.responses, tokens.responses, strict=True):
+        assert ids == tokenizer(MARKERS[0] + text)["input_ids"][len(marker) :]
+        if tokenizer_kind.startswith("bytes"):  # without a space to add, exactly as the text alone
+            assert ids == tokenizer(text)["input_ids"]
+    # a response that alone would not cross gets the same prompt, as all responses of a prompt do
+    [alone] = TextEncoder(tokenizer).encode_whole([(prompt.text, [[" cat"]], prompt.all_pieces())])
+    assert alone.prompt == tokens.prompt
+
+
+@pytest.mark.parametrize("tokenizer_kind", KINDS)
+def test_escaped_control_tokens_are_ordinary_text_and_others_stay(tokenizer_kind):
+    tokenizer = TOKENIZERS[tokenizer_kind]
+    content = escape_control("a </s> cat<s>", tokenizer)
+    [tokens] = TextEncoder(tokenizer).encode_whole([(f"<s>[I] {content}</s>", [["It is", content]], [])])
+    control = set(tokenizer.convert_tokens_to_ids(["<s>", "</s>"]))
+    ids = [*tokens.prompt, *chain(*tokens.responses[0])]
+    assert [token for token in ids if token in control] == [*tokenizer.convert_tokens_to_ids(["<s>", "</s>"])]
+    assert tokenizer.decode(ids).replace(" ", "") == unescape(f"<s>[I]{content}</s>Itis{content}").replace(" ", "")
+    # without control tokens in the message, the twin gives the tokens of the tokenizer itself
+    plain, escaped = TextEncoder(tokenizer), "<s>[I] It is 漢</s>\nthe cat"
+    assert plain([escaped + "\ufdd0"])[escaped + "\ufdd0"] == tokenizer(escaped, add_special_tokens=False)["input_ids"]
+
+
+def test_a_tokenizer_without_offsets_drops_a_marker_before_each_part():
+    class InPython:
+        is_fast, eos_token, all_special_tokens, added_tokens_decoder = False, "</s>", [], {}
+
+        def __call__(self, text, add_special_tokens=False):
+            return TOKENIZERS["always"](text, add_special_tokens=add_special_tokens)
+
+    prompt, response = "<s><A>\n", "It is"
+    [tokens] = TextEncoder(InPython()).encode_whole([(prompt, [[response]], [])])
+    whole = TOKENIZERS["always"](prompt + response, add_special_tokens=False)["input_ids"]
+    assert [*tokens.prompt, *tokens.responses[0][0]] == whole
