@@ -84,7 +84,7 @@ def get_custom(
         record = read_record(row, used, where, name=name)
         if data is None:
             data_format = data_format or recognize_format(row, used, record)
-            is_apart = data_format == "hh"  # as the dataset hh, whatever its name
+            is_apart = data_format == "hh" and not record.is_chat  # as the dataset hh, whatever its name
             data = PreferenceData(truncation_mode="keep_end", rendered=record.is_chat, apart=is_apart)
         elif data.rendered != record.is_chat:
             raise InputError(
