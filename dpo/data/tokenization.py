@@ -62,7 +62,7 @@ def unescape(text: str) -> str:
 
 
 class Cut(NamedTuple):
-    """Token ids of each part, and between which parts the text was cut first."""
+    """Token ids of each part, and where the text was cut first."""
 
     ids: list[list[int]]
     was_cut: tuple[bool, ...]
@@ -95,9 +95,9 @@ class PartsEncoder:
         return found
 
     def _encode(self, jobs: Sequence[Job]) -> list[tuple[list[int], list[int | None]]]:
-        """Tokenize each text; find the number of tokens before each limit of two parts.
+        """Tokenize each text; count the tokens before each limit of parts.
 
-        None if a token lies on both sides.
+        None instead of a number if a token lies on both sides.
         """
         if not jobs:
             return []
@@ -155,13 +155,16 @@ class PartsEncoder:
 
     @cached_property
     def _adds_prefix(self) -> bool:
-        """Whether the tokenizer begins texts with something of its own, as Llama 2's does with a space."""
+        """True if the tokenizer begins texts with a space, as Llama 2's."""
         [(alone, _), (behind, [limit])] = self._encode_plain([("a",), (MARKERS[0], "a")])
         return limit is None or behind[limit:] != alone
 
     @cached_property
     def _settings(self) -> dict[str, Any] | None:
-        """The fast tokenizer without what changes offsets; None for a tokenizer in Python."""
+        """The fast tokenizer without what changes offsets.
+
+        None for a tokenizer in Python.
+        """
         if not self.tokenizer.is_fast:
             return None
         try:
@@ -179,7 +182,7 @@ class PartsEncoder:
         return plain
 
     def _rename(self, text: str) -> str:
-        """Write a text for `_twin`: control tokens under private names, and escaped ones as letters."""
+        """Write control tokens under private names, and escaped ones as letters."""
         return unescape(find_control(self.tokenizer).sub(lambda match: self._names[match[0]], text))
 
     @cached_property
@@ -188,9 +191,9 @@ class PartsEncoder:
 
     @cached_property
     def _twin(self) -> tuple[Tokenizer, dict[int, int]]:
-        """The tokenizer with control tokens under private names, and its ids that differ.
+        """The tokenizer with control tokens under private names.
 
-        So their own names are ordinary text.
+        So their own names are ordinary text. The dictionary has the twin's ids that differ.
         """
         settings, names = copy.deepcopy(self._settings), self._names
         for token in settings["added_tokens"]:
@@ -219,7 +222,10 @@ def _divide(job: Job, crossed: Sequence[bool]) -> list[Job]:
 
 
 def _find_limit(encoding: Encoding, position: int, n_tokens: int) -> int | None:
-    """Count the tokens before a position; None if a token lies on both sides."""
+    """Count the tokens before a position.
+
+    None if a token lies on both sides.
+    """
     if position == 0:
         return 0
     token = encoding.char_to_token(position)
@@ -232,7 +238,7 @@ def _find_limit(encoding: Encoding, position: int, n_tokens: int) -> int | None:
 
 
 class Tokens(NamedTuple):
-    """Token ids of a prompt and of each piece of its responses, without EOS."""
+    """Token ids of a prompt and its responses' pieces, without EOS."""
 
     prompt: list[int]
     responses: list[list[list[int]]]
