@@ -201,6 +201,7 @@ class Trainer:
         return [
             *remarks(self.policy, attention=attention, max_length=max_length),
             *notes_on_interval(self.plan),
+            *self.evaluator.notes,
             *notes_on_base(self.plan),
             *self.scheduler.notes,
         ]

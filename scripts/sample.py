@@ -12,6 +12,9 @@ A prompt that is a string is put into the form that the model was trained on: hh
 \\n\\nAssistant:", chat the tokenizer's chat template, raw the string as it is. If that form is not known, chat is used
 if the tokenizer has a template, else raw. The script prints the form, and `--format` chooses another.
 
+Temperature, top-p and top-k are those of the model's generation config. What that lacks is 0.7, 0.9 and 50 in the form
+chat, else 1, 1 and 50.
+
 Each record of `--file` has `prompt`: a string, or a list of chat messages; it may have `tools`, which the chat template
 gets. Exit status: 0, 1 if the answers cannot be written, 2 bad input, 130 if Ctrl-C ended a file's answers early.
 """
@@ -29,7 +32,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dpo.data.asking import AUTO, FORMATS, MEANINGS, RAW
+from dpo.data.asking import AUTO, CHAT, FORMATS, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.keys import read_rule
@@ -58,8 +61,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--file", type=Path, help="prompts, one JSON object per line")
     option("--out", type=Path, help="file for the answers, one JSON object per line; it is overwritten")
     option("--batch-size", "--batch_size", type=at_least_1, default=8, help="prompts of --file at a time (default: 8)")
-    option("--temperature", type=at_least_0, default=1.0, help="0: the most probable token (default: 1)")
-    option("--top-p", "--top_p", type=share, default=1.0, help="0.9: only the most probable 90 percent")
+    option("--temperature", type=at_least_0, help="0: the most probable token; see above")
+    option("--top-p", "--top_p", type=share, help="0.9: only the most probable 90 percent; see above")
+    option("--top-k", "--top_k", type=_make_parser(int, "int >= 0"), help="tokens to draw from, 0: all; see above")
     option("--seed", type=_make_parser(int, "int [0, 4294967295]"), default=0)
     option("--max-new-tokens", "--max_new_tokens", type=at_least_1, default=256, help="(default: 256)")
     option("--format", choices=FORMATS, default=AUTO, help="form of prompts; see above")
@@ -111,7 +115,7 @@ def sample(options: argparse.Namespace) -> None:
 
     import transformers
 
-    from dpo.models.answers import Sampling
+    from dpo.models.generation import DEFAULTS, Sampling, choose_sampling, describe_sampling
     from dpo.models.side_by_side import Choices, load_panel
     from dpo.system.arithmetic import set_up_torch
 
@@ -126,9 +130,17 @@ def sample(options: argparse.Namespace) -> None:
         model=options.model,
         trust_remote_code=options.trust_remote_code,
     )
-    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, options.seed)
     panel = load_panel(options.paths, choices, log=lambda line: print(line, file=sys.stderr))
-    form_note = f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)"
+    chosen = choose_sampling(
+        panel.policies[0].model.generation_config,
+        {name: getattr(options, name) for name in DEFAULTS},
+        chat=panel.form == CHAT,
+    )
+    sampling = Sampling(options.max_new_tokens, seed=options.seed, **chosen)
+    form_note = (
+        f"prompts are asked in the form {panel.form}: {MEANINGS[panel.form]} (--format changes it)\n"
+        f"answers are drawn with {describe_sampling(chosen)} (--temperature, --top-p, --top-k)"
+    )
     if options.file is None:
         converse(panel, sampling, form_note)
         return

@@ -7,8 +7,7 @@ batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,21 +16,10 @@ import transformers
 
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
-from dpo.models.generation import find_end_tokens, generating_with_sdpa
+from dpo.models.generation import Sampling, cut_at_end, list_end_tokens, plain_generation
 from dpo.models.layouts import Padded
-from dpo.system.arithmetic import without_compilation
 
 Tokens = tuple[int, ...]
-
-
-class Sampling(NamedTuple):
-    """Settings of sampling an answer."""
-
-    max_new_tokens: int
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    seed: int = 0
-    cache_implementation: str | None = None  # of transformers' `generate`
 
 
 class Answer(NamedTuple):
@@ -85,19 +73,17 @@ def answer(
     batch = collate_prompts([Example(prompt, ()) for prompt in prompts], tokenizer)
     prompt_ids = batch["prompt_input_ids"].to(device)
     n_prompt = prompt_ids.shape[1]  # the same for all prompts, which are padded on the left
-    # Use only the end tokens of the model's generation config. Its penalties, for instance, would change the
-    # distribution that answers are drawn from.
-    end_tokens = find_end_tokens(model, tokenizer)
+    end_tokens = list_end_tokens(model.generation_config, tokenizer)
     criteria = []
     if watch is not None:
         criteria.append(_StopIf(lambda row: watch(row[n_prompt:].tolist())))
-    with _plain_generation(model, sampling.cache_implementation):
+    with plain_generation(model, sampling.cache_implementation):
         rows = model.generate(
             prompt_ids,
             attention_mask=batch["prompt_attention_mask"].to(device),
             max_new_tokens=sampling.max_new_tokens,
             do_sample=False,  # `_DrawToken` draws
-            eos_token_id=sorted(end_tokens),
+            eos_token_id=end_tokens,
             pad_token_id=tokenizer.pad_token_id,
             logits_processor=make_logits_processors(sampling, numbers, n_prompt=n_prompt),
             stopping_criteria=transformers.StoppingCriteriaList(criteria),
@@ -106,10 +92,9 @@ def answer(
         )
     answers = []
     for new_tokens in rows[:, n_prompt:].tolist():
-        end = next((i for i, token in enumerate(new_tokens, start=1) if token in end_tokens), None)
-        tokens = tuple(new_tokens[:end])  # padding follows the end token
+        tokens, ended = cut_at_end(new_tokens, end_tokens)  # padding follows the end token
         text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        answers.append(Answer(text, tokens, ended=end is not None))
+        answers.append(Answer(text, tokens, ended))
     return answers
 
 
@@ -124,23 +109,13 @@ def make_logits_processors(
     if sampling.temperature <= 0:  # greedy
         return processors
     processors.append(transformers.TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.top_k:
+        processors.append(transformers.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         processors.append(transformers.TopPLogitsWarper(sampling.top_p))
     seeds = [[sampling.seed, number] for number in numbers]
     processors.append(_DrawToken(seeds, n_prompt=n_prompt, n_new=sampling.max_new_tokens))
     return processors
-
-
-@contextmanager
-def _plain_generation(model: Any, cache_implementation: str | None) -> Iterator[None]:
-    """Replace the model's own generation config by transformers' defaults inside."""
-    own_config = model.generation_config
-    model.generation_config = transformers.GenerationConfig()
-    try:
-        with without_compilation(cache_implementation=cache_implementation), generating_with_sdpa(model):
-            yield
-    finally:
-        model.generation_config = own_config
 
 
 class _DrawToken(transformers.LogitsProcessor):

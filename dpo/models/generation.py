@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 
 from dpo.data.collation import PaddedBatch
 from dpo.data.examples import Example
@@ -17,6 +18,7 @@ from dpo.data.tokenization import unescape
 from dpo.errors import one_sentence
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
+from dpo.settings.keys import KEYS, read_rule
 from dpo.system.arithmetic import without_compilation
 
 
@@ -34,10 +36,67 @@ class Continuation(NamedTuple):
 SampleBatch = Callable[[Any, PaddedBatch], list[Continuation]]  # gets a model and collated prompts
 
 
-def find_end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """The EOS tokens of a tokenizer and of a model's generation config."""
-    model_eos: Any = model.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, *(model_eos if isinstance(model_eos, list) else [model_eos])} - {None}
+class Sampling(NamedTuple):
+    """Settings of sampling."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    seed: int | Sequence[int] = 0
+    cache_implementation: str | None = None  # of transformers' `generate`
+    top_k: int = 0  # 0: all tokens
+
+
+CHAT_DEFAULTS = {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}  # transformers' own, with which the reference code samples
+
+
+def choose_sampling(generation_config: Any, wanted: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+    """Choose temperature, top_p and top_k.
+
+    A value is the wanted one, if it is not None, else that of a model's generation config, else a default, which for
+    `chat` is another. Nothing else of a generation config is used: penalties, for instance, would show another
+    distribution than the model's.
+    """
+    chosen = {}
+    for name, default in (CHAT_DEFAULTS if chat else DEFAULTS).items():
+        published = getattr(generation_config, name, None)
+        is_usable = published is not None and read_rule(KEYS[f"sample_{name}"].spec).holds(published)
+        chosen[name] = wanted[name] if wanted[name] is not None else published if is_usable else default
+    return chosen
+
+
+def describe_sampling(chosen: Mapping[str, Any]) -> str:
+    """Describe temperature, top-p and top-k."""
+    if not chosen["temperature"]:
+        return "temperature 0, the most probable token"
+    limits = f"top-p {chosen['top_p']:g}, top-k {chosen['top_k'] or 'none'}"
+    return f"temperature {chosen['temperature']:g}, {limits}"
+
+
+def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
+    """The EOS tokens of a tokenizer, and then of a generation config."""
+    published = generation_config.eos_token_id
+    tokens = [tokenizer.eos_token_id, *(published if isinstance(published, list) else [published])]
+    return [token for token in dict.fromkeys(tokens) if token is not None]
+
+
+def cut_at_end(tokens: Sequence[int], end_tokens: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    """Cut off what follows the first end token; return whether there is one."""
+    end = next((i for i, token in enumerate(tokens, start=1) if token in end_tokens), None)
+    return tuple(tokens[:end]), end is not None
+
+
+@contextmanager
+def plain_generation(model: Any, cache_implementation: str | None) -> Iterator[None]:
+    """Replace the model's own generation config by transformers' defaults inside."""
+    own_config = model.generation_config
+    model.generation_config = transformers.GenerationConfig()
+    try:
+        with without_compilation(cache_implementation=cache_implementation), generating_with_sdpa(model):
+            yield
+    finally:
+        model.generation_config = own_config
 
 
 @torch.no_grad()
@@ -45,40 +104,38 @@ def sample(
     model: Any,
     batch: PaddedBatch,
     tokenizer: Any,
+    sampling: Sampling,
     *,
-    max_new_tokens: int,
-    seed: int | Sequence[int],
     in_step: bool = False,
-    cache_implementation: str | None = None,
 ) -> list[Continuation]:
     """Sample one continuation per prompt; leave the random state as it was.
 
     `in_step`: several processes hold shards of the model and sample in lockstep, so each continues until all have
-    finished. `cache_implementation` is for transformers' `generate`.
+    finished.
     """
     prompt_ids = batch["prompt_input_ids"]
+    end_tokens = list_end_tokens(model.generation_config, tokenizer)
+    options = {name: getattr(sampling, name) for name in DEFAULTS} if sampling.temperature else {}
     gpus = range(torch.cuda.device_count())
-    with (
-        torch.random.fork_rng(devices=gpus),
-        without_compilation(cache_implementation=cache_implementation),
-        generating_with_sdpa(model),
-    ):
-        torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
-        ids = model.generate(
+    with torch.random.fork_rng(devices=gpus), plain_generation(model, sampling.cache_implementation):
+        torch.manual_seed(int(np.random.SeedSequence(sampling.seed).generate_state(1)[0]))
+        rows = model.generate(
             prompt_ids,
             attention_mask=batch["prompt_attention_mask"],
-            max_new_tokens=max_new_tokens,  # overrides the model's generation config
-            do_sample=True,
-            synced_gpus=in_step,
-            cache_implementation=cache_implementation,
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=bool(options),
+            **options,
+            eos_token_id=end_tokens,
             pad_token_id=tokenizer.pad_token_id,
+            synced_gpus=in_step,
+            cache_implementation=sampling.cache_implementation,
         )
-    new_ids = ids[:, prompt_ids.shape[1] :]
-    texts = tokenizer.batch_decode(new_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    # the pad token may be an end token too, but only a text that has ended is padded
-    end_tokens = find_end_tokens(model, tokenizer)
-    ended = [not end_tokens.isdisjoint(row) for row in new_ids.tolist()]
-    return [Continuation(*row) for row in zip(texts, ended, strict=True)]
+    continuations = []
+    for new_tokens in rows[:, prompt_ids.shape[1] :].tolist():
+        tokens, ended = cut_at_end(new_tokens, end_tokens)  # padding follows the end token
+        text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        continuations.append(Continuation(text, ended))
+    return continuations
 
 
 @contextmanager

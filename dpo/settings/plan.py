@@ -194,6 +194,9 @@ class EvaluationPlan:
     sample_during_eval: bool
     n_eval_model_samples: int
     n_eval_tokens: int | None
+    sample_temperature: float | None
+    sample_top_p: float | None
+    sample_top_k: int | None
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
-from dpo.models.generation import Continuation, before_each_forward, fed_prompts, sample, sample_batches
+from dpo.models.generation import (
+    Continuation,
+    Sampling,
+    before_each_forward,
+    choose_sampling,
+    describe_sampling,
+    fed_prompts,
+    sample,
+    sample_batches,
+)
 from dpo.parallel.sharding import release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
@@ -60,6 +69,23 @@ class Evaluator:
         self.plan, self.data, self.objective, self.batches, self.prompts = plan, data, objective, batches, prompts
         self.mesh, self.progress, self.stop, self.seed = objective.mesh, progress, stop, seed
 
+    @cached_property
+    def sampling(self) -> dict[str, Any]:
+        """Temperature, top_p and top_k of samples."""
+        plan = self.plan.evaluation
+        wanted = {"temperature": plan.sample_temperature, "top_p": plan.sample_top_p, "top_k": plan.sample_top_k}
+        prompts = [self.data.test[example.id[0]] for examples in self._choose_prompts() for example in examples]
+        chat = all(prompt.rendered for prompt in prompts)
+        return choose_sampling(self.objective.policy.generation_config, wanted, chat=chat)
+
+    @property
+    def notes(self) -> list[str]:
+        """How samples are drawn."""
+        if not self.plan.evaluation.sample_during_eval:
+            return []
+        keys = ", ".join(f"sample_{name}" for name in self.sampling)
+        return [f"samples are drawn with {describe_sampling(self.sampling)} ({keys})"]
+
     def metrics(self) -> Reduced:
         """Evaluate the policy on all evaluation batches, if there are any."""
         if not self.batches:
@@ -87,8 +113,7 @@ class Evaluator:
         The number of prompts is rounded down to whole batches, at least one. `n_examples`, the number of examples the
         policy was trained on, is part of the random seed. Raises SamplingFailed on every process.
         """
-        n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
-        batches = self.prompts[:n_batches]
+        batches = self._choose_prompts()
         collated = [collate_prompts(examples, self.data.tokenizer) for examples in batches]
         n_prompts = sum(len(examples) for examples in batches)
         continue_prompts = partial(self.continuations, n_examples=n_examples)
@@ -110,6 +135,10 @@ class Evaluator:
             for sample, continuation in zip(samples, by_model[1], strict=True)
         ]
 
+    def _choose_prompts(self) -> Sequence[Sequence[Example]]:
+        n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
+        return self.prompts[:n_batches]
+
     def sampled_models(self) -> Generator[Any, None, None]:
         """Yield the policy, then the reference if there is one.
 
@@ -124,6 +153,12 @@ class Evaluator:
     def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[Continuation]:
         """Sample continuations of this process's collated prompts."""
         max_new_tokens = limit_new_tokens(self.plan, prompts["prompt_input_ids"].shape[1])
+        sampling = Sampling(
+            max_new_tokens,
+            seed=[self.seed, n_examples, self.mesh.data_rank],
+            cache_implementation=self.plan.model.cache_implementation,
+            **self.sampling,
+        )
 
         def before_token(index: int) -> None:
             self.stop.raise_before_token(index)
@@ -134,8 +169,6 @@ class Evaluator:
                 model,
                 prompts,
                 self.data.tokenizer,
-                max_new_tokens=max_new_tokens,
-                seed=[self.seed, n_examples, self.mesh.data_rank],
+                sampling,
                 in_step=self.mesh.world_size > 1,  # processes may share the model's shards
-                cache_implementation=self.plan.model.cache_implementation,
             )

@@ -32,13 +32,13 @@ class IdsInsteadOfText:
 
     pad_token_id, eos_token_id = 0, None
 
-    def batch_decode(self, ids, **options):
+    def decode(self, ids, **options):
         return ids
 
 
 def test_sampling_depends_on_its_seed_alone_and_leaves_the_random_state(tiny_llama, tokenizer, batch):
     def texts(seed: int) -> list[str]:
-        said = generation.sample(tiny_llama, batch, tokenizer, max_new_tokens=32, seed=seed)
+        said = generation.sample(tiny_llama, batch, tokenizer, Sampling(32, seed=seed))
         return [continuation.text for continuation in said]
 
     torch.manual_seed(1)
@@ -58,7 +58,7 @@ def test_a_sample_has_at_most_so_many_tokens(models_own_limit, tiny_llama, batch
     model = copy.deepcopy(tiny_llama)
     model.generation_config.max_new_tokens = models_own_limit  # some published models come with one
 
-    said = generation.sample(model, batch, IdsInsteadOfText(), max_new_tokens=6, seed=0)
+    said = generation.sample(model, batch, IdsInsteadOfText(), Sampling(6))
 
     assert [len(continuation.text) for continuation in said] == [6, 6]
 
@@ -68,12 +68,58 @@ def test_a_sample_says_whether_it_ended(tiny_llama, batch):
 
     def sample(eos: int | None) -> list[generation.Continuation]:
         model.generation_config.eos_token_id = eos
-        return generation.sample(model, batch, IdsInsteadOfText(), max_new_tokens=6, seed=0)
+        return generation.sample(model, batch, IdsInsteadOfText(), Sampling(6))
 
     first, second = sample(eos=None)
     assert [first.ended, second.ended] == [False, False]
-    [end] = set(first.text[2:3].tolist()) - set(second.text.tolist())
+    [end] = set(first.text[2:3]) - set(second.text)
     assert [said.ended for said in sample(eos=end)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "published", "chat", "chosen"),
+    [
+        ({}, {}, False, (1.0, 1.0, 50)),  # the reference code's, which are transformers' own
+        ({}, {}, True, (0.7, 0.9, 50)),
+        ({}, {"temperature": 0.6, "top_k": 20, "do_sample": False}, True, (0.6, 0.9, 20)),
+        ({"temperature": 0.0, "top_k": 0}, {"temperature": 0.6, "top_p": 0.8, "top_k": 20}, True, (0.0, 0.8, 0)),
+        ({}, {"temperature": -1.0, "top_p": 0.0, "top_k": "all"}, False, (1.0, 1.0, 50)),  # nonsense
+    ],
+)
+def test_the_users_value_comes_before_the_models_and_the_models_before_a_default(wanted, published, chat, chosen):
+    config = transformers.GenerationConfig()
+    for name, value in published.items():
+        setattr(config, name, value)
+    wanted = {**dict.fromkeys(generation.DEFAULTS), **wanted}
+    assert tuple(generation.choose_sampling(config, wanted, chat=chat).values()) == chosen
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        {"stop_strings": ["e"]},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "suppress_tokens": [5, 6, 7]},
+        {"forced_eos_token_id": 3, "min_new_tokens": 10, "num_beams": 3, "use_cache": False},
+        {"cache_implementation": "offloaded", "prompt_lookup_num_tokens": 3, "guidance_scale": 2.0},
+    ],
+    ids=str,
+)
+def test_nothing_else_of_a_generation_config_is_used(published, tiny_llama, tokenizer, batch):
+    expected = generation.sample(tiny_llama, batch, tokenizer, Sampling(12, top_k=50))
+    for name, value in published.items():
+        setattr(tiny_llama.generation_config, name, value)
+    assert generation.sample(tiny_llama, batch, tokenizer, Sampling(12, top_k=50)) == expected
+
+
+def test_texts_end_at_the_tokenizers_end_token_and_at_those_of_the_model(tiny_llama, tokenizer, batch):
+    [first, _] = generation.sample(tiny_llama, batch, IdsInsteadOfText(), Sampling(12))
+    for ends in ({"eos": first.text[3]}, {"model_eos": first.text[3]}):
+        tokens = IdsInsteadOfText()
+        tokens.eos_token_id = ends.get("eos", 1023)
+        tiny_llama.generation_config.eos_token_id = ends.get("model_eos", 1022)
+        [cut, _] = generation.sample(tiny_llama, batch, tokens, Sampling(12))
+        assert cut == (first.text[: first.text.index(first.text[3]) + 1], True)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +158,7 @@ def test_a_static_cache_gives_the_same_answers(family, tokenizer):
 
 def test_a_static_cache_gives_the_same_samples(tiny_llama, tokenizer, batch):
     growing, static = (
-        generation.sample(tiny_llama, batch, tokenizer, max_new_tokens=12, seed=3, cache_implementation=cache)
+        generation.sample(tiny_llama, batch, tokenizer, Sampling(12, seed=3, cache_implementation=cache))
         for cache in (None, "static")
     )
     assert static == growing
