@@ -82,7 +82,7 @@ def list_end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
 
 
 def cut_at_end(tokens: Sequence[int], end_tokens: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-    """Cut off what follows the first end token; return whether there is one."""
+    """Cut off what follows an end token; say if there is one."""
     end = next((i for i, token in enumerate(tokens, start=1) if token in end_tokens), None)
     return tuple(tokens[:end]), end is not None
 
