@@ -148,6 +148,8 @@ def sample(options: argparse.Namespace) -> None:
         panel.encode(prompt, f"record {number} of {options.file}", sampling, prompt_tools)
         for number, (prompt, prompt_tools) in enumerate(zip(given_prompts, tools, strict=True), start=1)
     ]
+    if options.batch_size > 1:
+        panel.check_batches(encoded, sampling)
     print(form_note)
     answer_file(panel, sampling, given_prompts, encoded, out=options.out, batch_size=options.batch_size)
 

@@ -41,9 +41,10 @@ def explaining_load_errors(what: str, name: str):
 
 
 def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer; without a pad token it pads with EOS.
+    """Load a tokenizer, which pads with EOS.
 
-    Raises InputError for a tokenizer without EOS.
+    A published pad token may lack an embedding; masks tell padding from text. Raises InputError for a tokenizer
+    without EOS.
     """
     with explaining_load_errors("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -51,9 +52,22 @@ def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code
         )
     if tokenizer.eos_token_id is None:
         raise InputError(f"tokenizer {name!r} has no EOS token, which ends every response; set one in its files")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token_id = tokenizer.eos_token_id
+    tokenizer.pad_token_id = tokenizer.eos_token_id
     return tokenizer
+
+
+def find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
+    """A token with an embedding that ends no text, or None.
+
+    A model with a scalar head reads the reward at the last token that is not padding, so EOS and words cannot pad. It
+    is the tokenizer's own pad token, another with "pad" in its name, or BOS, if that is a special token.
+    """
+    added = tokenizer.added_tokens_decoder
+    named_pad = [id for id, token in added.items() if "pad" in token.content.lower()]
+    for id in (tokenizer.pad_token_id, *named_pad, tokenizer.bos_token_id):
+        if id in added and added[id].special and id != tokenizer.eos_token_id and id < n_embeddings:
+            return id
+    return None
 
 
 def identify_tokenizer(tokenizer: Any) -> str | None:

@@ -17,10 +17,11 @@ import transformers
 from safetensors import SafetensorError
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, sync_directory
-from dpo.data.tokenizer import explaining_load_errors
+from dpo.data.tokenizer import explaining_load_errors, find_pad_token
 from dpo.errors import InputError, RunError, explaining
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
 from dpo.models.card import write_card
+from dpo.models.generation import DEFAULTS, list_end_tokens
 from dpo.models.loading import find_source, load_base, resolve_name
 from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_structure
@@ -127,7 +128,10 @@ def _write_adapter(folder: Path, origin: Origin) -> None:
     config["base_model_name_or_path"] = _find_base_for_peft(origin)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(directory / WEIGHTS, folder / WEIGHTS)
-    _write_tokenizer(folder, origin)
+    base_config = load_config(**find_source(origin.plan)).get_text_config()
+    tokenizer = _write_tokenizer(folder, origin, base_config.vocab_size, may_grow=False)
+    if not origin.plan.loss.scalar_head:
+        _write_generation_config(folder, base_config, origin, tokenizer)
     write_card(folder, origin, adapter=read_adapter(directory))
 
 
@@ -141,19 +145,18 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     model.config = config = load_config(**source, scalar_head=is_reward_model)
     if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers' class is used, not the model's code
         del config.auto_map
-    tokenizer = _write_tokenizer(folder, origin)
+    n_embeddings = model.get_input_embeddings().num_embeddings
+    tokenizer = _write_tokenizer(folder, origin, n_embeddings, may_grow=True)
     if is_reward_model:
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
         setattr(config, MARK, "policy")
-    # save_pretrained refuses some published generation configs, so the base's config is written below, unchanged
+        if tokenizer.pad_token_id >= n_embeddings:
+            model.resize_token_embeddings(tokenizer.pad_token_id + 1, mean_resizing=False)
+    # save_pretrained refuses some published generation configs, so the base's own is not given to the model
     model.generation_config = transformers.GenerationConfig()
     model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=False)
     if not is_reward_model:
-        try:
-            generation = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
-        except OSError:  # the base has no such file
-            generation = transformers.GenerationConfig.from_model_config(config)
-        generation.to_json_file(folder / "generation_config.json")
+        _write_generation_config(folder, config, origin, tokenizer)
     write_card(folder, origin, model=model, adapter=adapter)
 
 
@@ -188,10 +191,10 @@ def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) ->
     return merge_adapter(base, adapter, dtype)
 
 
-def _write_tokenizer(folder: Path, origin: Origin) -> Any:
+def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_grow: bool) -> Any:
     """Write the tokenizer as it was published, without training's pad token.
 
-    A reward model's tokenizer gets a pad token, as the model reads the reward at the last token that is not padding.
+    A reward model's tokenizer gets a pad token: see `find_pad_token`. `may_grow`: the model may get an embedding more.
     """
     source, name = find_source(origin.plan), origin.plan.model.tokenizer
     del source["name"]
@@ -199,19 +202,41 @@ def _write_tokenizer(folder: Path, origin: Origin) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     if tokenizer._auto_class is None:  # transformers' class is used, not the model's code
         tokenizer.init_kwargs.pop("auto_map", None)
-    if origin.plan.loss.scalar_head:
-        tokenizer.pad_token_id = _choose_pad(tokenizer)
+    _set_pad_token(tokenizer, n_embeddings, scalar_head=origin.plan.loss.scalar_head, may_grow=may_grow)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
-def _choose_pad(tokenizer: Any) -> int:
-    """A token that can pad: it ends no text, unlike EOS.
+def _set_pad_token(tokenizer: Any, n_embeddings: int, *, scalar_head: bool, may_grow: bool) -> None:
+    """Replace a pad token without an embedding; give a reward model a pad token.
 
-    Returns the first of these that exists and is not EOS: the tokenizer's own pad token, a token with "pad" in its
-    name, UNK, BOS, the last token of the vocabulary.
+    If no token can pad, one is added, which needs another embedding unless the model has more than the tokenizer.
     """
-    named_pad = [id for id, token in tokenizer.added_tokens_decoder.items() if "pad" in token.content.lower()]
-    last_two = sorted(tokenizer.get_vocab().values(), reverse=True)[:2]  # as the last may be EOS
-    candidates = (tokenizer.pad_token_id, *named_pad, tokenizer.unk_token_id, tokenizer.bos_token_id, *last_two)
-    return next(id for id in candidates if id not in (None, tokenizer.eos_token_id))
+    pad = find_pad_token(tokenizer, n_embeddings)
+    if not scalar_head:
+        if (tokenizer.pad_token_id or 0) >= n_embeddings:
+            tokenizer.pad_token_id = tokenizer.eos_token_id if pad is None else pad
+        return
+    if pad is None and (may_grow or len(tokenizer) < n_embeddings):
+        tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    else:
+        tokenizer.pad_token_id = pad
+
+
+def _write_generation_config(folder: Path, config: Any, origin: Origin, tokenizer: Any) -> None:
+    """Write a generation config that ends on what was trained.
+
+    Of the base's own it keeps its end tokens, and how answers are drawn.
+    """
+    source = find_source(origin.plan)
+    try:
+        published = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
+    except OSError:  # the base has no such file
+        published = transformers.GenerationConfig.from_model_config(config)
+    end_tokens = list_end_tokens(published, tokenizer)
+    kept = {name: getattr(published, name) for name in (*DEFAULTS, "do_sample") if getattr(published, name) is not None}
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    values = {"eos_token_id": end_tokens, "pad_token_id": pad, **kept}
+    (folder / "generation_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if published.eos_token_id not in (end_tokens, tokenizer.eos_token_id):
+        print(f"generation_config.json ends on {tokenizer.eos_token!r}, which was trained")

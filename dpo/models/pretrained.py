@@ -243,7 +243,7 @@ def check_positions(model: Any, max_length: int) -> None:
             f"max_length={max_length} is more than the {n_positions} positions that {name} has: set "
             f"max_length={n_positions} or less"
         )
-    for kind, length in _find_changing_ropes(model.config.get_text_config()):
+    for kind, length in find_changing_ropes(model.config.get_text_config()):
         if max_length > length:
             raise InputError(
                 f"max_length={max_length} is more than {length} tokens, and with a longer row {name} changes the "
@@ -269,7 +269,7 @@ def count_positions(model: Any) -> float:
     return min((len(table) for table in sinusoids), default=math.inf)
 
 
-def _find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
+def find_changing_ropes(config: Any) -> Iterator[tuple[str, int]]:
     """Yield each `rope_type` whose frequencies depend on the length of rows.
 
     Each comes with the number of tokens after which they change.

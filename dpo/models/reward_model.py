@@ -17,10 +17,17 @@ from dpo.data.asking import TEMPLATE_ERRORS, apply_template, as_messages, escape
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, unescape
 from dpo.data.tokenizer import explaining_load_errors
-from dpo.errors import InputError
+from dpo.errors import InputError, explaining
 from dpo.models.adapters import CONFIG
 from dpo.models.answers import Answer
-from dpo.models.pretrained import count_positions, disable_dropout, refuse_gaps, silenced_reports
+from dpo.models.pretrained import (
+    check_positions,
+    count_positions,
+    disable_dropout,
+    find_changing_ropes,
+    refuse_gaps,
+    silenced_reports,
+)
 from dpo.models.weights import model_digest
 from dpo.parallel.mesh import from_rank_0
 from dpo.settings.choices import join_with_or
@@ -205,6 +212,8 @@ def _load(plan: Plan, device: torch.device, rows: int) -> RewardModel:
     with explaining_load_errors("tokenizer of the reward model", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     disable_dropout(model)
+    with explaining(InputError, lambda why: InputError(f"{key}: {why}")):
+        check_positions(model, min(plan.data.max_length, count_positions(model)))  # a longer text is truncated
     recorded_format = "policy" if getattr(model_config, MARK, None) == "policy" else None
     form = _find_format(tokenizer, plan.online.reward_format or recorded_format, key)
     reward_model = RewardModel(model, tokenizer, rows=rows, form=form)
@@ -244,7 +253,7 @@ def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
 
 def _find_limit(model: Any, tokenizer: Any) -> int | None:
     """The largest number of tokens that a model takes, if known."""
-    limits = [count_positions(model)]
+    limits = [count_positions(model), *(n for _, n in find_changing_ropes(model.config.get_text_config()))]
     if tokenizer.model_max_length < 10**9:  # a tokenizer that knows no limit has a huge number
         limits.append(tokenizer.model_max_length)
     n_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -20,7 +20,7 @@ from dpo.models.answers import Answer, Sampling, Tokens, answer, log_probabiliti
 from dpo.models.card import find_prompt_format
 from dpo.models.loading import digest_reference, find_source, load_base, resolve_name
 from dpo.models.origin import Origin, find_origin
-from dpo.models.pretrained import DTYPES, count_positions
+from dpo.models.pretrained import DTYPES, count_positions, find_changing_ropes
 from dpo.models.quantization import quantize
 from dpo.models.weights import Weights, locate_weights
 from dpo.parallel.sharding import choose_device_map
@@ -92,6 +92,18 @@ class Panel:
                     f"{n_positions} positions of the {side.name}: {fix}"
                 )
         return token_ids
+
+    def check_batches(self, prompts: Sequence[Tokens], sampling: Sampling) -> None:
+        """Raise InputError if rows of a batch would change each other's answers."""
+        longest = max(map(len, prompts), default=0) + sampling.max_new_tokens
+        for side in self.sides:
+            for kind, length in find_changing_ropes(side.model.config.get_text_config()):
+                if longest > length:
+                    raise InputError(
+                        f"the {side.name} changes the rotary frequencies of a whole batch with a row of more than "
+                        f"{length} tokens (rope_type={kind}), and prompt and answer may have {longest}: give "
+                        f"--batch-size 1"
+                    )
 
     def answer(self, prompts: Sequence[Tokens], numbers: Sequence[int], sampling: Sampling) -> list[Answers]:
         """The answers of all sides to each prompt.

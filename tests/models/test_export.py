@@ -119,7 +119,8 @@ def test_tokenizer_template_special_tokens_and_generation_config_survive(base, t
     before.chat_template = CHAT
     before.save_pretrained(home)
     # which save_pretrained of transformers refuses to write, and published models have
-    (home / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.7, "eos_token_id": [0, 7]}')
+    published = {"do_sample": False, "temperature": 0.7, "eos_token_id": [7, 9], "stop_strings": ["x"], "num_beams": 4}
+    (home / "generation_config.json").write_text(json.dumps(published))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(home)).eval()
 
@@ -134,7 +135,12 @@ def test_tokenizer_template_special_tokens_and_generation_config_survive(base, t
     assert after.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) == "<user>Hello<assistant>"
     again = load(out)
     assert again.get_input_embeddings().num_embeddings == 1100 > len(after)  # more than the tokenizer has
-    assert again.generation_config.eos_token_id == [0, 7]
+    written = json.loads((out / "generation_config.json").read_text())
+    # ends on what is trained, and keeps how answers are drawn
+    assert written == {
+        "eos_token_id": [0, 7, 9], "pad_token_id": before.pad_token_id, "temperature": 0.7, "do_sample": False,
+    }  # fmt: skip
+    assert again.generation_config.eos_token_id == [0, 7, 9]
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 

@@ -143,6 +143,14 @@ def test_a_format_that_the_tokenizer_lacks_is_refused(wanted, said, tokenizer, t
         scorer_of(folder, reward_format=wanted)
 
 
+def test_a_rope_that_a_long_row_changes_for_all_rows_is_refused(tokenizer, tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    folder = save_reward_model(tmp_path, "llama", tokenizer, max_position_embeddings=16, rope_parameters=rope)
+    assert scorer_of(folder).score.limit == 16
+    with pytest.raises(InputError, match=r"online.reward_model=.*: max_length=17 .* changes the rotary frequencies"):
+        scorer_of(folder, most=9)
+
+
 @pytest.mark.parametrize("padding", [None, 0, 7])  # none at all; what also ends turns; another
 def test_with_a_template_they_are_messages(padding, tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "llama", tokenizer, pad_token_id=padding)

@@ -122,10 +122,10 @@ def test_the_loss_of_every_update_is_that_of_trl(case, layout, tmp_path):
 # --- what a run writes ------------------------------------------------------------------------------------------------
 
 
-def score_as_anyone_would(model: Any, folder: Path, texts: list[str]) -> list[float]:
+def score_as_anyone_would(model: Any, folder: Path, texts: list[str], side: str = "right") -> list[float]:
     """All at once, padded by the tokenizer of `folder`."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side=side)
+    inputs = tokenizer(texts, padding=len(texts) > 1, return_tensors="pt")
     with torch.no_grad():
         return model.eval()(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])[0][:, 0].tolist()
 
@@ -159,8 +159,10 @@ def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, r
         base = model_class.from_pretrained(LLAMA, num_labels=1, dtype=torch.float32)
         model = peft.PeftModel.from_pretrained(base, adapter)
         tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
-        model.config.pad_token_id = tokenizer.pad_token_id
-        assert score_as_anyone_would(model, adapter, texts) == pytest.approx(rewards, rel=1e-4, abs=1e-5)
+        assert tokenizer.pad_token is None  # no token can pad, and the base has no embedding for another
+        model.config.pad_token_id = None  # the base's is EOS
+        one_by_one = [score_as_anyone_would(model, adapter, [text])[0] for text in texts]
+        assert one_by_one == pytest.approx(rewards, rel=1e-4, abs=1e-5)
 
     out = export(run_dir, tmp_path / "whole", merge=with_adapter)
     model, loading = model_class.from_pretrained(out, output_loading_info=True)
@@ -176,6 +178,14 @@ def test_what_is_exported_gives_the_rewards_of_the_run(with_adapter, finished, r
     assert scorer.notes == ()
     cut_off = scorer(prompts, [answer._replace(ended=False) for answer in answers])
     assert cut_off != pytest.approx(rewards, rel=1e-3)
+
+    # a text may end in any word, and rows may be padded at either end
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    words = [text for text in map(tokenizer.decode, range(100, 1024, 7)) if "\N{REPLACEMENT CHARACTER}" not in text]
+    texts = [f"Well:{' so' * (i % 5)}{word}" for i, word in enumerate([*words, tokenizer.decode([1023])])]
+    alone = [score_as_anyone_would(model, out, [text])[0] for text in texts]
+    for side in ("left", "right"):
+        assert score_as_anyone_would(model, out, texts, side) == pytest.approx(alone, rel=1e-4, abs=1e-5)
 
 
 def test_the_body_of_a_policy_is_kept_and_the_head_is_drawn_from_the_seed(tiny_llama, tmp_path):
