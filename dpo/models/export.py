@@ -208,9 +208,10 @@ def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_gro
 
 
 def _set_pad_token(tokenizer: Any, n_embeddings: int, *, scalar_head: bool, may_grow: bool) -> None:
-    """Replace a pad token without an embedding; give a reward model a pad token.
+    """Set the pad token of an export, if it needs one.
 
-    If no token can pad, one is added, which needs another embedding unless the model has more than the tokenizer.
+    A pad token without an embedding is replaced, and a reward model gets one. If no token can pad, one is added, which
+    needs another embedding unless the model has more than the tokenizer.
     """
     pad = find_pad_token(tokenizer, n_embeddings)
     if not scalar_head:
