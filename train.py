@@ -147,12 +147,13 @@ def dry_run(plan: Plan) -> None:
     from dpo.models.layouts import Padded
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import check_scorer
+    from dpo.reporting.table import LOGS
     from dpo.training.batches import Batches
     from dpo.training.first_update import FirstUpdate
     from dpo.training.memory import print_prediction
     from dpo.training.optimization import notes_on_scaling
 
-    resume_point = look_at_run(plan)
+    resume_point = look_at_run(plan, LOGS)
     check_parts(plan)
     scorer_notes = list(check_scorer(plan)) if plan.online else []
     set_up_torch(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
@@ -230,8 +231,8 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
         return
     if run is not None:
         saved_at = None if run.checkpoint is None else (run.checkpoint / MANIFEST).stat().st_mtime
-        processes = plan.dims.world_size
-        write_record(run.directory, OmegaConf.to_container(config), processes=processes, continues_from=saved_at)
+        facts = {"processes": plan.dims.world_size, "run": run.id, "continues_from": saved_at}
+        write_record(run.directory, OmegaConf.to_container(config), **facts)
         data.report.write(run.directory / "preflight.json")
         RUN_LOG.open(run.directory)
     train(rank, config, plan, data, models, resume_from)

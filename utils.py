@@ -58,10 +58,10 @@ def get_remote_file(remote_path: str, local_path: str | None = None) -> str:
     if host in (full_name, full_name.partition(".")[0]):  # this machine, with or without its domain
         return path
     local = Path(local_path or path)
-    if local.exists():
+    if os.path.lexists(local):
         return str(local)
     local.parent.mkdir(parents=True, exist_ok=True)
-    temporary = local.with_name(f".{local.name}.{os.getpid()}")
+    temporary = local.with_name(f".{local.name}.dpo.{os.getpid()}")
     print(f"copying {remote_path} to {local}")
     command = ["scp", "--", remote_path, str(temporary)]
     try:

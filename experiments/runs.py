@@ -166,7 +166,7 @@ def _make_error(job: Job, status: int) -> Exception:
 
 def _run_job(job: Job, finish: Callable[[Job], None]) -> None:
     """Run a job in this process, with its output in `log.txt`."""
-    if CONTINUE not in job.overrides:
+    if CONTINUE not in job.overrides and (job.directory / "log.txt").exists():
         shutil.rmtree(job.directory, ignore_errors=True)  # left by a run that was killed
     job.directory.mkdir(parents=True, exist_ok=True)
     with (job.directory / "log.txt").open("ab") as log:

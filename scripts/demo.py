@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -83,9 +82,9 @@ def run_stage(name: str, seed: int) -> None:
     if (run_dir / "LATEST").exists():
         print(f"{os.path.relpath(run_dir)} already exists; `make clean-demo` removes it")
         return
-    shutil.rmtree(run_dir, ignore_errors=True)  # left by an interrupted demo
     exp_name = f"demo_{name}" + (f"_{seed}" if seed else "")
-    command = [*STAGES[name], *COMMON, f"seed={seed}", f"exp_name={exp_name}", f"local_run_dir={run_dir}"]
+    place = (f"local_run_dir={run_dir}", "resume=auto")  # goes on with an interrupted demo
+    command = [*STAGES[name], *COMMON, f"seed={seed}", f"exp_name={exp_name}", *place]
     if name == "dpo":
         command.append(f"model.archive={run_dir.parent / 'sft' / 'LATEST'}")
     print(f"\n$ python train.py {' '.join(command)}\n", flush=True)
@@ -155,6 +154,11 @@ def print_table(outcomes: Sequence[Outcome]) -> None:
     print("Reward accuracy after SFT is 0: policy and reference are still the same model, and a tie counts as 0.")
 
 
+def name_pictures(file: Path) -> tuple[Path, Path]:
+    """The files of the light and the dark picture."""
+    return file, file.with_stem(f"{file.stem}-dark")
+
+
 def write_page(outcomes: Sequence[Outcome], picture_file: Path | None) -> Path:
     """Write the report of all runs, with the demo's picture on top."""
     from dpo.analysis.page import Lead, write_report  # matplotlib takes a second to import
@@ -163,8 +167,8 @@ def write_page(outcomes: Sequence[Outcome], picture_file: Path | None) -> Path:
     changes = [(outcome.before, outcome.after) for outcome in outcomes]
     light, dark = draw(changes, dark=False), draw(changes, dark=True)
     if picture_file is not None:
-        picture_file.write_bytes(light)
-        picture_file.with_stem(f"{picture_file.stem}-dark").write_bytes(dark)
+        for file, picture in zip(name_pictures(picture_file), (light, dark), strict=True):
+            file.write_bytes(picture)
     lead = Lead("What DPO changed", light, dark, ALT, describe(changes))
     runs = [find_directory(outcome.seed) / stage for outcome in outcomes for stage in STAGES]
     seed = outcomes[0].seed if len(outcomes) == 1 else 0  # several seeds have one report, in the place of seed 0's
@@ -182,6 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--seed must be at least 0, --seeds at least 1")
     if options.picture is not None and (options.picture.suffix != ".png" or not options.picture.parent.is_dir()):
         parser.error(f"--picture {options.picture} must end in .png and be in a directory that exists")
+    if options.picture is not None and any(map(os.path.lexists, name_pictures(options.picture))):
+        parser.error(f"--picture {options.picture} exists, itself or its dark variant: remove both, or give another")
     seeds = [options.seed] if options.seeds is None else range(options.seeds)
     for seed in seeds:
         for stage in STAGES:

@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         default_out, find_run_texts = REPORT.parent, None
     out = default_out if options.out is None else options.out.expanduser()
+    if options.out is not None and out.is_symlink():  # as it is named, it is followed, unlike one in the run
+        out = out.resolve()
     try:
         page = write_report(runs, out, find_texts=find_run_texts)
     except InputError as error:

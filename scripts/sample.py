@@ -165,15 +165,15 @@ def read_prompts(file: Path, out: Path) -> tuple[list[Any], list[Any]]:
     from dpo.data.schema import get_field
     from dpo.data.sources import load_rows
     from dpo.settings.places import Source
-    from dpo.system.plain_files import check_writable
 
     if not file.is_file():
         raise InputError(f"--file {file} is not a file")
-    check_writable(out)
     if not out.absolute().parent.is_dir():
         raise InputError(f"--out {out}: there is no directory {out.parent}")
     if out.resolve() == file.resolve():
         raise InputError(f"--out {out} is the file of prompts itself: give another")
+    if os.path.lexists(out):
+        raise InputError(f"--out {out} exists: give another file, or remove it")
     rows = load_rows(Source(str(file)), "train")
     prompts = [
         get_field(row, "prompt", f"record {number} of {file}", (str, list)) for number, row in enumerate(rows, start=1)
@@ -188,7 +188,7 @@ def answer_file(
     from tqdm import tqdm
 
     finite_rewards: dict[str, list[float]] = {}  # by model
-    with out.open("w", encoding="utf-8") as file:
+    with out.open("x", encoding="utf-8") as file:
         for start in tqdm(range(0, len(encoded), batch_size), unit="batch", disable=None):
             batch = encoded[start : start + batch_size]
             numbers = range(start, start + len(batch))

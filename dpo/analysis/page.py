@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -25,7 +26,7 @@ from dpo.analysis.rules import WARNING, Finding
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
 from dpo.numbers import figure, shortened, signed
-from dpo.system.plain_files import replacing
+from dpo.system.plain_files import make_directory, replacing
 from dpo.system.run_directory import REPORT
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 EVALUATION_SETTINGS = ("datasets", "n_eval_examples")  # equal in all runs whose evaluations are compared
 FIRST_SAMPLES = 4  # shown before the reader asks for more
 LEDGER_PAIRS = 5  # pairs in each list
+TITLE_END = "· training report</title>".encode()  # in each page, which is known by it
 
 
 class Lead(NamedTuple):
@@ -77,22 +79,30 @@ def write_report(
     `lead` is a picture above everything else. `find_texts` finds the texts of a ledger's pairs. `ended` says that the
     runs have ended, though they may still hold their locks.
 
-    Raises InputError for a path that is not a run's, and if `out` cannot be written.
+    Raises InputError for a path that is not a run's, and if `out` cannot be written or has other files of these names.
     """
     contents = read_runs(runs, ended=ended)
+    page = out / REPORT.name
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        make_directory(out)
         pictures = list(draw_all(contents))
-        for picture in pictures:
-            with replacing(out / f"{picture.name}.png") as unfinished:
-                unfinished.write_bytes(picture.png)
-        page = out / REPORT.name
+        files = {f"{picture.name}.png": picture.png for picture in pictures}
+        taken = [name for name in (page.name, *files) if os.path.lexists(out / name)]
+        if taken and not _is_report(page):
+            raise InputError(f"{out} has {', '.join(taken)}, not of a report: give another directory with --out")
         html = render(contents, pictures, lead, find_texts)
-        with replacing(page) as unfinished:
-            unfinished.write_bytes(html.encode("utf-8", "replace"))
+        # the page first, as it says whose the other files are
+        for name, content in {page.name: html.encode("utf-8", "replace"), **files}.items():
+            with replacing(out / name) as unfinished:
+                unfinished.write_bytes(content)
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error}; choose another directory with --out") from error
     return page
+
+
+def _is_report(page: Path) -> bool:
+    """Return whether a file is a page of `render`."""
+    return page.is_file() and TITLE_END in page.read_bytes()
 
 
 def render(

@@ -29,6 +29,7 @@ from dpo.system.plain_files import check_link, check_readable, read_json, remove
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d+)")
+TEMPORARY, FORMER, PRUNED = (f"dpo-{name}" for name in ("tmp", "former", "pruned"))  # endings of hidden names of ours
 EXPORTED = "hf"  # directory in the run's last checkpoint, with an export of it; the manifest does not list it
 WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # raised by data of an unexpected form
 ALWAYS_KEPT = 2  # number of newest checkpoints that pruning never removes: the last one may be corrupt
@@ -52,10 +53,15 @@ def write_checkpoint(
     Writes `NAME.pt` for each (name, state), or a file NAME if the state is bytes, and then the manifest, into a
     temporary directory that is renamed at the end. Each file is synced before the manifest is written, and each state
     is freed before the next is requested. `progress` is called after every block of a file. Raises RunError if writing
-    fails; then no partial checkpoint remains, and an earlier checkpoint at the same step is kept.
+    fails; then no partial checkpoint remains, and an earlier checkpoint at the same step is kept. A directory that the
+    run (`facts["run"]`) did not write is not replaced.
     """
-    temporary = directory.with_name(f".{directory.name}.tmp")
-    former = directory.with_name(f".{directory.name}.former")
+    if os.path.lexists(directory) and not is_of_run(directory, facts.get("run")):
+        raise RunError(
+            f"checkpoint {directory} could not be written, as what is there is no checkpoint of this run: move it "
+            f"away; earlier ones are intact"
+        )
+    temporary, former = (directory.with_name(f".{directory.name}.{ending}") for ending in (TEMPORARY, FORMER))
     try:
         with _explaining(directory):
             remove(temporary)  # left behind by a killed run
@@ -132,13 +138,21 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(checkpoints, key=parse_step, reverse=True)
 
 
-def prune(run_dir: Path, keep: int) -> None:
-    """Remove all checkpoints but the `keep` newest, BEST and LATEST."""
+def is_of_run(directory: Path, run: str | None) -> bool:
+    """Return whether a run wrote this checkpoint, by its manifest."""
+    try:
+        return not directory.is_symlink() and _read_manifest(directory).get("run") == run
+    except (OSError, *WRONG_FORM):
+        return False
+
+
+def prune(run_dir: Path, keep: int, run: str | None) -> None:
+    """Remove all checkpoints of a run but the `keep` newest, BEST and LATEST."""
     linked = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
-    older_checkpoints = find_checkpoints(run_dir)[max(keep, ALWAYS_KEPT) :]
-    for directory in older_checkpoints:
+    own_checkpoints = [directory for directory in find_checkpoints(run_dir) if is_of_run(directory, run)]
+    for directory in own_checkpoints[max(keep, ALWAYS_KEPT) :]:
         if os.path.realpath(directory) not in linked:
-            pruned = directory.with_name(f".{directory.name}.pruned")
+            pruned = directory.with_name(f".{directory.name}.{PRUNED}")
             remove(pruned)
             directory.rename(pruned)  # so that a `step-N` is complete even if the removal is interrupted
             shutil.rmtree(pruned, ignore_errors=True)  # `tidy` removes what is left
@@ -149,11 +163,12 @@ def tidy(run_dir: Path) -> None:
 
     Restores a checkpoint that the run was about to replace.
     """
-    for former in run_dir.glob(".step-*.former"):
-        directory = run_dir / former.name.removeprefix(".").removesuffix(".former")
+    for former in run_dir.glob(f".step-*.{FORMER}"):
+        directory = run_dir / former.name.removeprefix(".").removesuffix(f".{FORMER}")
         if not os.path.lexists(directory):
             former.rename(directory)
-    for pattern in (".step-*.tmp", ".step-*.former", ".step-*.pruned", f"step-*/.{EXPORTED}.*.tmp"):
+    endings = (TEMPORARY, FORMER, PRUNED)
+    for pattern in (*(f".step-*.{ending}" for ending in endings), f"step-*/.{EXPORTED}.dpo.*.tmp"):
         for leftover in run_dir.glob(pattern):
             remove(leftover)
 

@@ -31,7 +31,7 @@ from dpo.settings.keys import KEYS, Resume
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, check_writable, move_aside, replacing
 from dpo.system.redaction import redact
-from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir
+from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir, read_record
 from dpo.system.waiting import report_progress
 
 FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # facts about the run in a manifest
@@ -59,6 +59,11 @@ class Run(NamedTuple):
     def checkpoint(self) -> Path | None:
         return None if self.resume_point is None else self.resume_point.path
 
+    @property
+    def id(self) -> str | None:
+        """The id of the run that is continued."""
+        return None if self.resume_point is None else self.resume_point.manifest.get("run")
+
     def is_finished(self, updates: int) -> bool:
         """Return whether all updates, the last evaluation and its samples are done."""
         if self.resume_point is None:
@@ -78,7 +83,7 @@ class Run(NamedTuple):
             return True
 
 
-def look_at_run(plan: Plan) -> ResumePoint | None:
+def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
     """The checkpoint that `open_run` would continue from.
 
     Raises the InputErrors of `open_run`, and writes nothing.
@@ -87,13 +92,15 @@ def look_at_run(plan: Plan) -> ResumePoint | None:
     if (run_dir / LOCK).exists():
         lock_run_dir(run_dir).close()  # raises if another run has the lock
     if plan.run.resume is None:
-        check_free(run_dir)
+        check_free(run_dir, logs)
         return None
     source = _find_source(plan, run_dir)
     if source.is_own_run:
+        if not _is_known(run_dir):
+            check_free(run_dir, logs)
         return _find_own_resume_point(source.path, plan)
     if not _began_with(run_dir, source.resume_point):
-        check_free(run_dir)
+        check_free(run_dir, logs)
     return source.resume_point
 
 
@@ -109,7 +116,7 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
     run_dir = _resolve(plan.run.local_run_dir)
     source = _find_source(plan, run_dir)
     if source.is_own_run:
-        run = _open_directory(plan, logs, continued=True)
+        run = _open_directory(plan, logs, continued=_is_known(run_dir))
         tidy(run.directory)
         resume_point = _find_own_resume_point(source.path, plan)
         if resume_point is None:
@@ -233,6 +240,11 @@ def _find_own_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
             f"local_run_dir, to which checkpoint and logs are copied"
         )
     return resume_point
+
+
+def _is_known(run_dir: Path) -> bool:
+    """Return whether a directory is known to be a run's."""
+    return bool(read_record(run_dir) or (run_dir / ORIGIN).exists() or find_checkpoints(run_dir))
 
 
 def _began_with(run_dir: Path, resume_point: ResumePoint) -> bool:

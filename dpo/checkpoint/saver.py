@@ -14,6 +14,7 @@ from dpo.checkpoint.parts import Part
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
 from dpo.system.host import host_memory
+from dpo.system.run_directory import read_record
 from dpo.system.waiting import meet_rank_0, report_progress
 
 
@@ -25,6 +26,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None]) -> None:
         self.run_dir, self.mesh, self.keep, self.log = run_dir, mesh, keep, log
+        self.run = read_record(run_dir).get("run")  # the id of the run, by which it knows its checkpoints
         self.best_at: int | None = None  # number of examples at BEST
         self.best = -math.inf  # quality of BEST; higher is better
         self.latest = math.nan  # quality of LATEST; NaN if it was not evaluated
@@ -61,7 +63,7 @@ class Checkpoints:
                 pass
             return
         directory = elsewhere or self.run_dir / f"step-{step_idx}"
-        all_facts = {**facts(), "best_at": self.best_at}
+        all_facts = {**facts(), "run": self.run, "best_at": self.best_at}
         write = partial(self._write, directory, links=links, step_idx=step_idx, metrics=metrics, facts=all_facts)
         if in_background:
             self._writing = self._thread.submit(write, list(states))
@@ -100,7 +102,7 @@ class Checkpoints:
         for link in links:
             point(self.run_dir / link, directory)
         if self.keep is not None:
-            prune(self.run_dir, self.keep)
+            prune(self.run_dir, self.keep, self.run)
         self.log(f"saved {directory}")
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:

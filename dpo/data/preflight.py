@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dpo.data.asking import CHAT
 from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
 from dpo.data.schema import PreferenceData
-from dpo.data.table import SPLITS, PromptTable, find_or_build, iterate_prompts, read_facts, write_prompts
+from dpo.data.table import FOLDER, SPLITS, PromptTable, find_or_build, iterate_prompts, read_facts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import find_bos_warnings, identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
@@ -176,7 +176,7 @@ def prepare_data(
 ) -> tuple[Path, dict[str, Any]]:
     """Find or build the table; return its directory and facts.
 
-    The table is in `folder/examples`, but a new table is put into `scratch`, if given. Prints the loaders' notes
+    The table is in `folder/dpo-examples`, but a new table is put into `scratch`, if given. Prints the loaders' notes
     unless `silent`. Raises InputError for data that is unusable or too small; the batch size that the message suggests
     is a multiple of `batch_parts`.
     """
@@ -188,7 +188,7 @@ def prepare_data(
         key_is_valid = find_key() == key  # the key changes if a file was changed while it was read
         return facts, key_is_valid
 
-    table, is_new = find_or_build(Path(folder) / "examples", key, build, scratch=scratch)
+    table, is_new = find_or_build(Path(folder) / FOLDER, key, build, scratch=scratch)
     release_freed_memory()  # the loaders' texts were Python strings
     facts = read_facts(table)["facts"]
     if not (silent or is_new):  # the loaders of a new table have printed the notes already

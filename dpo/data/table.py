@@ -1,9 +1,10 @@
 """Prompts with their responses, in Arrow files that all processes map.
 
-So texts are in memory once per machine. A table is a directory `examples/KEY` in a directory of `local_dirs`. It holds
-`train.arrow`, `test.arrow`, and `facts.json`, which has the counts taken while the table was built and the checksums of
-all three files. A table is built under a temporary name that begins with a dot, and renamed once it is complete. Every
-run verifies the checksums before it uses a table. Tables may be deleted at any time: the next run builds a new one.
+So texts are in memory once per machine. A table is a directory `dpo-examples/KEY` in a directory of `local_dirs`. It
+holds `train.arrow`, `test.arrow`, and `facts.json`, which has the counts taken while the table was built and the
+checksums of all three files. A table is built under a temporary name, and renamed once it is complete. Its file `MARK`
+says that it is ours: nothing without it is removed. Every run verifies the checksums before it uses a table. Tables may
+be deleted at any time: the next run builds a new one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,8 +30,10 @@ from dpo.data.tokenization import split_at_cuts
 from dpo.data.truncation import TruncationMode
 from dpo.errors import InputError, RunError
 from dpo.losses import TRAINS_ON
-from dpo.system.plain_files import read_json, remove
+from dpo.system.plain_files import make_directory, read_json, remove
 
+FOLDER = "dpo-examples"  # in a directory of `local_dirs`
+MARK, TEMPORARY = ".dpo-table", ".dpo-table-"  # a file in each table, and what temporary names begin with
 FACTS = "facts.json"
 SPLITS = ("train", "test")
 ABANDONED_SECS = 24 * 3600  # older directories with a temporary name were left by killed processes
@@ -227,10 +231,11 @@ def find_or_build(
         return folder / key, False
     parent = scratch or folder
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        make_directory(parent)
         remove_leftovers(parent)
-        directory = Path(tempfile.mkdtemp(prefix=".", dir=parent))
+        directory = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
         try:
+            (directory / MARK).touch()
             facts, key_is_valid = build(directory)
             files = {f"{split}.arrow": _hash(directory / f"{split}.arrow") for split in SPLITS}
             content = {"facts": facts, "files": files}
@@ -251,7 +256,7 @@ def _publish(directory: Path, destination: Path) -> Path:
     """Rename a built table to its final name; return that path.
 
     A complete table that another process has put there is used instead. A damaged one is removed, and the renaming
-    tried again.
+    tried again. Raises RunError for anything else.
     """
     while True:
         try:
@@ -262,6 +267,8 @@ def _publish(directory: Path, destination: Path) -> Path:
                 raise
         if is_whole(destination):
             return destination
+        if os.path.lexists(destination) and not _is_ours(destination):
+            raise RunError(f"{destination} is not a table of texts that an earlier run left: move it away")
         with suppress(FileNotFoundError):  # another process has moved the damaged table away
             # renamed first, so that two processes never remove the same directory
             remove(destination.rename(directory.with_name(f"{directory.name}.damaged")))
@@ -272,10 +279,14 @@ def remove_leftovers(folder: Path) -> None:
 
     A directory younger than `ABANDONED_SECS` stays, as a process may still be building it.
     """
-    for directory in folder.glob(".*"):
+    for directory in folder.glob(f"{TEMPORARY}*"):
         with suppress(FileNotFoundError):  # another process has removed it
-            if time.time() - directory.stat().st_mtime > ABANDONED_SECS:
+            if _is_ours(directory) and time.time() - directory.stat().st_mtime > ABANDONED_SECS:
                 remove(directory)
+
+
+def _is_ours(table: Path) -> bool:
+    return not table.is_symlink() and (table / MARK).is_file()
 
 
 def read_facts(table: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dpo.data.tokenization import unescape
 from dpo.errors import RunError
 from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
+from dpo.system.plain_files import make_directory
 
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
 
@@ -93,7 +94,7 @@ class NonFiniteGuard(Callback):
             metrics = {name: column[i] for name, column in columns.items()}
             line = {"prompt": unescape(prompt.text), **record, "prompt_number": prompt_number, **metrics}
             lines.append(json.dumps(line) + "\n")
-        folder.mkdir(exist_ok=True)
+        make_directory(folder)
         for split in ("train", "test"):  # a dataset needs both
             (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 

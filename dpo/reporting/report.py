@@ -86,7 +86,7 @@ class ReportWriter(Callback):
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            for unfinished in (self.context.run_dir / REPORT).parent.glob(f".*.{process.pid}"):
+            for unfinished in (self.context.run_dir / REPORT).parent.glob(f".*.dpo.*.{process.pid}.tmp"):
                 unfinished.unlink()
             self._failure = f"it took more than {secs} s"
             return

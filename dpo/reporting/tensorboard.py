@@ -7,7 +7,7 @@ from typing import Any
 
 from dpo.errors import InputError
 from dpo.reporting.events import Callback, Evaluation, RunContext, Sample, Update
-from dpo.system.plain_files import move_aside
+from dpo.system.plain_files import make_directory, move_aside
 
 FLUSH_SECS = 10  # a killed run loses the events of at most this time
 
@@ -37,7 +37,7 @@ class TensorBoardLogger(Callback):
                 self.context.log(
                     f"warning: {folder} does not belong to a checkpoint of this run, so it is renamed to {new_name}"
                 )
-            folder.mkdir(parents=True, exist_ok=True)
+            make_directory(folder)
         except OSError as error:
             raise InputError(f"{folder} cannot be written: {error}; choose another local_run_dir") from error
         # TensorBoard hides the old events from this step on: they were logged after the checkpoint

@@ -91,6 +91,16 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path} is {FILE_TYPES[stat.S_IFMT(mode)]}; a regular file is expected: move {path} away")
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory, unless it exists.
+
+    Raises InputError for a link in its place, as what is written there would be elsewhere.
+    """
+    if path.is_symlink():
+        raise InputError(f"{path} is a symbolic link; a directory is expected: move {path} away")
+    path.mkdir(parents=True, exist_ok=True)
+
+
 def check_link(path: Path) -> None:
     """Raise InputError if the path exists and is not a symbolic link."""
     if os.path.lexists(path) and not path.is_symlink():
@@ -128,10 +138,10 @@ def replacing(path: Path) -> Iterator[Path]:
     """Replace a path atomically by what the body writes.
 
     The body writes a file or a directory to the yielded path, which is beside `path`. The yielded
-    path's name contains this host and process, as other processes may be replacing `path` too. Removes temporary files
-    that killed processes of this host left.
+    path's name contains this host and process, as other processes may be replacing `path` too, and this project's name.
+    Removes temporary files that killed processes of this host left.
     """
-    prefix = f".{path.name}.{socket.gethostname()}."
+    prefix = f".{path.name}.dpo.{socket.gethostname()}."
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*.tmp"):
         process_id = leftover.name.removeprefix(prefix).removesuffix(".tmp")
         has_ended = process_id.isdecimal() and not Path("/proc", process_id).exists()

@@ -8,11 +8,13 @@ import getpass
 import json
 import os
 import platform
+import secrets
 import socket
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +22,7 @@ from typing import IO, Any
 import yaml
 
 from dpo.errors import InputError, RunError, explaining
-from dpo.system.plain_files import check_link, check_writable, replacing
+from dpo.system.plain_files import check_link, check_writable, read_json, replacing
 from dpo.system.redaction import redact
 
 # files of a run
@@ -30,6 +32,7 @@ STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
 REPORT = Path("report", "report.html")  # with report=true
 RUN_LOG = "log.txt"
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN, RUN_LOG)
+FURTHER = ("BEST", "step-*", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
 SWEEP = "sweep.json"  # in the directory of a sweep, which contains the directories of its runs
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
@@ -59,14 +62,26 @@ def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
     return os.path.join(get_local_dir(local_dirs), f"{exp_name}_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
 
 
-def check_free(path: str | Path) -> None:
-    """Raise InputError if a directory holds a run, or is not writable."""
+def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
+    """Raise InputError if a directory holds what a run would write, or is not writable.
+
+    What a run of ours left there is accepted, unless that run has begun to train.
+    """
     run_dir = Path(path)
-    run_files = [name for name in ("metrics.jsonl", "LATEST") if os.path.lexists(run_dir / name)]
-    if run_files:
+    with _explaining_errors(path):
+        names = sorted(os.listdir(run_dir)) if run_dir.is_dir() else []
+    if run_files := [name for name in names if name in ("metrics.jsonl", "LATEST")]:
         raise InputError(
             f"local_run_dir={path} already holds a run ({', '.join(run_files)}): choose another directory, move this "
             f"one away, or continue the run with resume=auto"
+        )
+    patterns = ("step-*",) if read_record(run_dir) else (*FILES, *FURTHER, *logs)
+    # the lock is only opened to append, and never changed
+    held = [name for name in names if name != LOCK and any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if held:
+        raise InputError(
+            f"local_run_dir={path} holds {', '.join(held)}, which this run would overwrite, and which is not its own: "
+            f"choose another directory, or move {', '.join(held)} away"
         )
     with _explaining_errors(path):
         # the directory, or the parent in which it would be created
@@ -84,7 +99,7 @@ def create_run_dir(path: str, *, logs: Iterable[str] = (), continued: bool = Fal
     that run is `continued`, or if a path that the run will write is not a regular file.
     """
     if not continued:
-        check_free(path)
+        check_free(path, logs)
     run_dir = Path(path)
     with _explaining_errors(path):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -118,17 +133,24 @@ def leaving_nothing_if_refused(run_dir: Path) -> Iterator[None]:
 
 
 def write_record(
-    run_dir: Path, config: dict[str, Any], *, processes: int = 1, continues_from: float | None = None
+    run_dir: Path,
+    config: dict[str, Any],
+    *,
+    processes: int = 1,
+    run: str | None = None,
+    continues_from: float | None = None,
 ) -> None:
     """Write `config.yaml`, and `env.json` with facts for repeating the run.
 
-    `continues_from` is the time of the checkpoint that a resumed run continues from, in seconds since 1970.
+    `run` is the id of a run that is continued, and `continues_from` the time of the checkpoint that it continues from,
+    in seconds since 1970.
     """
     import torch  # not at the top, as the report imports this file without torch
 
     commit = _run_git("rev-parse", "HEAD")
     changes = _run_git("status", "--porcelain", "--untracked-files=no", ".")  # runs of the user are untracked files
     facts = {
+        "run": run or secrets.token_hex(8),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": dict(_find_versions()),
@@ -142,8 +164,9 @@ def write_record(
         "git_uncommitted_changes": bool(changes) if commit else None,
     }
     with _explaining_errors(run_dir):
+        with replacing(run_dir / "env.json") as temporary:  # first, as it says whose the directory is
+            temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         (run_dir / "config.yaml").write_text(yaml.safe_dump(redact(config), sort_keys=False), encoding="utf-8")
-        (run_dir / "env.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _find_seconds(run_dir: Path, *, until: float) -> float | None:
@@ -171,15 +194,19 @@ def _run_git(*arguments: str) -> str:
         return ""
 
 
+def read_record(run_dir: Path) -> dict[str, Any]:
+    """The facts in `env.json`; empty unless `write_record` wrote them."""
+    try:
+        facts = read_json(run_dir / "env.json")
+    except (OSError, InputError):
+        return {}
+    return facts if isinstance(facts, dict) and {"packages", "git_commit", "started"} <= facts.keys() else {}
+
+
 def add_to_record(run_dir: Path, **new_facts: Any) -> None:
     """Add facts to `env.json`, unless it is missing or damaged."""
-    path = run_dir / "env.json"
-    try:
-        facts = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return
-    if isinstance(facts, dict):
-        with replacing(path) as temporary:
+    if facts := read_record(run_dir):
+        with replacing(run_dir / "env.json") as temporary:
             temporary.write_text(json.dumps({**facts, **new_facts}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ import torch
 from dpo.errors import InputError, RunError
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import gather_like, local_tensor
-from dpo.system.plain_files import check_readable, replacing
+from dpo.system.plain_files import check_readable, make_directory, replacing
 from dpo.training.batches import Batch
 
 TOLERANCE = 1e-2  # relative error allowed in a stored log-probability, for half-precision rounding
@@ -100,7 +100,7 @@ class ReferenceLogps:
 
     def save(self, path: Path) -> None:
         """Write the table to a file, atomically."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, logps=self._table)
             file.flush()

@@ -142,7 +142,7 @@ def test_files_then_manifest_then_names_reach_the_disk_and_only_then_the_name_th
     write_checkpoint(tmp_path / "step-8", {"a": {}, "b": {}})
     point(tmp_path / "LATEST", tmp_path / "step-8")
 
-    parts = [f"sync .step-8.tmp{name}" for name in ("/a.pt", "/b.pt", "/manifest.json", "")]
+    parts = [f"sync .step-8.dpo-tmp{name}" for name in ("/a.pt", "/b.pt", "/manifest.json", "")]
     assert done == [*parts, "rename to step-8", "sync .", "sync ."]
 
 
@@ -283,8 +283,8 @@ def test_checkpoints_come_newest_first_by_number(tmp_path):
 
 def test_after_a_kill_the_rest_is_cleared_and_what_was_moved_aside_comes_back(tmp_path):
     write(tmp_path, 8, 16)
-    (tmp_path / "step-8").rename(tmp_path / ".step-8.former")  # killed before the new one was in place
-    for rest in (".step-16.former", ".step-24.tmp", ".step-4.pruned"):
+    (tmp_path / "step-8").rename(tmp_path / ".step-8.dpo-former")  # killed before the new one was in place
+    for rest in (".step-16.dpo-former", ".step-24.dpo-tmp", ".step-4.dpo-pruned"):
         (tmp_path / rest).mkdir()
     tidy(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["step-16", "step-8"]
@@ -292,12 +292,37 @@ def test_after_a_kill_the_rest_is_cleared_and_what_was_moved_aside_comes_back(tm
 
 
 def test_pruning_keeps_the_newest_the_best_and_never_fewer_than_two(tmp_path):
-    for step in (8, 16, 24, 32, 40):
-        (tmp_path / f"step-{step}").mkdir()
+    write(tmp_path, 8, 16, 24, 32, 40)
     point(tmp_path / "BEST", tmp_path / "step-8")
     point(tmp_path / "LATEST", tmp_path / "step-40")
 
-    prune(tmp_path, 3)
+    prune(tmp_path, 3, None)
     assert sorted(p.name for p in find_checkpoints(tmp_path)) == ["step-24", "step-32", "step-40", "step-8"]
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, None)
     assert sorted(p.name for p in find_checkpoints(tmp_path)) == ["step-32", "step-40", "step-8"]
+
+
+@pytest.mark.parametrize("foreign", ["another run's", "another program's", "a link", "a file"])
+def test_what_this_run_did_not_write_is_neither_pruned_nor_replaced(foreign, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    for step in (1, 8):
+        place = tmp_path / f"step-{step}"
+        if foreign == "another run's":
+            write_checkpoint(place, {"policy": {}}, run="a")
+        elif foreign == "another program's":
+            place.mkdir()
+            (place / "manifest.json").write_text("{}")
+        elif foreign == "a link":
+            place.symlink_to(write_checkpoint(tmp_path / "elsewhere" / f"step-{step}", {"policy": {}}, run="b"))
+        else:
+            place.touch()
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("step-*")}
+    for step in (16, 24, 32):
+        write_checkpoint(tmp_path / f"step-{step}", {"policy": {}}, run="b")
+
+    prune(tmp_path, 2, "b")
+    with pytest.raises(RunError, match=r"step-8 could not be written, as what is there is no checkpoint of this run"):
+        write_checkpoint(tmp_path / "step-8", {"policy": {"a": 1}}, run="b")
+
+    assert {path: path.lstat().st_mtime_ns for path in before} == before
+    assert sorted(p.name for p in find_checkpoints(tmp_path)) == ["step-1", "step-24", "step-32", "step-8"]

@@ -48,7 +48,7 @@ def source(tmp_path) -> Path:
 
 
 def prepare(folder: Path, sources: dict[str, str], **changes) -> Path:
-    """The table of these datasets in `folder / "examples"`."""
+    """The table of these datasets in `folder / FOLDER`."""
     values = {"trains_on": "pairs", "online": False, "max_length": 64, "max_prompt_length": 32, **changes}
     place, _ = prepare_data(
         DatasetOptions(list(sources), sources, **values), load_tokenizer(str(GOLDEN / "tiny-llama")),
@@ -96,7 +96,7 @@ def test_the_same_data_is_read_once_and_says_the_same(source, tmp_path, monkeypa
     monkeypatch.setattr(preference_datasets, "load_rows", lambda *_: pytest.fail("read again"))
     assert prepare(tmp_path, sources) == first
     assert capsys.readouterr().out == printed
-    assert [path.name for path in (tmp_path / "examples").iterdir()] == [first.name]
+    assert [path.name for path in (tmp_path / table.FOLDER).iterdir()] == [first.name]
 
 
 def test_an_edited_file_makes_another_table_whatever_its_size_and_time(source, tmp_path):
@@ -147,7 +147,7 @@ def test_data_of_unknown_origin_is_read_each_time_and_kept_once(tmp_path, monkey
     first, second = (prepare(tmp_path, {"hh": "unused"}) for _ in range(2))
     assert calls == ["train", "test"] * 2
     assert first == second
-    assert len(list((tmp_path / "examples").iterdir())) == 1
+    assert len(list((tmp_path / table.FOLDER).iterdir())) == 1
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "facts", "junk"])
@@ -171,7 +171,7 @@ def test_a_damaged_table_is_built_again(source, tmp_path, damage):
     assert prepare(tmp_path, {"hh": str(source)}) == place
     assert is_whole(place)
     assert list(PromptTable(place / "train.arrow")) == expected
-    assert [path.name for path in (tmp_path / "examples").iterdir()] == [place.name]
+    assert [path.name for path in (tmp_path / table.FOLDER).iterdir()] == [place.name]
 
 
 def build_slowly(folder: Path, started) -> None:
@@ -211,36 +211,55 @@ def test_a_killed_builder_leaves_no_table_and_its_files_go_a_day_later(tmp_path,
     os.kill(builder.pid, signal.SIGKILL)
     builder.join()
     [left] = tmp_path.iterdir()
-    assert left.name.startswith(".")
+    assert left.name.startswith(".dpo-table-")
 
     build_slowly(tmp_path, started)
     assert {path.name for path in tmp_path.iterdir()} == {left.name, "key"}
     monkeypatch.setattr(table, "ABANDONED_SECS", -1)
+    foreign = {".git", ".venv", ".dpo-table-notes", ".dpo-table-link"}
+    for name in foreign - {".dpo-table-link"}:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".dpo-table-link").symlink_to(tmp_path / "key")
     table.remove_leftovers(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+    assert {path.name for path in tmp_path.iterdir()} == {"key"} | foreign
+
+
+def test_a_directory_with_a_tables_name_is_left_and_named(tmp_path):
+    (tmp_path / "key").mkdir()
+    (tmp_path / "key" / "facts.json").write_text("mine")
+
+    def build(directory):
+        for split in ("train", "test"):
+            write_prompts(directory / f"{split}.arrow", ODD)
+        return {}, True
+
+    with pytest.raises(RunError, match=f"{tmp_path}/key is not a table of texts that an earlier run left"):
+        find_or_build(tmp_path, "key", build)
+    assert (tmp_path / "key" / "facts.json").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["key"]
 
 
 def test_bad_data_leaves_nothing(source, tmp_path):
     (source / "test.jsonl").write_text("{}\n")
     with pytest.raises(InputError, match="chosen is missing"):
         prepare(tmp_path, {"hh": str(source)})
-    assert list((tmp_path / "examples").iterdir()) == []
+    assert list((tmp_path / table.FOLDER).iterdir()) == []
 
 
 def test_a_full_disk_is_one_sentence(source, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(RunError, match=rf"cannot be written to {tmp_path}/examples .*File too large.*free"):
+        with pytest.raises(RunError, match=rf"cannot be written to {tmp_path}/dpo-examples .*File too large.*free"):
             prepare(tmp_path, {"hh": str(source)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list((tmp_path / "examples").iterdir()) == []
+    assert list((tmp_path / table.FOLDER).iterdir()) == []
 
 
 def test_a_local_directory_that_cannot_be_made_is_one_sentence(source, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=rf"cannot be written to {tmp_path}/file/examples .*Not a directory"):
+    with pytest.raises(RunError, match=rf"cannot be written to {tmp_path}/file/dpo-examples .*Not a directory"):
         prepare(tmp_path / "file", {"hh": str(source)})
 
 

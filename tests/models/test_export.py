@@ -197,8 +197,8 @@ def test_code_that_is_left_out_is_not_named(base, tmp_path):
 
 def test_exports_at_once_leave_each_other_alone_and_killed_ones_are_tidied(base, tmp_path):
     ended = 2**22 + 1  # more than any process has
-    running, killed = (tmp_path / f".out.{socket.gethostname()}.{process}.tmp" for process in (os.getppid(), ended))
-    elsewhere = tmp_path / ".out.another-host.1.tmp"
+    running, killed = (tmp_path / f".out.dpo.{socket.gethostname()}.{process}.tmp" for process in (os.getppid(), ended))
+    elsewhere = tmp_path / ".out.dpo.another-host.1.tmp"
     for other in (running, killed, elsewhere):
         other.mkdir()
     policy = archive(tmp_path / "policy.pt", build("llama").state_dict())
@@ -389,6 +389,7 @@ def test_a_damaged_adapter_of_ours_is_not_exported(base, tmp_path):
     folder = tmp_path / "run" / "step-8"
     files = [(f.name, f.read_bytes()) for f in folder.glob("adapter_*")]
     states = {part: {} for part in PARTS}
+    shutil.rmtree(folder)
     write_checkpoint(folder, [*states.items(), *files], step_idx=8, metrics=None, facts={})
     content = bytearray((folder / "adapter_model.safetensors").read_bytes())
     content[-1] ^= 1  # which PEFT would not notice

@@ -124,18 +124,19 @@ def test_no_interpreter_is_one_line_too(writer, monkeypatch):
 
 
 def test_what_one_that_is_ended_was_writing_is_removed(writer, program):
-    program("open(f'{sys.argv[2]}/.report.html.{os.getpid()}', 'w').close(); '--ended' in sys.argv or time.sleep(60)")
+    begin = "open(f'{sys.argv[2]}/.report.html.dpo.host.{os.getpid()}.tmp', 'w').close()"
+    program(f"{begin}; '--ended' in sys.argv or time.sleep(60)")
     folder = writer.context.run_dir / "report"
     folder.mkdir()
-    (folder / ".report.html.1").touch()  # of another process, which may be writing
+    (folder / ".report.html.dpo.host.1.tmp").touch()  # of another process, which may be writing
     writer.on_evaluation(EVALUATION)
     wait_for(lambda: len(os.listdir(folder)) == 2)
-    [begun] = set(os.listdir(folder)) - {".report.html.1"}
+    [begun] = set(os.listdir(folder)) - {".report.html.dpo.host.1.tmp"}
 
     writer.on_end()
 
     assert begun not in os.listdir(folder)
-    assert ".report.html.1" in os.listdir(folder)
+    assert ".report.html.dpo.host.1.tmp" in os.listdir(folder)
 
 
 @pytest.mark.slow

@@ -24,10 +24,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from support.records import write_run
 from support.runs import GOLDEN, PARTS, compose, read_metrics, train
 from transformers import dynamic_module_utils
 
 import train as main
+from dpo.analysis.page import write_report
 from dpo.checkpoint.files import (
     MANIFEST,
     DamagedCheckpoint,
@@ -43,7 +45,7 @@ from dpo.checkpoint.parts import Part, find_misfit
 from dpo.data.collation import find_examples, padded_batch
 from dpo.data.counts import SplitCounter
 from dpo.data.examples import iterate_examples, read_examples
-from dpo.data.table import PromptTable, iterate_prompts, write_prompts
+from dpo.data.table import PromptTable, find_or_build, iterate_prompts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
@@ -60,7 +62,7 @@ from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
 from dpo.system.run_directory import FILES, create_run_dir
 from dpo.training.optimization import OPTIMIZERS, Schedule
-from dpo.training.reference import read_logps
+from dpo.training.reference import ReferenceLogps, read_logps
 from preference_datasets import get_dataset
 
 FUZZ = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -352,7 +354,7 @@ def test_a_checkpoint_with_something_else_than_files_is_damaged(kind, name, tmp_
 def test_whatever_has_a_temporary_name_is_cleared_away_but_nothing_that_it_points_to(kind, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").touch()
-    names = [".step-8.tmp", ".step-8.former", ".step-16.pruned"]
+    names = [".step-8.dpo-tmp", ".step-8.dpo-former", ".step-16.dpo-pruned"]
 
     def plant() -> None:
         for name in names:
@@ -365,18 +367,34 @@ def test_whatever_has_a_temporary_name_is_cleared_away_but_nothing_that_it_point
     plant()
     write(tmp_path, 8, 16, 24, 32)
     point(tmp_path / "LATEST", saved)
-    prune(tmp_path, 2)
+    prune(tmp_path, 2, None)
     check_complete(saved)
     tidy(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["LATEST", "elsewhere", "step-24", "step-32", "step-8"]
     assert (tmp_path / "elsewhere" / "precious").exists()
 
 
+def test_a_link_in_place_of_a_directory_is_refused_and_nothing_is_written_where_it_leads(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("dpo-examples", "reference_logps", "report"):
+        (tmp_path / name).symlink_to(elsewhere)
+    logps = ReferenceLogps(1, 1)
+    for write_there in (
+        lambda: find_or_build(tmp_path / "dpo-examples", "key", lambda _: pytest.fail("built")),
+        lambda: logps.save(logps.find_path(tmp_path, "digest")),
+        lambda: write_report([write_run(tmp_path / "run", [])], tmp_path / "report"),
+    ):
+        with pytest.raises(InputError, match=r"is a symbolic link; a directory is expected"):
+            write_there()
+    assert os.listdir(elsewhere) == []
+
+
 def test_links_that_lead_nowhere_or_round_in_circles_are_no_traceback(tmp_path, run):
     steps = write(tmp_path, 8, 16, 24)
     (tmp_path / "BEST").symlink_to("BEST")
     point(tmp_path / "LATEST", steps[-1])
-    prune(tmp_path, 2)
+    prune(tmp_path, 2, None)
     assert sorted(os.listdir(tmp_path)) == ["BEST", "LATEST", "step-16", "step-24"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "LATEST").symlink_to("LATEST")
@@ -391,7 +409,7 @@ def test_links_that_lead_nowhere_or_round_in_circles_are_no_traceback(tmp_path, 
 def test_a_resume_of_such_a_directory_ends_at_once_and_in_words(checkpoint, command, run, tmp_path):
     logs = tmp_path / "run"
     (logs / "samples.jsonl").mkdir()
-    os.mkfifo(logs / ".step-16.tmp")
+    os.mkfifo(logs / ".step-16.dpo-tmp")
     result = train(*command("run", "resume=auto"))
     assert result.returncode == 2
     path = f"{logs}/samples.jsonl"

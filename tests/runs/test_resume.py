@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.soak import find_differences, read_log
 from dpo.checkpoint.files import MANIFEST, find_checkpoints, hash_manifest, read_state
 from dpo.errors import InputError, RunError
+from dpo.system.run_directory import write_record
 from dpo.system.signals import Stopped
 from dpo.training.evaluation import Evaluator
 from trainers import BasicTrainer
@@ -207,7 +208,8 @@ def test_a_finished_run_goes_on_with_more_examples(run, copied, finished, tmp_pa
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(run, finished, tmp_path, capsys):
     whole = finished("n_examples=8")
-    (tmp_path / "killed" / ".step-8.tmp").mkdir(parents=True)
+    (tmp_path / "killed" / ".step-8.dpo-tmp").mkdir(parents=True)
+    write_record(tmp_path / "killed", {})
     (tmp_path / "killed" / "metrics.jsonl").write_text('{"split": "train", "exam')
 
     run("killed", "n_examples=8", "resume=auto")
@@ -243,7 +245,7 @@ def test_what_continues_needs_neither_the_weights_it_replaces_nor_the_files_it_h
 
     def look_and_train(trainer: BasicTrainer) -> None:
         lines = Path("/proc/self/maps").read_text().splitlines()
-        mapped.extend(line for line in lines if str(tmp_path) in line and "/examples/" not in line)  # the data is
+        mapped.extend(line for line in lines if str(tmp_path) in line and "/dpo-examples/" not in line)  # the data is
         train(trainer)
 
     monkeypatch.setattr(BasicTrainer, "train", look_and_train)

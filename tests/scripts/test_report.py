@@ -35,9 +35,24 @@ def test_one_run_is_reported_in_its_directory(tmp_path, capsys):
 def test_several_are_reported_in_report_or_where_it_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [str(write_run(tmp_path / name, LINES, config={"exp_name": name})) for name in "ab"]
-    assert main(runs) == main([*runs, "--out", "deep/er"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["report: report/report.html", "report: deep/er/report.html"]
+    assert main(runs) == main(runs) == main([*runs, "--out", "deep/er"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *["report: report/report.html"] * 2,
+        "report: deep/er/report.html",
+    ]
     assert "2 runs compared" in (tmp_path / "deep" / "er" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("pattern", ["report.html", "*.png"])
+def test_a_page_or_picture_that_is_not_of_a_report_stays(pattern, tmp_path, capsys):
+    run = write_run(tmp_path / "run", [evaluation(8 * n, 0.7, **{"rewards_eval/accuracies": 0.5}) for n in range(9)])
+    assert main([str(run), "--out", str(tmp_path / "out")]) == 0
+    name = next((tmp_path / "out").glob(pattern)).name
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / name).write_text("<title>my report</title>")
+    assert main([str(run), "--out", str(tmp_path / "mine")]) == 2
+    assert f"mine has {name}, not of a report: give another directory with --out" in capsys.readouterr().err
+    assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["<title>my report</title>"]
 
 
 def test_a_sweeps_directory_stands_for_the_runs_of_its_jobs(tmp_path):

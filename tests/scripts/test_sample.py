@@ -422,6 +422,7 @@ def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "a role": ([run, "--file", roles, *out], "has no role system"),
         "messages as they are": ([run, "--file", roles, *out, "--no-chat-template"], "holds chat messages"),
         "no template": ([run, "--format", "chat"], "has no chat template"),
+        "over another file": ([run, "--file", file, "--out", empty], "exists: give another file, or remove it"),
         "over itself": ([run, "--file", empty, "--out", empty], "is the file of prompts itself"),
         "nowhere to write": ([run, "--file", empty, "--out", f"{tmp_path}/no/out.jsonl"], "there is no directory"),
         "no reference": ([run, "--reference", f"{run}-nowhere"], "does not exist"),

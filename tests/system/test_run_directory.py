@@ -69,11 +69,13 @@ def test_facts_are_added_to_the_record_if_there_is_one(tmp_path):
         (tmp_path / "env.json").write_text(text)
         add_to_record(tmp_path, ended="now")
         assert (tmp_path / "env.json").read_text() == text
-    (tmp_path / "env.json").write_text('{"started": "before"}')
+    (tmp_path / "env.json").unlink()
+    write_record(tmp_path, {}, run="an id")
+    before = json.loads((tmp_path / "env.json").read_text())
     add_to_record(tmp_path, ended="now", parameters={"trainable": 1, "total": 2})
     record = json.loads((tmp_path / "env.json").read_text())
-    assert record == {"started": "before", "ended": "now", "parameters": {"trainable": 1, "total": 2}}
-    assert os.listdir(tmp_path) == ["env.json"]
+    assert record == {**before, "ended": "now", "parameters": {"trainable": 1, "total": 2}}
+    assert (record["run"], sorted(os.listdir(tmp_path))) == ("an id", ["config.yaml", "env.json"])
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "LATEST"])
@@ -82,6 +84,35 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_alone(name, tmp_path):
     with pytest.raises(InputError, match=rf"local_run_dir={tmp_path} already holds a run \({name}\)"):
         create_run_dir(str(tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "env.json", "preflight.json", "step-8", ".step-8.dpo-tmp", "samples.txt", "ledger.parquet",
+             "nonfinite-1", "report", "tensorboard"],
+)  # fmt: skip
+def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, resume, tmp_path, run):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    run("run", "dry_run=true")  # nothing of the run has this name
+    (tmp_path / "run" / name).write_text("{}")
+    message = (
+        "finds no complete checkpoint" if (name, resume) == ("step-8", "auto") else f"run holds {name}, which this"
+    )
+    for dry_run in ("true", "false"):
+        with pytest.raises(InputError, match=message):
+            run("run", f"resume={resume or 'null'}", f"dry_run={dry_run}")
+    assert {path.name for path in (tmp_path / "run").iterdir()} - {".lock"} == {"notes.txt", name}
+    assert (tmp_path / "run" / name).read_text() == "{}"
+
+
+def test_what_a_run_left_that_did_not_train_is_no_obstacle_but_a_checkpoint_is(tmp_path):
+    write_record(create_run_dir(str(tmp_path)), {"lr": 1})
+    (tmp_path / "report").mkdir()
+    create_run_dir(str(tmp_path))
+    (tmp_path / "step-8").mkdir()  # its logs were moved away
+    with pytest.raises(InputError, match="holds step-8, which this run would overwrite"):
+        create_run_dir(str(tmp_path))
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_made(tmp_path, monkeypatch):
