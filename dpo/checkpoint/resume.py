@@ -31,7 +31,7 @@ from dpo.settings.keys import KEYS, Resume
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, check_writable, move_aside, replacing
 from dpo.system.redaction import redact
-from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, lock_run_dir, read_record
+from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, is_lock, lock_run_dir, read_record
 from dpo.system.waiting import report_progress
 
 FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # facts about the run in a manifest
@@ -89,7 +89,7 @@ def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
     Raises the InputErrors of `open_run`, and writes nothing.
     """
     run_dir = _resolve(plan.run.local_run_dir)
-    if (run_dir / LOCK).exists():
+    if is_lock(run_dir / LOCK):
         lock_run_dir(run_dir).close()  # raises if another run has the lock
     if plan.run.resume is None:
         check_free(run_dir, logs)

@@ -30,7 +30,8 @@ LOCK = ".lock"
 ORIGIN = ".continues"  # in a run that continues another run's checkpoint: the checksum of that checkpoint's manifest
 STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
 REPORT = Path("report", "report.html")  # with report=true
-RUN_LOG = "log.txt"
+HOLDER = "process"  # the first word of the lock, before the id of the process that holds it
+RUN_LOG = "log.txt"  # only appended to
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN, RUN_LOG)
 FURTHER = ("BEST", "step-*", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
 SWEEP = "sweep.json"  # in the directory of a sweep, which contains the directories of its runs
@@ -76,8 +77,8 @@ def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
             f"one away, or continue the run with resume=auto"
         )
     patterns = ("step-*",) if read_record(run_dir) else (*FILES, *FURTHER, *logs)
-    # the lock is only opened to append, and never changed
-    held = [name for name in names if name != LOCK and any(fnmatchcase(name, pattern) for pattern in patterns)]
+    harmless = {RUN_LOG, LOCK} if is_lock(run_dir / LOCK) else {RUN_LOG}
+    held = [n for n in names if n not in harmless and any(fnmatchcase(n, pattern) for pattern in patterns)]
     if held:
         raise InputError(
             f"local_run_dir={path} holds {', '.join(held)}, which this run would overwrite, and which is not its own: "
@@ -235,8 +236,13 @@ def lock_run_dir(run_dir: Path) -> IO:
         print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
     else:
         file.truncate(0)
-        print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+        print(f"{HOLDER} {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
+
+
+def is_lock(path: Path) -> bool:
+    """Return whether `lock_run_dir` made a file."""
+    return path.is_file() and (not path.stat().st_size or path.read_bytes().startswith(HOLDER.encode()))
 
 
 def is_locked(run_dir: Path) -> bool:

@@ -88,7 +88,7 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_alone(name, tmp_path):
 
 @pytest.mark.parametrize("resume", [None, "auto"])
 @pytest.mark.parametrize(
-    "name", ["config.yaml", "env.json", "preflight.json", "step-8", ".step-8.dpo-tmp", "samples.txt", "ledger.parquet",
+    "name", [".lock", "config.yaml", "env.json", "preflight.json", "step-8", ".step-8.dpo-tmp", "samples.txt", "ledger.parquet",
              "nonfinite-1", "report", "tensorboard"],
 )  # fmt: skip
 def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, resume, tmp_path, run):
@@ -102,7 +102,7 @@ def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, r
     for dry_run in ("true", "false"):
         with pytest.raises(InputError, match=message):
             run("run", f"resume={resume or 'null'}", f"dry_run={dry_run}")
-    assert {path.name for path in (tmp_path / "run").iterdir()} - {".lock"} == {"notes.txt", name}
+    assert {path.name for path in (tmp_path / "run").iterdir()} - {".lock"} == {"notes.txt", name} - {".lock"}
     assert (tmp_path / "run" / name).read_text() == "{}"
 
 
