@@ -64,7 +64,7 @@ def get_local_run_dir(exp_name: str, local_dirs: Sequence[str]) -> str:
 
 
 def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
-    """Raise InputError if a directory holds what a run would write, or is not writable.
+    """Raise InputError if a run would overwrite something, or cannot write.
 
     What a run of ours left there is accepted, unless that run has begun to train.
     """
