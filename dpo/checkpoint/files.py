@@ -56,7 +56,7 @@ def write_checkpoint(
     fails; then no partial checkpoint remains, and an earlier checkpoint at the same step is kept. A directory that the
     run (`facts["run"]`) did not write is not replaced.
     """
-    if os.path.lexists(directory) and not is_of_run(directory, facts.get("run")):
+    if os.path.lexists(directory) and not was_written_by(directory, facts.get("run")):
         raise RunError(
             f"checkpoint {directory} could not be written, as what is there is no checkpoint of this run: move it "
             f"away; earlier ones are intact"
@@ -138,7 +138,7 @@ def find_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(checkpoints, key=parse_step, reverse=True)
 
 
-def is_of_run(directory: Path, run: str | None) -> bool:
+def was_written_by(directory: Path, run: str | None) -> bool:
     """Return whether a run wrote this checkpoint, by its manifest."""
     try:
         return not directory.is_symlink() and _read_manifest(directory).get("run") == run
@@ -149,7 +149,7 @@ def is_of_run(directory: Path, run: str | None) -> bool:
 def prune(run_dir: Path, keep: int, run: str | None) -> None:
     """Remove all checkpoints of a run but the `keep` newest, BEST and LATEST."""
     linked = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
-    own_checkpoints = [directory for directory in find_checkpoints(run_dir) if is_of_run(directory, run)]
+    own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
     for directory in own_checkpoints[max(keep, ALWAYS_KEPT) :]:
         if os.path.realpath(directory) not in linked:
             pruned = directory.with_name(f".{directory.name}.{PRUNED}")
