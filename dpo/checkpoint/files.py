@@ -147,7 +147,7 @@ def was_written_by(directory: Path, run: str | None) -> bool:
 
 
 def prune(run_dir: Path, keep: int, run: str | None) -> None:
-    """Remove all checkpoints of a run but the `keep` newest, BEST and LATEST."""
+    """Remove a run's checkpoints but the `keep` newest, BEST and LATEST."""
     linked = {os.path.realpath(run_dir / link) for link in ("BEST", "LATEST")}
     own_checkpoints = [directory for directory in find_checkpoints(run_dir) if was_written_by(directory, run)]
     for directory in own_checkpoints[max(keep, ALWAYS_KEPT) :]:
