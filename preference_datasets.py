@@ -217,16 +217,17 @@ def get_dataset(
     tokenizer: Any = None,
     trains_on: str = "pairs",
     with_margins: bool = False,
+    chat: str = "auto",
 ) -> PreferenceData:
     """Load a split of a dataset as `{prompt: {responses, pairs, sft_target}}`.
 
     Responses are a list of str, pairs are (better, worse) as indices into that list, and the SFT target is a str.
 
     `dataset_sources[name]` says where a dataset is; built-in datasets need no such entry. For custom data, `tokenizer`
-    renders chat messages, `trains_on` says what kind of examples the columns must provide, and `with_margins` whether a
-    column `margin` is read. The test split of a source without splits, such as one file, is a tenth of its prompts, at
-    least one, drawn with seed 42. Raises InputError for an unknown name, a missing split, a row without a field, and
-    empty data.
+    renders chat messages, and texts as `chat` says (`config/config.yaml`); `trains_on` says what kind of examples the
+    columns must provide, and `with_margins` whether a column `margin` is read. The test split of a source without
+    splits, such as one file, is a tenth of its prompts, at least one, drawn with seed 42. Raises InputError for an
+    unknown name, a missing split, a row without a field, and empty data.
     """
     configured_source = (dataset_sources or {}).get(name)
     if name == "demo" and configured_source is not None:
@@ -244,7 +245,7 @@ def get_dataset(
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
-        data = _load_custom(name, split, source, cache_dir, tokenizer, trains_on, with_margins)
+        data = _load_custom(name, split, source, cache_dir, tokenizer, trains_on, with_margins, chat)
     if source.has_no_splits and name != "se":  # se makes its own test split
         data = _hold_out(data, name, split, source)
     if not data:
@@ -265,12 +266,13 @@ def _load_custom(
     tokenizer: Any,
     trains_on: str,
     with_margins: bool,
+    chat: str,
 ) -> PreferenceData:
     rows = load_rows(source, split, cache_dir)
     origin = source.path if source.has_no_splits else f"{source.path} ({split})"
     try:
         options = {"name": name, "data_format": source.format, "trains_on": trains_on, "with_margins": with_margins}
-        return get_custom(rows, origin, tokenizer, source.columns, **options)
+        return get_custom(rows, origin, tokenizer, source.columns, chat=chat, **options)
     except ColumnsError as error:
         if split == "train" or source.has_no_splits:
             raise

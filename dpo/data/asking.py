@@ -30,7 +30,21 @@ UserPrompt = str | list[Mapping[str, str]]  # a text, or chat messages {role, co
 TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError)
 TEMPLATE_ERRORS += (RecursionError, TypeError, ValueError)
 MARK = "\ufdd1"  # a noncharacter, which no text has: marks a place in a text that is rendered
+HEADER = re.compile(r"#+ ?[^:：]{1,40}[:：]?|\W{0,2}\w[\w;./-]*( \w+)?[:：]\W{0,2}")  # the last line of a prompt
+CONTROL = re.compile(r"<\|[^|<>\n]+\|>\w*$|\[/[A-Z]+\]$")
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
+
+
+def ends_in_header(prompt: str, tokenizer: Any) -> bool:
+    """Return whether a text ends in the header of an answer.
+
+    That is a last line with a control token, or one like `Assistant:`, `### Response:` or `**Answer:**` below others.
+    """
+    _, newline, line = prompt.rstrip().rpartition("\n")
+    if newline and HEADER.fullmatch(line.strip()):
+        return True
+    added = (token.content.strip() for token in tokenizer.added_tokens_decoder.values())
+    return bool(CONTROL.search(line)) or any(text.startswith(("<", "[")) and text in line for text in added)
 
 
 def find_format(prompt: str, *, rendered: bool) -> str:

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+from dpo.data.asking import ends_in_header
 from dpo.data.columns import find_columns, recognize_columns
-from dpo.data.records import FORMATS, is_system_unused, name_kind, read_record, recognize_format
-from dpo.data.schema import ASSISTANT, PreferenceData, get_field
+from dpo.data.records import (
+    FORMATS,
+    Record,
+    is_system_unused,
+    make_chat,
+    name_kind,
+    read_record,
+    recognize_format,
+)
+from dpo.data.schema import ASSISTANT, Chat, PreferenceData, get_field
 from dpo.data.sources import iterate_places
 from dpo.data.templates import ChatTemplate
-from dpo.data.tokenization import remove_final_eos
-from dpo.data.verdicts import find_verdicts
+from dpo.data.tokenization import remove_final_eos, unescape
+from dpo.data.verdicts import Verdicts, find_verdicts
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST
 from dpo.numbers import count
+
+N_DECIDING = 100  # first records, which decide whether texts are rendered
+ROWS_PER_CHUNK = 1000
+SHOWN = 60  # characters of a prompt's end, and of a response's beginning
 
 
 def get_custom(
@@ -32,6 +46,7 @@ def get_custom(
     data_format: str | None = None,
     trains_on: str = "pairs",
     with_margins: bool = False,
+    chat: str = "auto",
 ) -> PreferenceData:
     """Convert custom records to preference data.
 
@@ -52,12 +67,11 @@ def get_custom(
     messages, the prompt may also be a text: the content of a message that both begin with, as in UltraFeedback. If the
     prompt is messages, the responses may also be texts: the assistant's next message.
 
+    `chat`, one of `CHATS`, says whether the chat template renders texts too: see `_Reader.of`.
+
     `columns` maps fields to columns, and a field without a column to None. Other fields are recognized by name, or have
     the columns of `data_format`, a key of `FORMATS`. Raises InputError, which names the record and `origin`.
     """
-    data: PreferenceData | None = None
-    tally: Counter[str] = Counter()
-    template = ChatTemplate(tokenizer)
     present = find_columns(rows)
     verdicts = None if data_format else find_verdicts(rows, present, columns)
     recognized = recognize_columns(
@@ -74,63 +88,177 @@ def get_custom(
         used.pop("weight", None)
     if "responses" in used:  # one margin does not fit all pairs of a list
         used.pop("margin", None)
-    for row, where in zip(rows, iterate_places(rows, origin), strict=True):
-        if verdicts:
-            pair = verdicts.read(row, where)
-            if not pair:
-                tally["ties"] += 1
-                continue
-            used = used | pair
-        record = read_record(row, used, where, name=name)
-        if data is None:
-            data_format = data_format or recognize_format(row, used, record)
-            is_apart = data_format == "hh" and not record.is_chat  # as the dataset hh, whatever its name
-            data = PreferenceData(truncation_mode="keep_end", rendered=record.is_chat, apart=is_apart)
-        elif data.rendered != record.is_chat:
-            raise InputError(
-                f"{where} holds {name_kind(record.is_chat)}, and earlier records hold {name_kind(not record.is_chat)}: "
-                f"use one kind"
-            )
-        prompt, responses = record.join_prompt(), record.responses
-        if record.is_chat:
-            chat = template.render(prompt, responses, record.tools, where)
-            prompt, responses = chat.prompt, chat.responses
-            data.add_chat(chat)
-        elif not data.apart:  # tokenization appends EOS
-            responses = [remove_final_eos(response, tokenizer) for response in responses]
-        tally["unused system turns"] += is_system_unused(row, used, record)
-        tally["texts with tools"] += bool(record.tools) and not record.is_chat
-        if not (record.prompt or record.input):
-            raise InputError(
-                f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
-                f"prompt, or remove it"
-            )
-        if "weight" in used:
-            data.weights.setdefault(prompt, []).append(_read_number(row, used["weight"], where, above_zero=True))
-        if "margin" in used:
-            data.margins.setdefault(prompt, []).append(_read_number(row, used["margin"], where))
-        scores = read_scores(row, used, len(responses), where) if record.is_list else None
-        if scores is not None:
-            if trains_on == "lists":
-                _check_list(scores, used, where)
-            tally["lists with ties"] += len(set(scores)) < len(scores)
-            tally["lists without pairs"] += len(set(scores)) == 1
-        tally["diverging dialogues"] += data_format == "hh" and any(ASSISTANT in response for response in responses)
-        data.add_record(prompt, responses, label=record.label, scores=scores)
-    data = data if data is not None else PreferenceData(truncation_mode="keep_end")
+    reader = _Reader.of(rows, origin, tokenizer, used, verdicts, name, data_format, trains_on, chat)
+    template, tally = ChatTemplate(tokenizer), Counter[str]()
+    data = PreferenceData(truncation_mode="keep_end", rendered=reader.renders, apart=reader.is_apart)
+    for items, chunk_template, chunk_tally in read_chunks(reader, zip(rows, iterate_places(rows, origin), strict=True)):
+        for item in items:
+            if item.chat is not None:
+                data.add_chat(item.chat)
+            if item.weight is not None:
+                data.weights.setdefault(item.prompt, []).append(item.weight)
+            if item.margin is not None:
+                data.margins.setdefault(item.prompt, []).append(item.margin)
+            data.add_record(item.prompt, item.responses, label=item.label, scores=item.scores)
+        template.add(chunk_template)
+        tally += chunk_tally
+    data_format = reader.data_format
     format_note = f"format {data_format}" if data_format else ""
     note = "; ".join(filter(None, (format_note, recognized.describe(columns))))
     if note:
         data.notes.append(f"{origin}: {note}")
     if verdicts:
         data.notes.append(f"{origin}: {verdicts.describe(tally['ties'])}")
-    data.notes += [*template.describe(origin), *_describe_tally(tally, origin)]
+    data.notes += [*reader.describe(data, origin, chat), *template.describe(origin), *_describe_tally(tally, origin)]
     if trains_on == "pairs" and 0 < tally["lists without pairs"] == len(rows):
         raise InputError(
             f"{origin}: the responses of each list have equal scores, which make no pair: give different scores, or "
             f"train with loss=sft"
         )
     return data
+
+
+class _Item(NamedTuple):
+    """What a record adds to the data."""
+
+    prompt: str
+    responses: Sequence[str]
+    chat: Chat | None
+    label: bool | None
+    scores: list[float] | None
+    weight: float | None
+    margin: float | None
+
+
+class _Reader(NamedTuple):
+    """Reads rows one by one, in any process."""
+
+    tokenizer: Any
+    used: Mapping[str, str]  # field to column
+    verdicts: Verdicts | None  # if a column says which of two responses is better
+    name: str
+    data_format: str | None
+    trains_on: str
+    holds_chats: bool  # whether the first record does: all others must be alike
+    renders_texts: bool
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Mapping[str, Any]],
+        origin: str,
+        tokenizer: Any,
+        used: Mapping[str, str],
+        verdicts: Verdicts | None,
+        name: str,
+        data_format: str | None,
+        trains_on: str,
+        chat: str,
+    ) -> _Reader:
+        """Make a reader that suits the first records.
+
+        With `chat="auto"`, a template that exists renders texts, unless the prompt of one of the first records ends in
+        an answer's header, or chosen and rejected hold the prompt. Raises InputError for `always` without a template.
+        """
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if chat == "always" and not has_template:
+            raise InputError(
+                "chat=always needs a chat template, which the tokenizer lacks: give chat_template=FILE, a tokenizer "
+                "with one as model.tokenizer_name_or_path=INSTRUCT_MODEL, or chat=never"
+            )
+        records: list[Record] = []
+        for row, where in islice(zip(rows, iterate_places(rows, origin), strict=True), N_DECIDING):
+            with suppress(InputError):  # a bad record is refused when its turn comes
+                fields = used | verdicts.read(row, where) if verdicts else used
+                records.append(read_record(row, fields, where, name=name))
+                data_format = data_format or recognize_format(row, fields, records[-1])
+        holds_chats = bool(records) and records[0].is_chat
+        prompts = [record.join_prompt() for record in records if not record.is_chat]
+        renders = chat == "always" or (
+            chat == "auto"
+            and has_template
+            and data_format != "hh"
+            and "prompt" in used
+            and not any(ends_in_header(prompt, tokenizer) for prompt in prompts)
+        )
+        return cls(tokenizer, used, verdicts, name, data_format, trains_on, holds_chats, renders and not holds_chats)
+
+    @property
+    def renders(self) -> bool:
+        return self.holds_chats or self.renders_texts
+
+    @property
+    def is_apart(self) -> bool:
+        """Return whether prompt and response are tokenized apart, as in the dataset hh."""
+        return self.data_format == "hh" and not self.renders
+
+    def read(self, chunk: Sequence[tuple[Mapping[str, Any], str]]) -> tuple[list[_Item], ChatTemplate, Counter[str]]:
+        """Read rows, each with its place; count what is unusual."""
+        template, tally = ChatTemplate(self.tokenizer), Counter[str]()
+        items = (self._read_row(row, where, template, tally) for row, where in chunk)
+        return [item for item in items if item is not None], template, tally
+
+    def _read_row(self, row: Mapping[str, Any], where: str, template: ChatTemplate, tally: Counter[str]) -> _Item | None:
+        """Read a row; None for a tie of two responses."""
+        used, chat = self.used, None
+        if self.verdicts:
+            pair = self.verdicts.read(row, where)
+            if not pair:
+                tally["ties"] += 1
+                return None
+            used = {**used, **pair}
+        record = read_record(row, used, where, name=self.name)
+        if record.is_chat != self.holds_chats:
+            raise InputError(
+                f"{where} holds {name_kind(record.is_chat)}, and earlier records hold {name_kind(self.holds_chats)}: "
+                f"use one kind"
+            )
+        if not (record.prompt or record.input):
+            raise InputError(
+                f"{where}: the prompt is empty, so nothing predicts the first token of a response: give the record a "
+                f"prompt, or remove it"
+            )
+        tally["unused system turns"] += is_system_unused(row, used, record)
+        if not record.is_chat and not self.is_apart:  # tokenization appends EOS
+            record = record._replace(responses=[remove_final_eos(text, self.tokenizer) for text in record.responses])
+        if self.renders_texts:
+            record = make_chat(record)
+        tally["texts with tools"] += bool(record.tools) and not record.is_chat
+        prompt, responses = record.join_prompt(), record.responses
+        if record.is_chat:
+            chat = template.render(prompt, responses, record.tools, where)
+            prompt, responses = chat.prompt, chat.responses
+        scores = read_scores(row, used, len(responses), where) if record.is_list else None
+        if scores is not None:
+            if self.trains_on == "lists":
+                _check_list(scores, used, where)
+            tally["lists with ties"] += len(set(scores)) < len(scores)
+            tally["lists without pairs"] += len(set(scores)) == 1
+        tally["diverging dialogues"] += self.data_format == "hh" and any(ASSISTANT in text for text in responses)
+        weight = _read_number(row, used["weight"], where, above_zero=True) if "weight" in used else None
+        margin = _read_number(row, used["margin"], where) if "margin" in used else None
+        return _Item(prompt, responses, chat, record.label, scores, weight, margin)
+
+    def describe(self, data: PreferenceData, origin: str, chat: str) -> Iterator[str]:
+        """Say what became of texts, with the first as the model sees it."""
+        if self.holds_chats or not data or not getattr(self.tokenizer, "chat_template", None):
+            return
+        prompt, entry = next(iter(data.items()))
+        seen = f"{unescape(prompt)[-SHOWN:]!r} + {unescape(''.join(entry['responses'][:1]))[:SHOWN]!r}"
+        if self.renders_texts:
+            did, other = "the chat template renders the texts", "never uses them as they are"
+        else:
+            did, other = "texts are used as they are, without the chat template", "always renders them"
+        yield f"{origin}: {did} (chat={chat}; chat={other}); the first example is ...{seen}"
+
+
+def read_chunks(
+    reader: _Reader, placed_rows: Iterable[tuple[Mapping[str, Any], str]]
+) -> Iterator[tuple[list[_Item], ChatTemplate, Counter[str]]]:
+    """Read rows in chunks, in order."""
+    remaining = iter(placed_rows)
+    while chunk := list(islice(remaining, ROWS_PER_CHUNK)):
+        yield reader.read(chunk)
 
 
 def _describe_tally(tally: Mapping[str, int], origin: str) -> Iterator[str]:

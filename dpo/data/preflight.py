@@ -91,6 +91,7 @@ class DatasetOptions(NamedTuple):
     unpair: bool = False
     list_pairs: str = "all"
     with_margins: bool = False
+    chat: str = "auto"
 
 
 def build_table(
@@ -125,6 +126,7 @@ def build_table(
             dataset_sources=options.dataset_sources,
             cache_dir=cache_dir,
             tokenizer=tokenizer,
+            chat=options.chat,
         )
         counter, path = SplitCounter(encode, trains_on=trains_on), directory / f"{split}.arrow"
         write_prompts(path, counter.watch(prompts), trains_on=trains_on)
@@ -230,6 +232,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         unpair=plan.data.unpair,
         list_pairs=plan.data.list_pairs,
         with_margins=plan.loss.needs_margins,
+        chat=plan.data.chat,
     )
     with tempfile.TemporaryDirectory() as scratch:  # a mapped table stays readable after its files are removed
 
@@ -326,6 +329,6 @@ def find_chat_warnings(tokenizer: Any, formats: Mapping[str, str]) -> list[str]:
     return [
         f"the tokenizer has a chat template, but {' and '.join(names)} {verb} text, which is used as it is: a chat "
         f"model would be trained without the template with which it is prompted later. For a chat model, give messages "
-        f"in place of text, [{{role: user, content: ...}}] (`python -m scripts.convert IN OUT --to trl_conversational` "
-        f"writes them); for a base model, text is fine"
+        f"in place of text, [{{role: user, content: ...}}], or chat=always for texts of your own; for a base model, "
+        f"text is fine"
     ]

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any, NamedTuple
 
 from dpo.data.asking import HH, find_format, render_dialogue, split_turns
@@ -146,6 +146,29 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
         fix = f"leave the column out with 'dataset_sources.{name}.columns={{tools: null}}'"
         tools = tools if read_tools(row, used[TOOLS], where, fix) else None
     return Record(prompt, responses, system, input_text, label, "responses" in used, history, tools or None)
+
+
+def make_chat(record: Record) -> Record:
+    """Make messages of a record's texts: the turns of its prompt, and answers.
+
+    A response loses the one space that separates it from its prompt.
+    """
+    if find_format(record.prompt, rendered=False) == HH:
+        turns = split_turns(record.prompt, "")[:-1]
+    else:
+        texts = [*chain(*record.history), "\n\n".join(filter(None, (record.prompt, record.input)))]
+        turns = [
+            {"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
+        ]
+    system = [{"role": SYSTEM, "content": record.system}] if record.system else []
+    answers = [text[1:] if re.match(r" \S", text) else text for text in record.responses]
+    return record._replace(
+        prompt=system + turns,
+        responses=[[{"role": "assistant", "content": answer}] for answer in answers],
+        system="",
+        input="",
+        history=(),
+    )
 
 
 def is_system_unused(row: Mapping[str, Any], used: Mapping[str, str], record: Record) -> bool:

@@ -86,6 +86,13 @@ class ChatTemplate:
             cuts.append(found)
         return Chat(prompt_text, texts, cuts, prompt, given_tools)
 
+    def add(self, later: ChatTemplate) -> None:
+        """Add what another one has recorded of later conversations."""
+        self._counts += later._counts
+        self._dropped = later._dropped | self._dropped
+        self._checked = (self._checked + later._checked)[:N_CHECKED]
+        self._escaped = self._escaped or later._escaped
+
     def _escape(self, value: Any, what: str, where: str) -> Any:
         """Make strings of control tokens in messages or tools ordinary text."""
         check_texts(value, what, where)

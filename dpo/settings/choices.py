@@ -75,6 +75,7 @@ REFERENCES = ("base", "adapter", "model")  # sources of the reference's log-prob
 ONLINE = ("none", "online")
 SCORERS = ("reward_model", "function", "keyword", "shorter")
 TIES = ("skip", "keep")
+CHATS = ("auto", "always", "never")  # whether the chat template renders texts
 LIST_PAIRS = ("all", "best_worst")
 LABELS = ("hard", "bradley_terry")
 REWARD_FORMATS = ("chat", "pair", "text_eos", "text", "policy")

@@ -154,6 +154,7 @@ class DataPlan:
     dataset_sources: Mapping[str, Any]
     unpair: bool
     list_pairs: str
+    chat: str
     batch_size: int
     eval_batch_size: int
     gradient_accumulation_steps: int

@@ -41,7 +41,9 @@ def test_text_for_a_tokenizer_with_a_chat_template_is_warned_about_once(tokenize
     of_a_chat_model.chat_template = "{{ messages[0].content }}"
     [warning] = find_chat_warnings(of_a_chat_model, forms)
     assert warning.startswith("the tokenizer has a chat template, but mine and hh hold text, which is used as it is")
-    assert "give messages in place of text, [{role: user, content: ...}]" in warning
+    assert (
+        "give messages in place of text, [{role: user, content: ...}], or chat=always for texts of your own" in warning
+    )
     assert find_chat_warnings(of_a_chat_model, {"chats": CHAT}) == []
 
     shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "chat")

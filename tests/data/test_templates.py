@@ -285,7 +285,7 @@ def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
         ({"prompt": ASK, "chosen": [make_call({"AT": ["sea", 31]})], "rejected": SKY}, SHOUTED, "such as 'sea'"),
         ({"prompt": ASK, "chosen": [make_call({"at": ["sea", 31]})], "rejected": SKY}, OTHER_NUMBERS, "such as '31'"),
         (
-            {"prompt": "Q", "chosen": " a", "rejected": " b", "tools": TOOLS},
+            {"prompt": "Q\nA:", "chosen": " a", "rejected": " b", "tools": TOOLS},
             WITH_TOOLS,
             "warning: mine: 1 text has tools, which only a chat template shows to the model: ",
         ),
@@ -415,6 +415,77 @@ def test_a_prefilled_answer_is_continued(template, begun, chat):
     assert render(prompt, "chat", tokenizer, "") == text
     asked = Prompt(text, [], [], "keep_end", rendered=True, messages=prompt)
     assert as_messages(asked, "1}") == [*ASK, assistant(f"{begun}1}}")]
+
+
+TEXT = {"prompt": "Which colour?", "chosen": " Blue.", "rejected": "  Green."}
+SEEN = f"<user>Which colour?{EOS}\n<assistant>", ["Blue.", "  Green."]
+DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Which colour?\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("row", "trains_on", "said"),
+    [
+        (TEXT, "pairs", SEEN),
+        ({**TEXT, "system": "Be kind."}, "pairs", (f"<system>Be kind.{EOS}\n{SEEN[0]}", SEEN[1])),
+        ({"prompt": "Which colour?", "completion": "Blue.", "label": True}, "labels", (SEEN[0], ["Blue."])),
+        ({"prompt": "Which colour?", "completion": "Blue."}, "targets", (SEEN[0], ["Blue."])),
+        ({"prompt": "Which colour?", "responses": ["Blue.", "  Green."]}, "lists", SEEN),
+        ({"prompt": "Which colour?"}, "prompts", (SEEN[0], [])),
+        (
+            {"instruction": "Which colour?", "input": "", "history": [["Hi", "Yes?"]], "completion": "Blue."},
+            "targets",
+            (f"<user>Hi{EOS}\n<assistant>Yes?{EOS}\n{SEEN[0]}", ["Blue."]),
+        ),
+    ],
+)  # fmt: skip
+def test_texts_of_every_kind_get_the_chat_template(row, trains_on, said, chat):
+    data = get_custom([row], "mine", chat(WITH_TOOLS), trains_on=trains_on)
+    [(prompt, entry)] = data.items()
+    assert (prompt, entry["responses"], data.rendered) == (*said, True)
+    [note] = [note for note in data.notes if "chat=" in note]
+    assert note.startswith("mine: the chat template renders the texts (chat=auto; chat=never uses them as they are); ")
+    assert repr(prompt[-60:]) in note
+    [plain] = get_custom([row], "mine", chat(WITH_TOOLS), trains_on=trains_on, chat="never").values()
+    assert plain["responses"] == [row[name] for name in ("chosen", "rejected", "completion") if name in row] + row.get(
+        "responses", []
+    )
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["\nAssistant:", "\n\n### Response:", "\n### Response:\n", "\n**Answer:**", "\nTL;DR:", "\nA: ", " [/INST]",
+     "<|im_start|>assistant\n", f"{EOS}assistant\n", "<turn>model\n"],
+)  # fmt: skip
+def test_a_dataset_whose_prompts_end_in_an_answers_header_stays_text_unless_told(end, chat):
+    tokenizer = chat(WITH_TOOLS)
+    tokenizer.add_tokens(["<turn>"])
+    rows = [{**TEXT, "prompt": f"{i}?{end if i == 70 else ''}"} for i in range(80)]
+    data = get_custom(rows, "mine", tokenizer)
+    assert (data.rendered, [*data]) == (False, [row["prompt"] for row in rows])
+    assert any("texts are used as they are, without the chat template (chat=auto; chat=always" in n for n in data.notes)
+    assert get_custom(rows, "mine", tokenizer, chat="always").rendered
+    assert get_custom([{**TEXT, "prompt": "Say: a"}, {**TEXT, "prompt": "Assistant:"}], "mine", tokenizer).rendered
+
+
+def test_dialogues_and_shared_prompts_stay_text_unless_told(chat):
+    hh = {"chosen": f"{DIALOGUE} Blue.", "rejected": f"{DIALOGUE} Green."}
+    shared = {"chosen": "Which colour? Blue.", "rejected": "Which colour? Green."}
+    for row in (hh, shared):
+        assert not get_custom([row], "mine", chat(WITH_TOOLS)).rendered
+    [(prompt, entry)] = get_custom([hh], "mine", chat(WITH_TOOLS), chat="always").items()
+    assert prompt == f"<user>Hi{EOS}\n<assistant>Yes?{EOS}\n<user>Which colour?{EOS}\n<assistant>"
+    assert entry["responses"] == ["Blue.", "Green."]
+    [prompt] = get_custom([shared], "mine", chat(WITH_TOOLS), chat="always")
+    assert prompt.startswith("<user>Which colour?")
+
+
+def test_texts_without_a_template_are_as_they_are_and_always_is_refused(tokenizer):
+    data = get_custom([TEXT], "mine", tokenizer)
+    assert ([*data], data.rendered, data.notes[1:]) == (["Which colour?"], False, [])
+    with pytest.raises(
+        InputError, match="chat=always needs a chat template, which the tokenizer lacks: give chat_temp"
+    ):
+        get_custom([TEXT], "mine", tokenizer, chat="always")
 
 
 def test_the_history_of_an_instruction_comes_before_it(tokenizer):
