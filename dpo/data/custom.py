@@ -198,7 +198,9 @@ class _Reader(NamedTuple):
         items = (self._read_row(row, where, template, tally) for row, where in chunk)
         return [item for item in items if item is not None], template, tally
 
-    def _read_row(self, row: Mapping[str, Any], where: str, template: ChatTemplate, tally: Counter[str]) -> _Item | None:
+    def _read_row(
+        self, row: Mapping[str, Any], where: str, template: ChatTemplate, tally: Counter[str]
+    ) -> _Item | None:
         """Read a row; None for a tie of two responses."""
         used, chat = self.used, None
         if self.verdicts:
