@@ -242,7 +242,7 @@ class _Reader(NamedTuple):
         return _Item(prompt, responses, chat, record.label, scores, weight, margin)
 
     def describe(self, data: PreferenceData, origin: str, chat: str) -> Iterator[str]:
-        """Say what became of texts, with the first as the model sees it."""
+        """Say what became of texts, and show the first."""
         if self.holds_chats or not data or not getattr(self.tokenizer, "chat_template", None):
             return
         prompt, entry = next(iter(data.items()))

@@ -149,7 +149,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
 
 
 def make_chat(record: Record) -> Record:
-    """Make messages of a record's texts: the turns of its prompt, and answers.
+    """Make messages of the texts of a record.
 
     A response loses the one space that separates it from its prompt.
     """
