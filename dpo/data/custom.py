@@ -119,7 +119,7 @@ def get_custom(
 
 
 class _Item(NamedTuple):
-    """What a record adds to the data."""
+    """A record as the data has it."""
 
     prompt: str
     responses: Sequence[str]
