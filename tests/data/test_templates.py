@@ -417,6 +417,34 @@ def test_a_prefilled_answer_is_continued(template, begun, chat):
     assert as_messages(asked, "1}") == [*ASK, assistant(f"{begun}1}}")]
 
 
+@pytest.mark.parametrize("place", ["content", "reasoning_content", "argument", "key", "name", "tool"])
+@pytest.mark.parametrize("control", [EOS, "<|start|>"])
+def test_control_tokens_in_messages_are_text_and_are_counted(place, control, chat):
+    tokenizer = chat(AS_JSON.replace("{{ m.content", "{{ m.reasoning_content }}{{ m.content"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
+    tokenizer.add_tokens(["<think>"])
+    said = f"<think>So {control}"
+    message = {**SKY[0], **({place: said} if place in ("content", "reasoning_content") else {})}
+    if place in ("argument", "key", "name"):
+        function = {"name": "look", "arguments": {"at": said} if place == "argument" else {said: "sky"}}
+        function |= {"name": said} if place == "name" else {}
+        message = {**SKY[0], "tool_calls": [{"function": function}]}
+    tools = [{"type": "function", "function": {"name": said}}] if place == "tool" else None
+    data = get_custom([{"prompt": ASK, "chosen": [message], "rejected": SKY, "tools": tools}], "mine", tokenizer)
+    [(prompt, messages)] = data.messages.items()
+    assert messages == ASK  # a reward model gets what the user gave
+    [example] = encode(data, tokenizer)
+    [token] = tokenizer.convert_tokens_to_ids([control])
+    tokens = [*example.prompt, *example.responses[0]]
+    assert tokens.count(token) == (2 if control == EOS else 0)  # the end of the question, and of the answer
+    assert tokenizer.convert_tokens_to_ids("<think>") in tokens  # a token, but none of control
+    assert said in tokenizer.decode(tokens)
+    note = f"mine: strings of control tokens in 1 message are ordinary text, as in {said!r}"
+    assert [said for said in data.notes if "control tokens" in said] == [note]
+    asked = render([*ASK, message], "chat", tokenizer, "", tools)
+    assert asked.startswith(prompt.removesuffix("<assistant>"))
+
+
 TEXT = {"prompt": "Which colour?", "chosen": " Blue.", "rejected": "  Green."}
 SEEN = f"<user>Which colour?{EOS}\n<assistant>", ["Blue.", "  Green."]
 DIALOGUE = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Which colour?\n\nAssistant:"
