@@ -189,7 +189,7 @@ class _Reader(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """Return whether prompt and response are tokenized apart, as in the dataset hh."""
+        """Return whether texts are tokenized as those of hh."""
         return self.data_format == "hh" and not self.renders
 
     def read(self, chunk: Sequence[tuple[Mapping[str, Any], str]]) -> tuple[list[_Item], ChatTemplate, Counter[str]]:

@@ -146,8 +146,9 @@ class ChatTemplate:
             )
         if counts["with control tokens"]:
             notes.append(
-                f"{origin}: strings of control tokens in {count(counts['with control tokens'], 'message')} are "
-                f"ordinary text, as in {self._escaped[:SHOWN]!r}"
+                f"{origin}: strings of control tokens in "
+                f"{count(counts['with control tokens'], 'text of a message', 'texts of messages')} are ordinary text, "
+                f"as in {self._escaped[:SHOWN]!r}"
             )
         if counts["tools ignored"]:
             notes.append(

@@ -426,8 +426,8 @@ def test_control_tokens_in_messages_are_text_and_are_counted(place, control, cha
     said = f"<think>So {control}"
     message = {**SKY[0], **({place: said} if place in ("content", "reasoning_content") else {})}
     if place in ("argument", "key", "name"):
-        function = {"name": "look", "arguments": {"at": said} if place == "argument" else {said: "sky"}}
-        function |= {"name": said} if place == "name" else {}
+        arguments = {"argument": {"at": said}, "key": {said: "sky"}, "name": {"at": "sky"}}[place]
+        function = {"name": said if place == "name" else "look", "arguments": arguments}
         message = {**SKY[0], "tool_calls": [{"function": function}]}
     tools = [{"type": "function", "function": {"name": said}}] if place == "tool" else None
     data = get_custom([{"prompt": ASK, "chosen": [message], "rejected": SKY, "tools": tools}], "mine", tokenizer)
@@ -439,7 +439,7 @@ def test_control_tokens_in_messages_are_text_and_are_counted(place, control, cha
     assert tokens.count(token) == (2 if control == EOS else 0)  # the end of the question, and of the answer
     assert tokenizer.convert_tokens_to_ids("<think>") in tokens  # a token, but none of control
     assert said in tokenizer.decode(tokens)
-    note = f"mine: strings of control tokens in 1 message are ordinary text, as in {said!r}"
+    note = f"mine: strings of control tokens in 1 text of a message are ordinary text, as in {said!r}"
     assert [said for said in data.notes if "control tokens" in said] == [note]
     asked = render([*ASK, message], "chat", tokenizer, "", tools)
     assert asked.startswith(prompt.removesuffix("<assistant>"))
