@@ -247,9 +247,10 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
 
 def read_data(plan: Plan, *, silent: bool = False) -> TrainingData:
     """Load the data of a run; warn of an unsuitable warm-up."""
-    from dpo.training.optimization import find_warmup_warnings
+    from dpo.training.optimization import check_optimizer, find_warmup_warnings
     from preference_datasets import load_data
 
+    check_optimizer(plan.training)
     data = load_data(plan, silent=silent)
     if not silent:
         for warning in find_warmup_warnings(plan.training, data.report.updates):

@@ -41,8 +41,9 @@ from dpo.reporting.table import CALLBACKS
 from dpo.reporting.terminal import Progress
 from dpo.settings import choices
 from dpo.settings.choices import TrainerSpec
-from dpo.settings.files import require, with_defaults
+from dpo.settings.files import with_defaults
 from dpo.settings.plan import resolve
+from dpo.settings.validation import check_values
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batch, Batches, with_mismatched
@@ -52,7 +53,7 @@ from dpo.training.memory import Communication, decide_communication, notes_on_fr
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, peak_memory_gb
 from dpo.training.objective import BatchContext, NamedTensors, make_objective
 from dpo.training.online import OnlineBatches
-from dpo.training.optimization import OPTIMIZERS, Schedule
+from dpo.training.optimization import Schedule, make_optimizer
 from dpo.training.reference import Reference, ReferenceLogps
 from dpo.training.self_test import self_test
 from dpo.training.stop import StopRequest
@@ -82,7 +83,7 @@ class Trainer:
         resume_from: Path | None = None,
     ) -> None:
         config = with_defaults(config, run_dir=run_dir)
-        require(config)
+        check_values(config)
         # the reference implementation's trainer has these five attributes
         self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
         self.rank, self.world_size = rank, world_size
@@ -207,8 +208,7 @@ class Trainer:
         ]
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        training = self.plan.training
-        return OPTIMIZERS[training.optimizer](adapters.trained_parameters(self.policy), lr=training.lr)
+        return make_optimizer(self.plan.training, adapters.trained_parameters(self.policy))
 
     # --- the loop --------------------------------------------------------------------------------------------------
 

@@ -369,7 +369,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
 
 def make_adapter_config(r: int, alpha: float, target_modules: str | list[str]) -> LoraConfig:
     """PEFT's config of a new adapter."""
-    targets = AUTO if target_modules == "auto" else list(target_modules)
+    targets = AUTO if target_modules in ("auto", AUTO) else list(target_modules)
     return _import_peft().LoraConfig(r=r, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")  # type: ignore[arg-type]
 
 

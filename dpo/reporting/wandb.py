@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -78,10 +77,10 @@ class WandbLogger(Callback):
         )
         offline_reason = None
         try:
-            has_mode, has_terminal = bool(os.environ.get("WANDB_MODE")), bool(sys.stdin and sys.stdin.isatty())
-            needs_key = not has_mode and not has_terminal  # wandb obeys a mode, and asks for a key on a terminal
+            # without this, W&B would ask for a key on a terminal; another mode needs none
+            needs_key = os.environ.get("WANDB_MODE") in (None, "", "online")
             if needs_key and not wandb.login(prompt=False):
-                offline_reason = "no API key and no terminal to ask for one"
+                offline_reason = "no API key, which `wandb login` would save"
             run = init(mode="offline" if offline_reason else None)
         except wandb.Error as error:
             offline_reason = one_sentence(error)

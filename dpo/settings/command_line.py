@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpo.errors import InputError, one_sentence
 from dpo.settings.choices import explain_unknown
-from dpo.settings.files import ABSENT, CONFIG_DIR, UNRESOLVED, dotted, flatten, help_text, load_file
+from dpo.settings.files import ABSENT, CONFIG_DIR, OPEN_MAPPINGS, UNRESOLVED, dotted, flatten, help_text, load_file
 from dpo.settings.keys import KEYS
 from dpo.settings.plan import make_plan
 from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_problems, find_value_problem
@@ -175,7 +175,7 @@ def parse(arguments: list[str]) -> CommandLine:
 
 def _find_sign(override: str) -> str:
     """Find the sign that Hydra wants before an override."""
-    if override.startswith(("dataset_sources.", "dataset_sources=")):  # `++` also adds names that are not in the config
+    if re.split("[.=]", override)[0] in OPEN_MAPPINGS:  # `++` also adds names that are not in the config
         return "++"
     return "+" if override.startswith("experiment=") else ""  # no experiment is chosen by default
 

@@ -13,11 +13,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dpo.settings.choices import explain_unknown
-
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 GROUPS = ("loss", "lora", "online")  # groups whose options have different keys
-OPEN_MAPPINGS = ("dataset_sources",)  # mappings whose keys the user chooses
+OPEN_MAPPINGS = ("dataset_sources", "optimizer_args")  # mappings whose keys the user chooses
 ABSENT = object()  # stands for the value of a key that is not there
 UNRESOLVED = object()  # stands for a value that depends on an invalid value of another key
 
@@ -36,24 +34,6 @@ def with_defaults(config: DictConfig | Mapping[str, Any], *, run_dir: str | Path
         return config
     filled: Any = OmegaConf.merge(missing, config)
     return filled
-
-
-def require(config: DictConfig) -> None:
-    """Check the loss's name, and that keys without a default are set.
-
-    Raises InputError if a check fails. Only `loss` and `model` have keys without a default.
-    """
-    from dpo.errors import InputError
-
-    defaults = load_defaults(OmegaConf.select(config, "loss.name"))
-    if "loss" not in defaults:
-        losses = [file.stem for file in (CONFIG_DIR / "loss").glob("*.yaml")]
-        raise InputError(explain_unknown("loss.name", str(OmegaConf.select(config, "loss.name")), losses))
-    for group in ("model", "loss"):
-        for name, value in defaults[group].items():
-            key = f"{group}.{name}"
-            if value == "???" and OmegaConf.select(config, key, throw_on_missing=False) is None:
-                raise InputError(f"{key} is not set, and has no default: give {key}=VALUE")
 
 
 def options_in(config: DictConfig) -> dict[str, Any]:
@@ -93,7 +73,7 @@ def differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
 
 
 def flatten(config: DictConfig) -> dict[str, Any]:
-    """Map dotted keys to plain values; `dataset_sources` is one value.
+    """Map dotted keys to plain values; each of OPEN_MAPPINGS is one value.
 
     '???' stays as it is. So does an interpolation of keys that do not exist. An interpolation that fails although its
     keys exist becomes UNRESOLVED: the value of one of these keys is wrong, and is reported separately.

@@ -83,8 +83,12 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # kind: test of a value
         lambda v: is_text(v) or _are_names(v),
         "a name, a path or a Hub id, or a list of different ones, such as hh, [hh,shp] or data/mine.csv",
     ),
+    "arguments": (
+        lambda v: isinstance(v, dict) and all(map(is_text, v)),
+        "a mapping of names to values, such as {weight_decay: 0.01}",
+    ),
     "layers": (
-        lambda v: v == "auto" or _are_names(v),
+        lambda v: v in ("auto", "all-linear") or _are_names(v),
         "auto, or a list of different names of layers, such as [q_proj,v_proj]",
     ),
     "run_name": (_is_run_name, "a name for the run, relative and without '..'"),
@@ -250,6 +254,7 @@ KEYS: dict[str, Key] = {
     "n_eval_examples": Key("int >= 1", CHANGE),
     "trainer": Key("name", CHANGE, TRAINERS),
     "optimizer": Key("name", KEEP, OPTIMIZERS),
+    "optimizer_args": Key("arguments", KEEP),
     "warmup_steps": Key("int >= 0", KEEP),
     "schedule": Key("name", KEEP, SCHEDULES),
     "min_lr_ratio": Key("number [0, 1]", KEEP),

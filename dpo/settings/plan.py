@@ -172,6 +172,7 @@ class TrainingPlan:
     """Settings of the updates, and of the checks before and during them."""
 
     optimizer: str
+    optimizer_args: Mapping[str, Any]
     lr: float
     lr_scaling: str
     warmup_steps: int

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from dpo.errors import InputError
 from dpo.losses import LOSSES, Loss
 from dpo.settings.choices import (
     ADAPTED,
@@ -30,7 +31,7 @@ from dpo.settings.choices import (
     explain_unknown,
     join_with_or,
 )
-from dpo.settings.files import GROUPS, UNRESOLVED, dotted, flatten, load_aliases, load_defaults
+from dpo.settings.files import GROUPS, UNRESOLVED, dotted, flatten, load_aliases, load_defaults, options_in
 from dpo.settings.keys import KEYS, Key, Problem, make_option_key, read_rule
 from dpo.settings.places import find_dataset_problems, name_datasets
 from dpo.settings.plan import Plan, resolve
@@ -365,6 +366,24 @@ def find_config_problems(config: DictConfig, plan: Plan | None = None) -> list[s
             "give local_run_dir=DIR"
         )
     return sentences
+
+
+def check_values(config: DictConfig) -> None:
+    """Raise InputError for an unknown key, or a missing or wrong value.
+
+    A trainer that is made in Python needs no `exp_name`, nor what only `train.py` reads.
+    """
+    values = flatten(config)
+    keys = _list_keys(values)
+    defaults = dotted(load_defaults(**options_in(config)))
+    missing = {key: default for key, default in defaults if default == "???" and key != "exp_name"}
+    problems = [
+        find_value_problem(key, value, keys)
+        for key, value in {"loss.name": "???", **missing, **values}.items()
+        if value is not UNRESOLVED and key not in ("dataset_sources", "exp_name")
+    ]
+    if any(problems):
+        raise InputError("; ".join(filter(None, problems)))
 
 
 def find_problems(values: Values, plan: Plan) -> list[Problem]:

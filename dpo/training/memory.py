@@ -30,14 +30,14 @@ from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations, choose_attention
 from dpo.models.reward_model import find_reward_structure
 from dpo.parallel.sharding import find_blocks
-from dpo.settings.plan import Plan
+from dpo.settings.plan import Plan, TrainingPlan
 from dpo.settings.validation import find_problems
 from dpo.system.host import host_memory, list_own_gpus, resident_memory
 from dpo.training.batches import Batch, Batches, with_mismatched
 from dpo.training.evaluation import limit_new_tokens
 from dpo.training.memory_tracker import MemoryTracker, materialize
 from dpo.training.online import add_placeholders, encode_prompt, list_held_out, some_prompts
-from dpo.training.optimization import OPTIMIZERS
+from dpo.training.optimization import make_optimizer
 
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
 
@@ -248,7 +248,7 @@ def _count_held(plan: Plan, policy: Any) -> Bytes:
     base_bytes = _count_bytes(weights) - _count_bytes(trained) - _count_bytes(reference_adapter)
     n_base = _count_elements(weights) - _count_elements(trained) - _count_elements(reference_adapter)
     trained_bytes = _count_bytes(trained) // n_shards
-    state_ratio, temporary_ratio = _measure_optimizer(plan.training.optimizer)
+    state_ratio, temporary_ratio = _measure_optimizer(plan.training)
     held = Counter(
         policy=trained_bytes + count_frozen(base_bytes, n_base, plan.compute_dtype) + buffer_bytes,
         gradients=trained_bytes,
@@ -319,14 +319,14 @@ def _count_elements(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _measure_optimizer(name: str) -> tuple[float, float]:
+def _measure_optimizer(training: TrainingPlan) -> tuple[float, float]:
     """Bytes of an optimizer's state and temporaries, per byte of parameter.
 
     Measured in an update of a small parameter.
     """
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
-    optimizer = OPTIMIZERS[name]([parameter], lr=0.1, foreach=True)  # as on a GPU
+    optimizer = make_optimizer(training, [parameter], foreach=not training.optimizer_args.get("fused"))  # as on a GPU
     optimizer.step()  # the first step makes the states, which must not count as temporaries
     states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
     with MemoryTracker([parameter, parameter.grad, *states]) as tracker:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from dpo.errors import InputError, one_sentence
 from dpo.numbers import count
 from dpo.settings import choices
 from dpo.settings.plan import TrainingPlan
@@ -24,6 +27,31 @@ LR_SCALINGS = {  # factor of the learning rate, by the number of processes that 
     "linear": lambda processes: processes,
     "sqrt": math.sqrt,
 }
+
+
+def make_optimizer(training: TrainingPlan, parameters: Iterable[torch.nn.Parameter], **options: Any) -> Any:
+    """Make the plan's optimizer; `optimizer_args` go before `options`.
+
+    Raises InputError for arguments that its class does not take.
+    """
+    optimizer_class, arguments = OPTIMIZERS[training.optimizer], training.optimizer_args or {}
+    try:
+        return optimizer_class(parameters, **{"lr": training.lr, **options, **arguments})
+    except Exception as error:  # of torch, for the user's arguments
+        accepted = [name for name in inspect.signature(optimizer_class).parameters if name not in ("params", "lr")]
+        raise InputError(
+            f"optimizer_args={json.dumps(dict(arguments))} do not suit optimizer={training.optimizer}, which takes "
+            f"{', '.join(accepted)}: {one_sentence(error)}"
+        ) from error
+
+
+def check_optimizer(training: TrainingPlan) -> None:
+    """Raise InputError for arguments that the optimizer does not take."""
+    if "lr" in training.optimizer_args:
+        raise InputError(
+            f"optimizer_args has lr={training.optimizer_args['lr']}: give lr={training.optimizer_args['lr']}"
+        )
+    make_optimizer(training, [torch.nn.Parameter(torch.zeros(1))])
 
 
 def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:

@@ -223,8 +223,29 @@ def test_settings_that_wandb_refuses_are_one_sentence(tmp_path, monkeypatch):
         logger.on_start()
 
 
+@pytest.mark.parametrize("mode", [None, "online", "offline", "disabled"])
+@pytest.mark.parametrize("has_key", [True, False])
+def test_a_terminal_is_never_asked_for_a_key(mode, has_key, tmp_path, monkeypatch, capsys):
+    asked, given = [], []
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if mode:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    wandb = SimpleNamespace(
+        Settings=lambda **_: None,
+        Error=OSError,
+        login=lambda prompt: asked.append(prompt) or has_key,
+        init=lambda mode, **_: given.append(mode) or Stub(tmp_path, {}),
+    )
+    WandbLogger._start(wandb, {})
+    needs_key = mode in (None, "online")
+    assert asked == [False] * needs_key
+    assert given == ["offline" if needs_key and not has_key else None]
+    assert capsys.readouterr().out.count("W&B: no API key") == (needs_key and not has_key)
+
+
 @pytest.mark.slow
-def test_without_key_and_terminal_it_goes_offline_says_how_to_upload_and_keeps_what_was_printed(command, tmp_path):
+def test_without_key_it_goes_offline_says_how_to_upload_and_keeps_what_was_printed(command, tmp_path):
     nobody = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     result = train(*command("run", "n_examples=4", "wandb.enabled=true"), **nobody)
 

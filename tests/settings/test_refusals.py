@@ -70,6 +70,10 @@ REFUSED = [
     ("+zzz=1", "unknown key zzz; `python train.py --cfg job` shows all keys"),
     ("+learning_rate=1", "unknown key learning_rate: here it is lr"),
     ("+max_steps=1", "unknown key max_steps: here it is n_examples, which is updates * batch_size"),
+    ("+weight_decay=0.1", "unknown key weight_decay: here it is optimizer_args.weight_decay"),
+    ("+adam_beta2=0.95", "unknown key adam_beta2: here it is optimizer_args.betas=[BETA1,BETA2]"),
+    ("+warmup_ratio=0.1", "unknown key warmup_ratio: here it is warmup_steps, in updates"),
+    ("optimizer_args=0.1", "optimizer_args=0.1 must be a mapping of names to values, such as {weight_decay: 0.01}"),
     ("~lr", "lr was removed from the config: give lr=VALUE instead of ~lr"),
     ("lora.name=lora", "lora.name=lora lacks lora.r, lora.alpha, lora.dropout, lora.target_modules, lora.reference: c"),
     ("exp_name=???", "exp_name is not set: exp_name=NAME"),  # and nothing of local_run_dir, which is made from it

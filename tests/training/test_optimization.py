@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from support.runs import read_metrics, train
 
 from dpo.checkpoint.files import read_state
+from dpo.errors import InputError
 from dpo.settings.plan import make_plan
 from dpo.training.objective import Objective
-from dpo.training.optimization import Schedule, find_warmup_warnings
+from dpo.training.optimization import Schedule, check_optimizer, find_warmup_warnings, make_optimizer
 
 
 def optimizer_of(lr: float = 1.0) -> torch.optim.Optimizer:
@@ -185,3 +187,29 @@ def test_two_processes_scale_it_and_a_run_keeps_its_rate_with_another_number(com
 def test_a_warm_up_that_does_not_suit_the_run_is_warned_about(warmup, schedule, updates, warning):
     training = make_plan({"warmup_steps": warmup, "lr": 1e-3, "schedule": schedule}).training
     assert find_warmup_warnings(training, updates) == ([f"warmup_steps={warmup} {warning}"] if warning else [])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arguments", "complaint"),
+    [
+        ("AdamW", {"weight_decay": 0.25, "betas": (0.5, 0.75), "eps": 1e-6}, ""),
+        ("SGD", {"momentum": 0.5, "nesterov": True}, ""),
+        ("RMSprop", {"betas": [0.9, 0.95]}, "'betas'"),
+        ("Adam", {"betas": [0.9]}, "index out of range"),
+        ("Adam", {"betas": [0.9, 2]}, "Invalid beta parameter"),
+        ("SGD", {"nesterov": True}, "Nesterov momentum requires"),
+        ("SGD", {"weight_decay": "much"}, "'<"),
+        ("AdamW", {"lr": 1.0}, "give lr=1.0"),
+    ],
+)
+def test_the_optimizers_arguments_reach_it_or_are_refused_with_those_it_takes(optimizer, arguments, complaint):
+    training = replace(make_plan({}).training, optimizer=optimizer, optimizer_args=arguments, lr=1e-3)
+    if not complaint:
+        check_optimizer(training)
+        [group] = make_optimizer(training, [torch.nn.Parameter(torch.zeros(2))]).param_groups
+        assert {name: group[name] for name in ("lr", *arguments)} == {"lr": 1e-3, **arguments}
+        return
+    with pytest.raises(InputError, match=complaint) as refused:
+        check_optimizer(training)
+    assert "lr" in arguments or f"optimizer={optimizer}, which takes " in str(refused.value)
+    assert "lr" in arguments or "weight_decay" in str(refused.value)
