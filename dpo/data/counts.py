@@ -20,11 +20,10 @@ from typing import NoReturn
 import numpy as np
 
 from dpo.data.asking import RAW, find_format
-from dpo.data.examples import ExampleId, TextExample, count_cut, cut_tokens, read_examples, tokenize
+from dpo.data.examples import ExampleId, count_cut, cut_tokens, read_examples, tokenize, truncate_example
 from dpo.data.schema import ASSISTANT
 from dpo.data.table import Prompt, PromptTable
-from dpo.data.tokenization import TextEncoder, Tokens, append_eos, find_control, unescape
-from dpo.data.truncation import truncate
+from dpo.data.tokenization import TextEncoder, find_control, unescape
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
@@ -42,6 +41,19 @@ TEXT_COUNTS = (
     ("first_turns_in_train", "prompt that opens like one of train", "prompts that open like one of train"),
     ("contradictory_labels", "response with both labels", "responses with both labels"),
     ("control_tokens", "control token, which stays one", "control tokens, which stay such"),
+    ("too_long", "too long and left out", "too long and left out"),
+)
+# counts that are warned of from WARNED_FROM of the examples on: the field, what happens, and the keys that change it
+WARNED_FROM = 0.01
+LENGTH_WARNINGS = (
+    ("truncated_prompts", "the prompt is cut", "raise max_length and max_prompt_length, or choose truncation"),
+    ("truncated_responses", "a response is cut and loses its end", "raise max_length, or give truncation=drop"),
+    ("identical_pairs", "both responses are the same after cutting, which teaches nothing", "raise max_length"),
+    (
+        "too_long",
+        "the example is longer than max_length and is left out",
+        "raise max_length, or choose truncation=auto",
+    ),
 )
 TOKEN_COUNTS = (
     ("truncated_prompts", "with a truncated prompt", "with a truncated prompt"),
@@ -81,6 +93,7 @@ class SplitReport:
     contradictory_labels: int | None = None  # responses that have the other label in an earlier example of their prompt
     joined_words: int = 0  # examples whose prompt and response have no space between them
     joined_example: str = ""  # the end of the prompt and the beginning of the response of the first such example
+    too_long: int = 0  # examples that truncation=drop has left out
     control_tokens: int = 0  # strings of special tokens in texts that are used as they are
     tokenized: int = 0  # examples that the following fields are over
     crossed_limits: int = 0  # examples of a user with a token across prompt and response, which are tokenized apart
@@ -93,6 +106,7 @@ class SplitReport:
     mean_rejected_tokens: float | None = None
     chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
     prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: see `asking.find_format`
+    truncation_digest: str = ""  # of how each prompt is truncated
     token_digest: str = ""  # SHA-256 of the vocabulary and of the examples' token ids before truncation
 
     def describe(self, split: str) -> str:
@@ -126,6 +140,13 @@ class SplitReport:
             gap = self.mean_chosen_tokens - self.mean_rejected_tokens
             text += f" (gap {gap:+.1f}; chosen longer in {self.chosen_longer:.0%} of {compared})"
         return text
+
+    def warn_of_lengths(self, split: str) -> Iterator[str]:
+        """Yield a warning for each thing that happens to many examples."""
+        for name, what, fix in LENGTH_WARNINGS:
+            of = self.examples + self.too_long if name == "too_long" else self.tokenized
+            if (n := getattr(self, name) or 0) and n >= WARNED_FROM * of:
+                yield f"warning: in {n:,} of {count(of, 'example')} ({split}) {what}: {fix}"
 
     def _list_counts(self, fields: Iterable[tuple[str, str, str]]) -> str:
         counted = ((getattr(self, name), singular, plural) for name, singular, plural in fields)
@@ -168,6 +189,7 @@ class Preflight:
                 f"{first_report.joined_example!r}; texts are used verbatim: begin responses with a space, or end "
                 f"prompts with one"
             )
+        lines += chain.from_iterable(report.warn_of_lengths(split) for split, report in reports.items())
         updates = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
         if self.dropped_examples:
             dropped = count(self.dropped_examples, "example in a partial batch is", "examples in partial batches are")
@@ -214,6 +236,7 @@ class SplitCounter:
         self._weights_by_label = {"desirable": 0.0, "undesirable": 0.0}
         self._n_responses: Counter[int] = Counter()  # of ranked lists
         self.digest = hashlib.sha256()  # of prompts, responses and examples, in order
+        self._truncation = hashlib.sha256()
         self._formats: dict[str, str] = {}  # of prompts, by dataset
         self._joined_example = ""
         # hashes of pairs or labelled responses, of all datasets, which may have prompts in common
@@ -254,6 +277,7 @@ class SplitCounter:
         if not (prompt.rendered or prompt.apart):
             control = find_control(self.encode.tokenizer)
             self.counts["control_tokens"] += sum(len(control.findall(t)) for t in (prompt.text, *prompt.responses))
+        self._truncation.update(repr((prompt.truncation_mode, prompt.apart, prompt.shortened)).encode())
         if prompt.cuts is not None:
             self.digest.update(repr(prompt.cuts).encode())
             for response, cuts in zip(prompt.responses, prompt.cuts, strict=True):
@@ -345,7 +369,13 @@ class SplitCounter:
             for example, tokens in zip(examples, tokenize(examples, self.encode), strict=True):
                 digest.update(repr([tokens.prompt, *(list(chain(*pieces)) for pieces in tokens.responses)]).encode())
                 self.counts["crossed_limits"] += tokens.crosses
-                prompt_ids, responses = self._truncate(example, tokens, max_length, max_prompt_length)
+                prompt_ids, responses, prompt_is_cut, responses_are_cut = truncate_example(
+                    example, tokens, tokenizer, max_length=max_length, max_prompt_length=max_prompt_length
+                )
+                self.counts["truncated_prompts"] += prompt_is_cut
+                self.counts["truncated_responses"] += responses_are_cut
+                if tuple(example.texts) == TRAINS_ON["pairs"]:
+                    self.counts["identical_pairs"] += responses[0] == responses[1]
                 prompt_lengths.append(len(prompt_ids))
                 longest = max(longest, len(prompt_ids) + max(map(len, responses), default=0))
                 cuts = cut_tokens(example.pieces, tokens, responses) or [()] * len(responses)
@@ -372,6 +402,7 @@ class SplitCounter:
             chosen_longer=fmean(by_role["chosen"] > by_role["rejected"] for by_role in compared) if compared else None,
             prompt_formats=self._formats,
             token_digest=digest.hexdigest(),
+            truncation_digest=self._truncation.hexdigest(),
         )
 
     def _refuse_late_starts(self, fewest_tokens: int) -> None:
@@ -398,24 +429,6 @@ class SplitCounter:
         if self.trains_on == "labels":
             sums |= {f"{label}_weights": total for label, total in self._weights_by_label.items()}
         return sums
-
-    def _truncate(
-        self, example: TextExample, tokens: Tokens, max_length: int, max_prompt_length: int
-    ) -> tuple[list[int], list[list[int]]]:
-        """Truncate an example, and count what that changes.
-
-        Returns the prompt's token ids, and those of each response.
-        """
-        prompt, _, texts, pieces = example
-        options = {"rendered": prompt.rendered, "apart": prompt.apart}
-        untruncated = append_eos(prompt.text, pieces, tokens, self.encode.tokenizer, **options)
-        prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
-        untruncated_prompt, untruncated_responses = untruncated
-        self.counts["truncated_prompts"] += prompt_ids != untruncated_prompt
-        self.counts["truncated_responses"] += responses != untruncated_responses
-        if tuple(texts) == TRAINS_ON["pairs"]:
-            self.counts["identical_pairs"] += responses[0] == responses[1]
-        return prompt_ids, responses
 
 
 def _find_first_turn(prompt: str) -> str:

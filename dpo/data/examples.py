@@ -7,7 +7,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -187,21 +187,60 @@ def tokenize(examples: Sequence[TextExample], encode: TextEncoder) -> list[Token
     """Tokenize examples, whole or apart (`Prompt.apart`), without truncation and EOS."""
     apart = [example for example in examples if example.prompt.apart]
     ids = encode(text for example in apart for text in (example.prompt.text, *chain(*example.pieces)))
-    whole = iter(
-        encode.encode_whole(
-            [
-                (example.prompt.text, example.pieces, example.prompt.all_pieces())
-                for example in examples
-                if not example.prompt.apart
-            ]
-        )
+    others = [example for example in examples if not example.prompt.apart]
+    whole = iter(encode.encode_whole([(e.prompt.text, e.pieces, e.prompt.all_pieces()) for e in others]))
+    shortened = list(dict.fromkeys(filter(None, (example.prompt.shortened for example in others))))
+    short = dict(zip(shortened, encode.encode_whole([(text, [], []) for text in shortened]), strict=True))
+    tokens = []
+    for prompt, _, _, pieces in examples:
+        if prompt.apart:
+            tokens.append(Tokens(ids[prompt.text], [[ids[text] for text in texts] for texts in pieces]))
+        elif prompt.shortened is not None:
+            tokens.append(next(whole)._replace(shortened=short[prompt.shortened].prompt))
+        else:
+            tokens.append(next(whole))
+    return tokens
+
+
+class Truncated(NamedTuple):
+    """Token ids after truncation; the responses end with EOS unless they are cut."""
+
+    prompt: list[int]
+    responses: list[list[int]]
+    prompt_is_cut: bool
+    responses_are_cut: bool
+
+
+def truncate_example(
+    example: TextExample,
+    tokens: Tokens,
+    tokenizer: Any,
+    *,
+    max_length: int,
+    max_prompt_length: int,
+    new_tokens: int | None = None,
+) -> Truncated:
+    """Append EOS, and truncate the prompt and the responses together.
+
+    With `new_tokens`, an answer of so many tokens takes the place of the responses. Raises InputError for a text that
+    contains EOS.
+    """
+    prompt = example.prompt
+    untruncated, responses = append_eos(
+        prompt.text, example.pieces, tokens, tokenizer, rendered=prompt.rendered, apart=prompt.apart
     )
-    return [
-        Tokens(ids[example.prompt.text], [[ids[text] for text in pieces] for pieces in example.pieces])
-        if example.prompt.apart
-        else next(whole)
-        for example in examples
-    ]
+    if new_tokens is not None:
+        responses = [[0] * new_tokens]  # only its length matters
+    prompt_ids, cut_responses = truncate(
+        untruncated,
+        responses,
+        prompt.truncation_mode,
+        max_length,
+        max_prompt_length,
+        shortened=tokens.shortened,
+        as_reference=prompt.apart,
+    )
+    return Truncated(prompt_ids, cut_responses, prompt_ids != untruncated, cut_responses != responses)
 
 
 def encode_examples(
@@ -211,13 +250,12 @@ def encode_examples(
 
     Raises InputError for a text that contains EOS.
     """
-    encoded = []
+    encoded, limits = [], {"max_length": max_length, "max_prompt_length": max_prompt_length}
     for example, tokens in zip(examples, tokenize(examples, encode), strict=True):
         prompt, example_index, texts, pieces = example
-        untruncated = append_eos(
-            prompt.text, pieces, tokens, encode.tokenizer, rendered=prompt.rendered, apart=prompt.apart
+        prompt_ids, responses, prompt_is_cut, responses_are_cut = truncate_example(
+            example, tokens, encode.tokenizer, **limits
         )
-        prompt_ids, responses = truncate(*untruncated, prompt.truncation_mode, max_length, max_prompt_length)
         encoded.append(
             Example(
                 prompt=tuple(prompt_ids),
@@ -225,8 +263,8 @@ def encode_examples(
                 id=(prompt.index_in_split, example_index),
                 dataset=prompt.dataset,
                 digest=text_digest(prompt.text, texts),
-                truncated=(prompt_ids, responses) != untruncated,
-                prompt_is_cut=prompt_ids != tokens.prompt,
+                truncated=prompt_is_cut or responses_are_cut,
+                prompt_is_cut=prompt_is_cut,
                 roles=tuple(texts),
                 weight=1.0 if prompt.weights is None else prompt.weights[example_index],
                 margin=None if prompt.margins is None else prompt.margins[example_index],

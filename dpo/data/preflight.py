@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from dpo.data.asking import CHAT
 from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
 from dpo.data.schema import PreferenceData
+from dpo.data.shortening import Limits, fit_prompts
 from dpo.data.table import FOLDER, SPLITS, PromptTable, find_or_build, iterate_prompts, read_facts, write_prompts
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import find_bos_warnings, identify_tokenizer, load_tokenizer
@@ -47,8 +48,9 @@ class TrainingData:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Digests of the texts, and of their token ids before truncation."""
-        return self.digest, self.test_digest, self.report.train.token_digest, self.report.test.token_digest
+        """Digests of texts, token ids before truncation, and how they are truncated."""
+        digests = (self.digest, self.test_digest, self.report.train.token_digest, self.report.test.token_digest)
+        return *digests, self.report.train.truncation_digest, self.report.test.truncation_digest
 
     @classmethod
     def open(
@@ -92,6 +94,8 @@ class DatasetOptions(NamedTuple):
     list_pairs: str = "all"
     with_margins: bool = False
     chat: str = "auto"
+    truncation: str = "auto"
+    new_tokens: int = 0  # that an online run draws
 
 
 def build_table(
@@ -110,6 +114,7 @@ def build_table(
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
     counters: dict[str, SplitCounter] = {}
     trains_on = "prompts" if options.online else options.trains_on
+    limits = Limits(options.truncation, options.max_length, options.max_prompt_length, options.new_tokens)
     for split in SPLITS:
         prompts = iterate_prompts(
             get_dataset,
@@ -118,7 +123,7 @@ def build_table(
             trains_on=trains_on,
             unpair=options.unpair,
             list_pairs=options.list_pairs,
-            with_messages=options.online,
+            with_messages=True,  # from which long chats are rendered again
             with_margins=options.with_margins,
             notes=notes,
             # the following are options of `get_dataset`
@@ -129,6 +134,9 @@ def build_table(
             chat=options.chat,
         )
         counter, path = SplitCounter(encode, trains_on=trains_on), directory / f"{split}.arrow"
+        prompts = fit_prompts(prompts, encode, limits, counter.counts)
+        if not options.online:
+            prompts = (prompt._replace(messages=None, tools=None) for prompt in prompts)
         write_prompts(path, counter.watch(prompts), trains_on=trains_on)
         counters[split] = counter
         if split == "test":
@@ -140,7 +148,13 @@ def build_table(
         digests[split] = counter.digest.hexdigest()[:32]
         counted = "prompts" if options.online else "examples"
         if not reports[split][counted]:
-            raise InputError(f"the {split} split of {', '.join(options.names)} has no {counted}")
+            left_out = (
+                f" but {reports[split]['too_long']:,} that are too long: raise max_length, or choose truncation=auto"
+            )
+            raise InputError(
+                f"the {split} split of {', '.join(options.names)} has no {counted}"
+                f"{left_out if reports[split]['too_long'] else ''}"
+            )
     return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
 
 
@@ -233,6 +247,8 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         list_pairs=plan.data.list_pairs,
         with_margins=plan.loss.needs_margins,
         chat=plan.data.chat,
+        truncation=plan.data.truncation,
+        new_tokens=plan.online.max_new_tokens if plan.online else 0,
     )
     with tempfile.TemporaryDirectory() as scratch:  # a mapped table stays readable after its files are removed
 

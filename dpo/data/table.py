@@ -51,6 +51,7 @@ def make_schema(trains_on: str) -> pa.Schema:
             "truncation_mode": pa.string(),
             "rendered": pa.bool_(),
             "apart": pa.bool_(),
+            "shortened": pa.large_string(),
             "dataset": pa.string(),
             "messages": pa.large_string(),  # as JSON
             "tools": pa.large_string(),  # as JSON
@@ -78,6 +79,7 @@ class Prompt(NamedTuple):
     # for each response, alternately where a part that is not scored begins and ends; None: all text is scored
     cuts: list[list[int]] | None = None
     apart: bool = True  # as the reference code tokenizes prompt and response; otherwise as one text
+    shortened: str | None = None  # the system turn and the newest turns, fed where the prompt has to be truncated
 
     def texts(self, example_index: int) -> dict[str, str]:
         """The responses of an example by role.

@@ -243,6 +243,7 @@ class Tokens(NamedTuple):
     prompt: list[int]
     responses: list[list[list[int]]]
     crosses: bool = False  # a token would cross a limit, so the text is tokenized apart there
+    shortened: list[int] | None = None  # the prompt where it is too long: see `Prompt.shortened`
 
 
 class TextEncoder:

@@ -14,16 +14,22 @@ def truncate(
     mode: TruncationMode,
     max_length: int,
     max_prompt_length: int,
+    *,
+    shortened: list[int] | None = None,
+    as_reference: bool = True,
 ) -> tuple[list[int], list[list[int]]]:
-    """Truncate a prompt and its responses by the reference code's rule.
+    """Truncate a prompt and its responses.
 
     Responses have EOS, which counts. If the prompt with the longest response has more than `max_length` tokens, the
-    prompt is cut to `max_prompt_length`; `mode` says whether its start or its end is kept. If that is not enough, every
-    response is cut to `max_length - max_prompt_length` tokens, even if a short prompt leaves room for more.
+    prompt is replaced by `shortened`, or cut to `max_prompt_length`; `mode` says whether its start or its end is kept.
+    If that is not enough, every response is cut to the room that the prompt leaves. By the reference code's rule that
+    is `max_length - max_prompt_length` tokens, even if a short prompt leaves room for more.
     """
     longest = max(map(len, responses), default=0)
     if len(prompt) + longest > max_length:
-        prompt = prompt[:max_prompt_length] if mode == "keep_start" else prompt[-max_prompt_length:]
+        cut = prompt[:max_prompt_length] if mode == "keep_start" else prompt[-max_prompt_length:]
+        prompt = cut if shortened is None else shortened
     if len(prompt) + longest > max_length:
-        responses = [response[: max_length - max_prompt_length] for response in responses]
+        room = max_length - (max_prompt_length if as_reference else len(prompt))
+        responses = [response[:room] for response in responses]
     return prompt, list(responses)

@@ -177,6 +177,8 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], tokenize
         prompt = prompts[example.id[0]]
         if not example.prompt_is_cut:
             texts.append(unescape(prompt.text))
+        elif prompt.shortened is not None:
+            texts.append(unescape(prompt.shortened))
         elif prompt.truncation_mode == "keep_start":
             texts.append(f"{tokenizer.decode(list(example.prompt))} {CUT}")
         else:

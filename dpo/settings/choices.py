@@ -77,6 +77,7 @@ SCORERS = ("reward_model", "function", "keyword", "shorter")
 TIES = ("skip", "keep")
 CHATS = ("auto", "always", "never")  # whether the chat template renders texts
 LIST_PAIRS = ("all", "best_worst")
+TRUNCATIONS = ("auto", "keep_end", "keep_start", "drop")
 LABELS = ("hard", "bradley_terry")
 REWARD_FORMATS = ("chat", "pair", "text_eos", "text", "policy")
 HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better

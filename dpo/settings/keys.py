@@ -40,6 +40,7 @@ from dpo.settings.choices import (
     TENSOR_PARALLEL_BACKENDS,
     TIES,
     TRAINERS,
+    TRUNCATIONS,
 )
 
 LARGEST = 3.4e38  # of float32; the bound of a number whose spec has none
@@ -249,6 +250,7 @@ KEYS: dict[str, Key] = {
     "max_grad_norm": Key("number (0, inf]", KEEP),
     "max_length": Key("int >= 1", KEEP),
     "max_prompt_length": Key("int >= 1", KEEP),
+    "truncation": Key("name", KEEP, TRUNCATIONS),
     "n_epochs": Key("int >= 1 or null", CHANGE),
     "n_examples": Key("int >= 1 or null", CHANGE),
     "n_eval_examples": Key("int >= 1", CHANGE),

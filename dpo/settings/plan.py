@@ -160,6 +160,7 @@ class DataPlan:
     gradient_accumulation_steps: int
     max_length: int
     max_prompt_length: int
+    truncation: str
     n_epochs: int | None
     n_examples: int | None
     n_eval_examples: int

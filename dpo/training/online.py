@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from dpo.data.examples import Example, TextExample, iterate_once, list_examples, text_digest, tokenize
+from dpo.data.examples import Example, TextExample, iterate_once, list_examples, text_digest, tokenize, truncate_example
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
-from dpo.data.tokenization import append_eos, unescape
-from dpo.data.truncation import truncate
+from dpo.data.tokenization import unescape
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.models.answers import Answer, Drawn, Sampling, Tokens, answer
@@ -342,19 +341,14 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
 
     The prompt is truncated if it and `max_new_tokens` do not fit into `max_length`.
     """
-    [tokens] = tokenize([TextExample(prompt, 0, {}, [])], data.encode)
-    untruncated, _ = append_eos(prompt.text, [], tokens, data.tokenizer, rendered=prompt.rendered, apart=prompt.apart)
-    longest_answer = [0] * plan.online.max_new_tokens  # only its length matters
-    limits = plan.data.max_length, plan.data.max_prompt_length
-    truncated, _ = truncate(untruncated, [longest_answer], prompt.truncation_mode, *limits)
-    return Example(
-        tuple(truncated),
-        (),
-        id=(prompt.index_in_split, 0),
-        dataset=prompt.dataset,
-        truncated=truncated != untruncated,
-        prompt_is_cut=truncated != untruncated,
+    example = TextExample(prompt, 0, {}, [])
+    [tokens] = tokenize([example], data.encode)
+    limits = {"max_length": plan.data.max_length, "max_prompt_length": plan.data.max_prompt_length}
+    fed, _, is_cut, _ = truncate_example(
+        example, tokens, data.tokenizer, new_tokens=plan.online.max_new_tokens, **limits
     )
+    ids = (prompt.index_in_split, 0)
+    return Example(tuple(fed), (), id=ids, dataset=prompt.dataset, truncated=is_cut, prompt_is_cut=is_cut)
 
 
 def choose_pair(prompt: Prompt, answers: Sequence[Answer]) -> Drawn:

@@ -1,0 +1,138 @@
+"""What becomes of examples that are too long, by the key `truncation`.
+
+The tiny tokenizer gives " a" and other short words of its own one token each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import write_rows
+
+from dpo.data.counts import SplitReport
+from dpo.data.examples import encode_examples, list_examples
+from dpo.data.preflight import DatasetOptions, build_table
+from dpo.data.table import PromptTable
+from dpo.data.tokenization import TextEncoder
+from dpo.data.truncation import truncate
+from dpo.errors import InputError
+from preference_datasets import get_dataset
+
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+TURNS = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "What was the first question of all?" * 3},
+    {"role": "assistant", "content": "That one." * 3},
+    {"role": "user", "content": "And the second?"},
+]
+LIMITS = {"max_length": 60, "max_prompt_length": 40}
+
+
+def build(tmp_path: Path, tokenizer: Any, rows: list[dict], **options: Any) -> tuple[list, dict]:
+    """The encoded training examples, and the counts."""
+    write_rows(tmp_path / "mine" / "train.jsonl", rows)
+    write_rows(tmp_path / "mine" / "test.jsonl", rows)
+    sources = {"mine": str(tmp_path / "mine")}
+    chosen = DatasetOptions(["mine"], sources, **{"trains_on": "pairs", "online": False, **LIMITS, **options})
+    facts = build_table(tmp_path, chosen, tokenizer, get_dataset, cache_dir=None, silent=True)
+    examples = [example for prompt in PromptTable(tmp_path / "train.arrow") for example in list_examples(prompt)]
+    return encode_examples(examples, TextEncoder(tokenizer), **LIMITS), facts["reports"]["train"]
+
+
+def chat_row(turns: list[dict], n_words: int = 9) -> dict:
+    chosen, rejected = ([{"role": "assistant", "content": word * n_words}] for word in ("good ", "bad "))
+    return {"prompt": turns, "chosen": chosen, "rejected": rejected}
+
+
+def test_a_response_of_ones_own_may_use_the_room_of_a_short_prompt():
+    texts = [1], [[7, 8, 9, 10, 11, 0], [5, 0]]
+    assert truncate(*texts, "keep_end", 6, 2) == ([1], [[7, 8, 9, 10], [5, 0]])
+    assert truncate(*texts, "keep_end", 6, 2, as_reference=False) == ([1], [[7, 8, 9, 10, 11], [5, 0]])
+
+
+@pytest.mark.parametrize(
+    ("turns", "kept"),
+    [
+        (TURNS, "[system] Be kind.\n[user] And the second?\n[assistant] "),  # the newest turn
+        # of a question that is too long alone, the end
+        ([TURNS[0], {"role": "user", "content": "Read this. " * 40 + "Why?"}], "Why?\n[assistant] "),
+        (
+            [*TURNS[:2], TURNS[2], {"role": "user", "content": "No " * 60 + "<|endoftext|>?"}],
+            "<|endoftext|>?\n[assistant] ",
+        ),
+    ],
+)
+def test_a_chat_keeps_the_system_turn_the_newest_turns_and_the_header(tmp_path, chat, turns, kept):
+    tokenizer = chat(CHAT)
+    [example], report = build(tmp_path, tokenizer, [chat_row(turns, n_words=20)])
+    text = tokenizer.decode(example.prompt)
+    assert text.startswith("[system] Be kind.\n[user] ")
+    assert text.endswith(kept)
+    assert len(example.prompt) <= LIMITS["max_prompt_length"]
+    assert tokenizer.eos_token_id not in example.prompt  # of the last case, it is text
+    assert (report["truncated_prompts"], example.prompt_is_cut) == (1, True)
+    # the same prompt before an answer for which there is room is whole
+    room = {"max_length": 999, "max_prompt_length": 40}
+    [whole] = encode_examples(list_examples(PromptTable(tmp_path / "train.arrow")[0]), TextEncoder(tokenizer), **room)
+    assert not whole.truncated
+
+
+@pytest.mark.parametrize(
+    ("truncation", "begins", "ends"),
+    [("auto", False, True), ("keep_end", False, True), ("keep_start", True, False)],
+)
+@pytest.mark.parametrize("kind", ["chat", "text", "hh"])
+def test_a_key_chooses_the_side_of_every_kind_of_prompt(tmp_path, chat, kind, truncation, begins, ends):
+    middle = "word " * 60
+    if kind == "chat":
+        row = chat_row([{"role": "user", "content": f"first {middle}last"}], n_words=20)
+        start, end = "[user] first", "last\n[assistant] "
+    elif kind == "text":
+        row = {"prompt": f"first {middle}last", "chosen": " good" * 20, "rejected": " bad"}
+        start, end = "first", "last"
+    else:
+        prompt = f"\n\nHuman: first {middle}last\n\nAssistant:"
+        row = {"chosen": prompt + " good" * 50, "rejected": prompt + " bad"}
+        start, end = "\n\nHuman: first", "last\n\nAssistant:"
+    tokenizer = chat(CHAT)
+    [example], _ = build(tmp_path, tokenizer, [row], truncation=truncation)
+    text = tokenizer.decode(example.prompt)
+    assert (text.startswith(start), text.endswith(end)) == (begins, ends)
+    if kind == "hh":  # the reference's rule for responses
+        assert len(example.responses[0]) == LIMITS["max_length"] - LIMITS["max_prompt_length"]
+
+
+def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, tokenizer):
+    short = {"prompt": "a b", "chosen": " c", "rejected": " d", "margin": 1}
+    long = {"prompt": "a b", "chosen": " c" * 70, "rejected": " d", "margin": 2}
+    other = {"prompt": "a b c" * 30, "chosen": " c", "rejected": " d", "margin": 3}
+    options = {"truncation": "drop", "with_margins": True}
+    examples, report = build(tmp_path, tokenizer, [long, short, other], **options)
+    assert [(e.truncated, e.margin, len(e.responses[0])) for e in examples] == [(False, 1, 2)]
+    assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
+    [warning] = SplitReport(**report).warn_of_lengths("train")
+    assert warning.startswith("warning: in 2 of 3 examples (train) the example is longer than max_length and is left")
+    with pytest.raises(InputError, match="has no examples but 2 that are too long: raise max_length"):
+        build(tmp_path, tokenizer, [long, other], **options)
+
+
+@pytest.mark.parametrize(("n", "is_warned"), [(99, False), (100, True)])
+def test_what_is_cut_is_a_warning_from_one_percent_on(n, is_warned):
+    report = SplitReport(examples=10_000, tokenized=10_000, truncated_prompts=n)
+    found = [*report.warn_of_lengths("train")]
+    assert bool(found) == is_warned
+    assert all("max_length" in warning and "truncation" in warning for warning in found)
+
+
+def test_the_cache_of_reference_scores_knows_how_prompts_are_cut(tmp_path, tokenizer):
+    row = {"prompt": "a b c" * 30, "chosen": " c" * 20, "rejected": " d"}
+    digests = {
+        mode: build(tmp_path, tokenizer, [row], truncation=mode)[1]["truncation_digest"]
+        for mode in ("keep_start", "keep_end")
+    }
+    assert digests["keep_start"] != digests["keep_end"]
