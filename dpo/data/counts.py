@@ -141,7 +141,7 @@ class SplitReport:
             text += f" (gap {gap:+.1f}; chosen longer in {self.chosen_longer:.0%} of {compared})"
         return text
 
-    def warn_of_lengths(self, split: str) -> Iterator[str]:
+    def warn_about_lengths(self, split: str) -> Iterator[str]:
         """Yield a warning for each thing that happens to many examples."""
         for name, what, fix in LENGTH_WARNINGS:
             of = self.examples + self.too_long if name == "too_long" else self.tokenized
@@ -189,7 +189,7 @@ class Preflight:
                 f"{first_report.joined_example!r}; texts are used verbatim: begin responses with a space, or end "
                 f"prompts with one"
             )
-        lines += chain.from_iterable(report.warn_of_lengths(split) for split, report in reports.items())
+        lines += chain.from_iterable(report.warn_about_lengths(split) for split, report in reports.items())
         updates = f"{count(self.updates, 'update')} of {count(batch_size, 'example')} will run"
         if self.dropped_examples:
             dropped = count(self.dropped_examples, "example in a partial batch is", "examples in partial batches are")

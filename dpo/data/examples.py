@@ -203,7 +203,7 @@ def tokenize(examples: Sequence[TextExample], encode: TextEncoder) -> list[Token
 
 
 class Truncated(NamedTuple):
-    """Token ids after truncation; the responses end with EOS unless they are cut."""
+    """Token ids after truncation; uncut responses end with EOS."""
 
     prompt: list[int]
     responses: list[list[int]]

@@ -1,6 +1,7 @@
-"""What the key `truncation` does to prompts that are too long, before a table is written.
+"""Prompts that are too long, before a table is written.
 
-Chats lose their oldest turns: they are rendered again from the system turn and the newest turns.
+The key `truncation` says what becomes of them. Chats lose their oldest turns: they are rendered again from the system
+turn and the newest turns.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def fit_prompts(
 
 
 def _may_exceed(texts: Iterable[str], limit: int) -> bool:
-    """Return whether texts may have more tokens than `limit`: a token has a byte or more."""
+    """Return whether texts may exceed `limit` tokens of a byte or more."""
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + PREFIX_TOKENS > limit
 
 
@@ -86,7 +87,7 @@ def _shorten(prompts: Sequence[Prompt], encode: TextEncoder, limit: int) -> Iter
 
 
 def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> str | None:
-    """Render the system turn and as many of the newest turns as fit.
+    """Render the system turn and the newest turns that fit.
 
     The first of them is the user's. If even the last one does not fit, its content loses its beginning. None if that
     does not help, or if the template rejects it.

@@ -115,7 +115,7 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
     examples, report = build(tmp_path, tokenizer, [long, short, other], **options)
     assert [(e.truncated, e.margin, len(e.responses[0])) for e in examples] == [(False, 1, 2)]
     assert (report["too_long"], report["examples"], report["prompts"]) == (2, 1, 1)
-    [warning] = SplitReport(**report).warn_of_lengths("train")
+    [warning] = SplitReport(**report).warn_about_lengths("train")
     assert warning.startswith("warning: in 2 of 3 examples (train) the example is longer than max_length and is left")
     with pytest.raises(InputError, match="has no examples but 2 that are too long: raise max_length"):
         build(tmp_path, tokenizer, [long, other], **options)
@@ -124,7 +124,7 @@ def test_examples_that_are_too_long_are_left_out_counted_and_said(tmp_path, toke
 @pytest.mark.parametrize(("n", "is_warned"), [(99, False), (100, True)])
 def test_what_is_cut_is_a_warning_from_one_percent_on(n, is_warned):
     report = SplitReport(examples=10_000, tokenized=10_000, truncated_prompts=n)
-    found = [*report.warn_of_lengths("train")]
+    found = [*report.warn_about_lengths("train")]
     assert bool(found) == is_warned
     assert all("max_length" in warning and "truncation" in warning for warning in found)
 
