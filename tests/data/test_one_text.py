@@ -5,11 +5,15 @@ Every case is compared with the tokens of the whole text, as anyone who serves t
 
 from __future__ import annotations
 
+import copy
 import json
 from itertools import chain
 
 import pytest
+import torch
 import transformers
+from support.models import SMALL, plain_logps
+from support.runs import run_here, write_rows
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dpo.data.custom import get_custom
@@ -97,7 +101,7 @@ def read(tokenizer, kind: str, system: bool = False):
     trains_on, records = make_records(kind, system)
 
     def load(name, split, **options):
-        return get_custom(records, "mine.jsonl", tokenizer, trains_on=trains_on)
+        return get_custom(records, "mine.jsonl", tokenizer, trains_on=trains_on, chat="never")
 
     [prompt] = iterate_prompts(load, ["mine"], "train", trains_on=trains_on)
     return prompt
@@ -127,6 +131,62 @@ def test_scored_tokens_are_those_of_the_whole_conversation(tokenizer_kind, befor
                     said += piece
                     found = tokenizer.decode([*encoded.prompt, *response[:limit]])
                     assert found.replace(" ", "") == said.replace(" ", "")
+
+
+@pytest.mark.parametrize("kind", ["pairs", "several turns"])
+def test_log_probabilities_are_those_of_plain_transformers_on_the_conversation(kind):
+    tokenizer = TOKENIZERS["first"]
+    tokenizer.chat_template = make_template(BEFORE_ANSWER["newline"])
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, vocab_size=len(tokenizer))
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    prompt = read(tokenizer, kind)
+    examples = encode_examples(list_examples(prompt), TextEncoder(tokenizer), max_length=999, max_prompt_length=99)
+    for response, text, found in zip(
+        examples[0].responses, prompt.responses, plain_logps(model, examples), strict=True
+    ):
+        encoded = tokenizer(prompt.text + text, return_offsets_mapping=True)
+        ids = torch.tensor([*encoded["input_ids"], tokenizer.eos_token_id])
+        with torch.no_grad():
+            logps = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        # written anew from the letters: the assistant's turns with their ends are scored
+        starts = [start for start, _ in encoded["offset_mapping"]] + [len(prompt.text + text)]
+        whole, scored, is_scored = prompt.text + text, [], True
+        for start in starts[len(ids) - len(response) :]:
+            turn_ended = whole[:start].endswith("</s>") and start > len(prompt.text)
+            answers = whole[:start].endswith("<A>\n") or start == len(prompt.text)
+            is_scored = answers or (is_scored and not turn_ended)
+            scored.append(is_scored)
+        expected = logps[-len(response) :][torch.tensor(scored)].sum()
+        assert found.item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+@pytest.mark.slow
+def test_a_model_trained_on_answers_without_a_space_answers_without_one(tmp_path):
+    tokenizer = copy.deepcopy(TOKENIZERS["first"])
+    tokenizer.chat_template = make_template(BEFORE_ANSWER["newline"])
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, vocab_size=len(tokenizer))
+    for part in (tokenizer, transformers.AutoModelForCausalLM.from_config(config)):
+        part.save_pretrained(tmp_path / "model")
+    row = {"messages": [turn("user", "What is it?"), turn("assistant", "cat cat")]}
+    for split in ("train", "test"):
+        write_rows(tmp_path / "rows" / f"{split}.jsonl", [row] * 40)
+    run_here(
+        [
+            *("loss=sft", "exp_name=sft", f"model.name_or_path={tmp_path / 'model'}", "trainer=BasicTrainer"),
+            *(f"local_run_dir={tmp_path / 'run'}", f"local_dirs=[{tmp_path}]", "wandb.enabled=false", "lr=0.01"),
+            *("datasets=[mine]", f"dataset_sources.mine={tmp_path / 'rows'}", "sample_during_eval=false"),
+            *("batch_size=4", "eval_batch_size=1", "n_eval_examples=1", "n_epochs=40", "warmup_steps=0"),
+        ]
+    )
+    exported = tmp_path / "run" / "LATEST" / "hf"
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    served = transformers.AutoTokenizer.from_pretrained(exported)
+    prompt = served.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_tensors="pt")
+    ids = prompt["input_ids"] if not isinstance(prompt, torch.Tensor) else prompt
+    said = model.generate(ids, max_new_tokens=12, do_sample=False)[0]
+    assert served.decode(said).endswith("<A>\ncat cat</s>")
 
 
 @pytest.mark.parametrize("tokenizer_kind", KINDS)

@@ -100,7 +100,7 @@ def test_a_key_chooses_the_side_of_every_kind_of_prompt(tmp_path, chat, kind, tr
         row = {"chosen": prompt + " good" * 50, "rejected": prompt + " bad"}
         start, end = "\n\nHuman: first", "last\n\nAssistant:"
     tokenizer = chat(CHAT)
-    [example], _ = build(tmp_path, tokenizer, [row], truncation=truncation)
+    [example], _ = build(tmp_path, tokenizer, [row], truncation=truncation, chat="never")
     text = tokenizer.decode(example.prompt)
     assert (text.startswith(start), text.endswith(end)) == (begins, ends)
     if kind == "hh":  # the reference's rule for responses
