@@ -190,7 +190,7 @@ class PartsEncoder:
         return {token: f"{PRIVATE}{i}{PRIVATE}" for i, token in enumerate(list_control(self.tokenizer))}
 
     @cached_property
-    def _twin(self) -> tuple[Tokenizer, dict[int, int]]:
+    def _twin(self) -> tuple[Tokenizer, dict[Any, int]]:
         """The tokenizer with control tokens under private names.
 
         So their own names are ordinary text. The dictionary has the twin's ids that differ.
