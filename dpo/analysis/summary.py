@@ -335,6 +335,8 @@ DATA_COUNTS = {  # keys of preflight.json, and their names on the page
     "identical_pairs": "identical pairs",
     "prompts_in_train": "prompts that are in train too",
     "first_turns_in_train": "prompts with the first turn of a training prompt",
+    "prompts_like_train": "prompts with nearly all words of a training prompt",
+    "answers_in_train": "with an answer of the training split",
     "empty_responses": "with an empty response",
     "joined_words": "without a space after the prompt",
 }

@@ -78,6 +78,9 @@ class SplitReport:
     contradictory_pairs: int | None = None  # pairs that reverse an earlier pair of their prompt
     prompts_in_train: int | None = None  # of the test split: prompts that the training split has too
     first_turns_in_train: int | None = None  # of the test split: prompts whose first turn opens a training prompt
+    prompts_like_train: int | None = None  # of the test split: prompts with nearly all words of a training prompt
+    answers_in_train: int | None = None  # of the test split: examples with an answer of five or more words of train
+    like_train: list[dict[str, str]] = field(default_factory=list)  # the first of both
     desirable: int | None = None  # labelled examples by their label
     undesirable: int | None = None
     fewest_responses: int | None = None  # of a ranked list
@@ -147,6 +150,26 @@ class SplitReport:
             of = self.examples + self.too_long if name == "too_long" else self.tokenized
             if (n := getattr(self, name) or 0) and n >= WARNED_FROM * of:
                 yield f"warning: in {n:,} of {count(of, 'example')} ({split}) {what}: {fix}"
+
+    def find_leaks(self) -> list[str]:
+        """A warning if 1 % of the prompts or answers are in the other split."""
+        found = {
+            "prompts have nearly all words of a training prompt": (self.prompts_like_train, self.prompts),
+            "examples have an answer of the training split": (self.answers_in_train, self.examples),
+        }
+        leaks = [
+            f"{n:,} of {total:,} held-out {what}"
+            for what, (n, total) in found.items()
+            if n and n >= WARNED_FROM * total
+        ]
+        if not leaks:
+            return []
+        held_out, training = self.like_train[0].values()
+        example = f"{held_out!r} is held out, and {training!r} trained on"
+        return [
+            f"{' and '.join(leaks)}, so held-out results are too good: {example}. Put what belongs together into one "
+            f"split: give a test file of its own"
+        ]
 
     def _list_counts(self, fields: Iterable[tuple[str, str, str]]) -> str:
         counted = ((getattr(self, name), singular, plural) for name, singular, plural in fields)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from dpo.data.asking import CHAT
 from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
+from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.schema import PreferenceData
 from dpo.data.shortening import Limits, fit_prompts
 from dpo.data.table import FOLDER, SPLITS, PromptTable, find_or_build, iterate_prompts, read_facts, write_prompts
@@ -123,7 +124,6 @@ def build_table(
             trains_on=trains_on,
             unpair=options.unpair,
             list_pairs=options.list_pairs,
-            with_messages=True,  # from which long chats are rendered again
             with_margins=options.with_margins,
             notes=notes,
             # the following are options of `get_dataset`
@@ -145,6 +145,9 @@ def build_table(
             PromptTable(path), max_length=options.max_length, max_prompt_length=options.max_prompt_length
         )
         reports[split] = asdict(report)
+        if split == "test":
+            tables = (PromptTable(directory / f"{name}.arrow") for name in SPLITS)
+            reports[split] |= find_near_duplicates(*tables, tokenizer)
         digests[split] = counter.digest.hexdigest()[:32]
         counted = "prompts" if options.online else "examples"
         if not reports[split][counted]:
@@ -280,7 +283,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         formats = data.report.train.prompt_formats
         for warning in find_chat_warnings(tokenizer, formats) + find_bos_warnings(tokenizer, data.train[0].text):
             print(f"warning: {warning}", flush=True)
-        for warning in find_weight_warnings(data.report.train, plan.loss.options):
+        for warning in find_weight_warnings(data.report.train, plan.loss.options) + data.report.test.find_leaks():
             print(f"warning: {warning}", flush=True)
     return data
 

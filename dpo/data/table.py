@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.json
 
 from dpo.data.schema import Messages, PreferenceData
-from dpo.data.tokenization import split_at_cuts
+from dpo.data.tokenization import split_at_cuts, unescape
 from dpo.data.truncation import TruncationMode
 from dpo.errors import InputError, RunError
 from dpo.losses import TRAINS_ON
@@ -110,7 +110,6 @@ def iterate_prompts(
     trains_on: str,
     unpair: bool = False,
     list_pairs: str = "all",
-    with_messages: bool = False,
     with_margins: bool = False,
     notes: list[str] | None = None,
     **dataset_options: Any,
@@ -149,10 +148,10 @@ def iterate_prompts(
                 data.rendered,
                 index_in_split=next(indices),
                 dataset=name,
-                messages=messages if with_messages else None,
+                messages=messages,
                 weights=None if weights is None else [weights[record] for record in records],
                 margins=None if margins is None else [margins[record] for record in records],
-                tools=tools if with_messages else None,
+                tools=tools,
                 cuts=None if cuts is None else [cuts.get(response, []) for response in responses],
                 apart=data.apart,
             )
@@ -199,6 +198,19 @@ class PromptTable(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.counts)
 
+    def texts(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield what the user wrote of each prompt, and the responses.
+
+        This is faster than decoding whole prompts.
+        """
+        for batch in self._table.select(["text", "messages", "responses"]).to_batches():
+            for text, messages, responses in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                yield _find_written(text, messages), responses
+
+    def text(self, index: int) -> str:
+        """What the user wrote of a prompt."""
+        return _find_written(*(self._table[name][index].as_py() for name in ("text", "messages")))
+
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
     @overload
@@ -212,6 +224,13 @@ class PromptTable(Sequence[Prompt]):
         row["examples"] = [{role: i for role, i in example.items() if i is not None} for example in row["examples"]]
         row |= {name: json.loads(row[name]) for name in ("messages", "tools") if row.get(name) is not None}
         return Prompt(**row, index_in_split=index)
+
+
+def _find_written(text: str, messages: str | None) -> str:
+    """Find what the user wrote: the contents of messages, or the text."""
+    if messages is None:
+        return unescape(text)
+    return "\n\n".join(message.get("content") or "" for message in json.loads(messages))
 
 
 def find_or_build(

@@ -126,7 +126,7 @@ def test_a_response_of_one_turn_has_no_cuts(chat):
 def test_cuts_are_in_the_table_in_batches_and_truncated_with_their_response(chat, tmp_path):
     tokenizer = chat(WITH_TOOLS)
     data = get_custom([LOOKED_UP], "mine", tokenizer, trains_on="prompts")
-    prompts = [*iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="prompts", with_messages=True)]
+    prompts = [*iterate_prompts(lambda *_, **__: data, ["mine"], "train", trains_on="prompts")]
     write_prompts(tmp_path / "train.arrow", prompts)
     assert [*PromptTable(tmp_path / "train.arrow")] == prompts
     assert (prompts[0].messages, prompts[0].tools) == (ASK, TOOLS)

@@ -1,0 +1,127 @@
+"""Near-duplicates: what is held out and, word for word or nearly so, in the training split too.
+
+The held-out prompts are indexed by their rarest words, and the training prompts read past them once, so that time is
+linear and memory that of the held-out texts.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import chain, islice
+from math import log
+from typing import Any
+
+from dpo.data.table import PromptTable
+from dpo.data.tokenization import find_control, unescape
+
+FEWEST_WORDS = 5  # a shorter answer, such as "Yes.", is the same by chance
+FEWEST_COMPARED = 3  # words of a prompt without those that most prompts have
+SHARED = 0.75  # of the words of two prompts
+MOST_COMPARED = 300  # last words of a prompt
+KEYS = 6  # rarest words of a held-out prompt
+FEWEST_HITS = 2  # of these words in a training prompt that is compared
+MOST_OF_KEY = 20  # held-out prompts that are looked up by one word
+SAMPLED = 10_000  # training prompts in which words are counted
+NAMED, SHOWN = 3, 100  # examples, and characters of each
+
+# a character of Chinese or Japanese is a word
+WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+ASCII = {code: " " for code in range(128) if not WORD.match(chr(code))}
+
+
+def find_words(text: str) -> list[str]:
+    """Words in lower case, without punctuation."""
+    if text.isascii():  # the same, in a tenth of the time
+        return text.translate(ASCII).lower().split()
+    return WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) -> dict[str, Any]:
+    """Count and name held-out prompts and answers that training has too."""
+    control = find_control(tokenizer)
+
+    def make_keys(responses: Iterable[str]) -> list[int | None]:
+        """Hash each answer's words; None for few words."""
+        words = [find_words(control.sub(" ", unescape(response))) for response in responses]
+        return [hash(" ".join(each)) if len(each) >= FEWEST_WORDS else None for each in words]
+
+    rarity = _Rarity(find_words(text) for text, _ in islice(train.texts(), 0, None, 1 + len(train) // SAMPLED))
+    by_words: dict[int, list[int]] = defaultdict(list)  # numbers of held-out prompts
+    word_sets, answer_keys = [], []
+    for number, (text, responses) in enumerate(test.texts()):
+        words = find_words(text)
+        if words:
+            by_words[hash(" ".join(words))].append(number)
+        word_sets.append(rarity.find_own([*map(sys.intern, words)]))  # each word is in memory once
+        answer_keys.append(make_keys(responses))
+    by_key = rarity.index(word_sets)
+    keys, wanted = {*by_key}, {key for of_prompt in answer_keys for key in of_prompt} - {None}
+    prompts, answers = {}, {}  # what training has: its text by the number of the prompt, by the hash of the answer
+    for text, responses in train.texts():
+        words = find_words(text)
+        found = by_words.pop(hash(" ".join(words)), [])
+        own = rarity.find_own(words)
+        hits = Counter(chain.from_iterable(by_key[word] for word in own & keys))
+        candidates = (number for number, n in hits.items() if n >= FEWEST_HITS and number not in prompts)
+        found += [number for number in candidates if rarity.are_alike(own, word_sets[number])]
+        prompts |= dict.fromkeys(found, text[-SHOWN:])
+        for key, response in zip(make_keys(responses), responses, strict=True):
+            if key in wanted:
+                answers.setdefault(key, response[:SHOWN])
+    named, n_answers = [], 0
+    for number, of_prompt in enumerate(answer_keys):
+        examples = [[of_prompt[i] for i in example.values()] for example in test[number].examples]
+        n_answers += sum(not answers.keys().isdisjoint(example) for example in examples)
+        if len(named) < NAMED and number in prompts:
+            named.append({"held_out": _show(test.text(number)[-SHOWN:]), "training": _show(prompts[number])})
+        same = next((answers[key] for example in examples for key in example if key in answers), None)
+        if len(named) < NAMED and same is not None:
+            answer = _show(control.sub("", unescape(same)))
+            named.append({"held_out": answer, "training": answer})
+    return {"prompts_like_train": len(prompts), "answers_in_train": n_answers, "like_train": named}
+
+
+class _Rarity:
+    """How rare each word is among prompts."""
+
+    def __init__(self, prompts: Iterable[list[str]]) -> None:
+        self._counts: Counter[str] = Counter()
+        n_prompts = 0
+        for n_prompts, words in enumerate(prompts, start=1):  # noqa: B007
+            self._counts.update({*words[-MOST_COMPARED:]})
+        # a system prompt and the words of a task are in most prompts, and say nothing about one of them
+        self._common = {word for word, n in self._counts.items() if n > max(n_prompts / 2, 5)}
+        self._weigh = lambda words: sum(log((n_prompts + 1) / (self._counts[word] + 0.5)) for word in words)
+
+    def find_own(self, words: Sequence[str]) -> frozenset[str]:
+        """Find the words that few prompts have; none if they are too few."""
+        own = frozenset(words[-MOST_COMPARED:]) - self._common
+        return own if len(own) >= FEWEST_COMPARED else frozenset()
+
+    def index(self, word_sets: Iterable[AbstractSet[str]]) -> dict[str, list[int]]:
+        """Numbers of the sets by their rarest words."""
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for number, words in enumerate(word_sets):
+            for word in sorted(words, key=lambda word: (self._counts[word], word))[:KEYS]:
+                if len(numbers[word]) < MOST_OF_KEY:
+                    numbers[word].append(number)
+        return numbers
+
+    def are_alike(self, one: AbstractSet[str], other: AbstractSet[str]) -> bool:
+        """Return whether two prompts share nearly all words.
+
+        Where each has words of its own, as "France" and "Spain", rare words count for more.
+        """
+        if 2 * len(one & other) < max(len(one), len(other)):  # most pairs that are compared
+            return False
+        weigh = len if one <= other or other <= one else self._weigh
+        return weigh(one & other) >= SHARED * weigh(one | other)
+
+
+def _show(text: str) -> str:
+    return " ".join(unescape(text).split())

@@ -1,0 +1,75 @@
+"""Near-duplicates between the splits, counted and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dpo.data.counts import SplitReport
+from dpo.data.near_duplicates import find_near_duplicates
+from dpo.data.table import Prompt, PromptTable, write_prompts
+
+SYSTEM = "You are the patient assistant of a shop that sells every kind of battery and lamp to people at home."
+SUBJECTS = ("tides", "copper", "violins", "bees", "granite", "sonnets", "glaciers", "tax", "yeast", "comets")
+OTHERS = [f"{start} {subject}?" for subject in SUBJECTS for start in ("Explain to me", "Who has written about")]
+KEPT = "How long does the battery last?"
+
+
+def prompt_of(text: str, chosen: str = "a", rejected: str = "b", system: str = "") -> Prompt:
+    chat = [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else None
+    return Prompt(text, [chosen, rejected], [{"chosen": 0, "rejected": 1}], "keep_end", bool(chat), messages=chat)
+
+
+def find(tokenizer, folder: Path, train: list[Prompt], test: list[Prompt]) -> SplitReport:
+    for split, prompts in (("train", train), ("test", test)):
+        write_prompts(folder / f"{split}.arrow", prompts)
+    tables = (PromptTable(folder / f"{split}.arrow") for split in ("train", "test"))
+    return SplitReport(prompts=len(test), examples=len(test), **find_near_duplicates(*tables, tokenizer))
+
+
+@pytest.mark.parametrize("system", ["", SYSTEM])
+@pytest.mark.parametrize(
+    ("held_out", "training", "is_alike"),
+    [
+        (KEPT, KEPT, True),
+        ("how LONG does  the battery last", KEPT, True),
+        (f"{KEPT} Thanks!", KEPT, True),
+        (KEPT, f"Please: {KEPT}", True),
+        ("Wie lange hält der Akku?", "wie lange hält der Akku", True),
+        ("電池はどのくらい持ちますか?", "電池はどのくらい持ちますか", True),
+        ("Explain to me rivers?", "Explain to me harps?", False),  # each has a rare word of its own
+        (KEPT, "How do I change the lamp of the hall?", False),
+    ],
+)
+def test_a_prompt_is_found_by_its_words_and_not_by_those_that_all_share(
+    tokenizer, tmp_path, held_out, training, is_alike, system
+):
+    others = [prompt_of(text, system=system) for text in OTHERS]
+    report = find(
+        tokenizer, tmp_path, [*others, prompt_of(training, system=system)], [prompt_of(held_out, system=system)]
+    )
+    assert (report.prompts_like_train, report.answers_in_train) == (int(is_alike), 0)
+    assert len(report.like_train) == int(is_alike)
+    if is_alike:
+        assert all(text in report.find_leaks()[0] for text in ("1 of 1 held-out prompts", training))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "n"),
+    [("It lasts ten hours, or more!", "b", 1), ("a", "it lasts  ten hours or more", 1), ("Ten hours.", "b", 0)],
+)
+def test_an_answer_of_five_words_is_found_whichever_its_role(tokenizer, tmp_path, chosen, rejected, n):
+    train = [prompt_of("q", "It lasts ten hours or more.", "Ten hours.")]
+    report = find(tokenizer, tmp_path, train, [prompt_of("Another question", chosen, rejected)])
+    assert (report.prompts_like_train, report.answers_in_train) == (0, n)
+    assert len(report.find_leaks()) == n
+
+
+def test_below_one_percent_nothing_is_said():
+    like = [{"held_out": "a", "training": "b"}]
+    counts = {"prompts": 1000, "examples": 1000, "answers_in_train": 0, "like_train": like}
+    assert SplitReport(prompts_like_train=9, **counts).find_leaks() == []
+    [warning] = SplitReport(prompts_like_train=10, **counts).find_leaks()
+    assert warning.startswith("10 of 1,000 held-out prompts have nearly all words of a training prompt, so")
+    assert "'a' is held out, and 'b' trained on" in warning
