@@ -152,7 +152,7 @@ class SplitReport:
                 yield f"warning: in {n:,} of {count(of, 'example')} ({split}) {what}: {fix}"
 
     def find_leaks(self) -> list[str]:
-        """A warning if 1 % of the prompts or answers are in the other split."""
+        """Warn of prompts and answers that are in both splits."""
         found = {
             "prompts have nearly all words of a training prompt": (self.prompts_like_train, self.prompts),
             "examples have an answer of the training split": (self.answers_in_train, self.examples),

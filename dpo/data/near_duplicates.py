@@ -1,4 +1,4 @@
-"""Near-duplicates: what is held out and, word for word or nearly so, in the training split too.
+"""Near-duplicates: prompts and answers that both splits have.
 
 The held-out prompts are indexed by their rarest words, and the training prompts read past them once, so that time is
 linear and memory that of the held-out texts.
@@ -50,10 +50,10 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         words = [find_words(control.sub(" ", unescape(response))) for response in responses]
         return [hash(" ".join(each)) if len(each) >= FEWEST_WORDS else None for each in words]
 
-    rarity = _Rarity(find_words(text) for text, _ in islice(train.texts(), 0, None, 1 + len(train) // SAMPLED))
+    rarity = _Rarity(find_words(text) for text, _ in islice(train.iterate_texts(), 0, None, 1 + len(train) // SAMPLED))
     by_words: dict[int, list[int]] = defaultdict(list)  # numbers of held-out prompts
     word_sets, answer_keys = [], []
-    for number, (text, responses) in enumerate(test.texts()):
+    for number, (text, responses) in enumerate(test.iterate_texts()):
         words = find_words(text)
         if words:
             by_words[hash(" ".join(words))].append(number)
@@ -62,7 +62,7 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
     by_key = rarity.index(word_sets)
     keys, wanted = {*by_key}, {key for of_prompt in answer_keys for key in of_prompt} - {None}
     prompts, answers = {}, {}  # what training has: its text by the number of the prompt, by the hash of the answer
-    for text, responses in train.texts():
+    for text, responses in train.iterate_texts():
         words = find_words(text)
         found = by_words.pop(hash(" ".join(words)), [])
         own = rarity.find_own(words)
@@ -78,7 +78,7 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         examples = [[of_prompt[i] for i in example.values()] for example in test[number].examples]
         n_answers += sum(not answers.keys().isdisjoint(example) for example in examples)
         if len(named) < NAMED and number in prompts:
-            named.append({"held_out": _show(test.text(number)[-SHOWN:]), "training": _show(prompts[number])})
+            named.append({"held_out": _show(test.find_text(number)[-SHOWN:]), "training": _show(prompts[number])})
         same = next((answers[key] for example in examples for key in example if key in answers), None)
         if len(named) < NAMED and same is not None:
             answer = _show(control.sub("", unescape(same)))
@@ -99,7 +99,7 @@ class _Rarity:
         self._weigh = lambda words: sum(log((n_prompts + 1) / (self._counts[word] + 0.5)) for word in words)
 
     def find_own(self, words: Sequence[str]) -> frozenset[str]:
-        """Find the words that few prompts have; none if they are too few."""
+        """Find the words that few prompts have; none if too few."""
         own = frozenset(words[-MOST_COMPARED:]) - self._common
         return own if len(own) >= FEWEST_COMPARED else frozenset()
 

@@ -198,7 +198,7 @@ class PromptTable(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self.counts)
 
-    def texts(self) -> Iterator[tuple[str, list[str]]]:
+    def iterate_texts(self) -> Iterator[tuple[str, list[str]]]:
         """Yield what the user wrote of each prompt, and the responses.
 
         This is faster than decoding whole prompts.
@@ -207,8 +207,8 @@ class PromptTable(Sequence[Prompt]):
             for text, messages, responses in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 yield _find_written(text, messages), responses
 
-    def text(self, index: int) -> str:
-        """What the user wrote of a prompt."""
+    def find_text(self, index: int) -> str:
+        """Find what the user wrote of a prompt."""
         return _find_written(*(self._table[name][index].as_py() for name in ("text", "messages")))
 
     @overload
