@@ -245,6 +245,7 @@ class Prompted(NamedTuple):
 
     prompt: str
     texts: list[Text]
+    added: str = ""  # what a chat template put before or between the turns
 
 
 def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
@@ -260,7 +261,8 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
         for i, sample in enumerate(newest):
             prompt = sample["prompt"]
             n_samples[prompt] += 1
-            card = cards.setdefault((prompt, n_samples[prompt]), Prompted(_shorten_prompt(prompt), []))
+            shown = Prompted(_shorten_prompt(_write_turns(sample)), [], added=str(sample.get("added") or ""))
+            card = cards.setdefault((prompt, n_samples[prompt]), shown)
             card.texts.append(_label_policy_sample(policy_name, sample, "policy"))
             has_earlier = earliest != newest and i < len(earliest) and earliest[i]["prompt"] == prompt
             if sample["reference"] is not None:
@@ -274,6 +276,14 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
             if beside.text not in references:  # compared runs may share a reference
                 card.texts.append(beside)
     return list(cards.values())[:MOST_SAMPLES]
+
+
+def _write_turns(sample: Mapping[str, Any]) -> str:
+    """Write a chat's turns, or the prompt as it is."""
+    messages = sample.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        return sample["prompt"]
+    return "\n".join(f"{message.get('role')}: {message.get('content') or ''}" for message in messages)
 
 
 def _label_policy_sample(policy_name: str, sample: Mapping[str, Any], role: str) -> Text:

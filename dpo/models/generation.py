@@ -14,7 +14,7 @@ import transformers
 from dpo.data.collation import PaddedBatch
 from dpo.data.examples import Example
 from dpo.data.table import Prompt
-from dpo.data.tokenization import unescape
+from dpo.data.tokenization import find_control, unescape
 from dpo.errors import one_sentence
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
@@ -167,6 +167,7 @@ def before_each_forward(model: Any, act: Callable[[int], None]) -> Iterator[None
         handle.remove()
 
 
+WORDS_OF_SENTENCE = 3  # fewer are a header, such as "user" or "### Answer:"
 CUT = "[...]"  # replaces the truncated part of a prompt
 
 
@@ -184,6 +185,20 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], tokenize
         else:
             texts.append(f"{CUT} {tokenizer.decode(list(example.prompt))}")
     return texts
+
+
+def find_added(prompt: Prompt, tokenizer: Any) -> str:
+    """Find a template's own sentences, such as a system prompt."""
+    if not prompt.messages:
+        return ""
+    before, pieces = unescape(prompt.text), []
+    for message in reversed(prompt.messages):
+        content = (message.get("content") or "").strip()
+        if content and content in before:
+            before, _, after = before.rpartition(content)
+            pieces.append(after)
+    lines = find_control(tokenizer).sub("\n", "\n".join([before, *reversed(pieces)])).splitlines()
+    return "\n".join(line.strip() for line in lines if len(line.split()) >= WORDS_OF_SENTENCE)
 
 
 def sample_batches(

@@ -14,6 +14,7 @@ import torch
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
+from dpo.data.schema import Messages
 from dpo.models.adapters import ParameterCount
 from dpo.models.answers import Drawn
 from dpo.settings.plan import Plan
@@ -38,6 +39,8 @@ class Sample(NamedTuple):
     reference: str | None  # None without a reference, or if it was freed
     policy_ended: bool | None = None  # by an end token, not cut off; None if unknown
     reference_ended: bool | None = None
+    messages: Messages | None = None  # of a chat, which the prompt was rendered from
+    added: str = ""  # sentences of the prompt that are the template's
 
 
 class Evaluation(NamedTuple):

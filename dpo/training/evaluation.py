@@ -17,6 +17,7 @@ from dpo.models.generation import (
     choose_sampling,
     describe_sampling,
     fed_prompts,
+    find_added,
     sample,
     sample_batches,
 )
@@ -124,9 +125,17 @@ class Evaluator:
                 prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
                 by_model.append(sample_batches(model, continue_prompts, prompts, self.mesh))
         texts = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.tokenizer)]
+        shown = [self.data.test[example.id[0]] for examples in batches for example in examples]
         samples = [
-            Sample(text, continuation.text, reference=None, policy_ended=continuation.ended)
-            for text, continuation in zip(texts, by_model[0], strict=True)
+            Sample(
+                text,
+                continuation.text,
+                reference=None,
+                policy_ended=continuation.ended,
+                messages=prompt.messages,
+                added=find_added(prompt, self.data.tokenizer),
+            )
+            for text, continuation, prompt in zip(texts, by_model[0], shown, strict=True)
         ]
         if len(by_model) == 1:
             return samples

@@ -202,6 +202,15 @@ def test_newest_samples_are_beside_the_references_or_the_first(tmp_path):
     assert "Policy after 160 examples because Policy before training gibberish" in text  # there is no reference
 
 
+def test_chats_are_shown_as_turns_and_what_a_template_adds_once(tmp_path):
+    prompt = "<|im_start|>system\nYou are a lamp.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    chat = {"messages": [{"role": "user", "content": "Why?"}], "added": "You are a lamp."}
+    samples = [{**sample(160, answer, None, prompt=prompt + answer), **chat} for answer in ("because", "so")]
+    text = " ".join(page_of(made(tmp_path / "run", samples=samples)).texts["section"].split())
+    assert "Prompt user: Why? Policy after 160 examples because" in text
+    assert (text.count("You are a lamp."), "<|im_" in text) == (1, False)
+
+
 def test_settings_that_differ_between_runs_are_a_table(tmp_path):
     rates = {"a": 1e-6, "b": 2e-6}
     runs = [made(tmp_path / name, name=name, n=30, config={"lr": rate}) for name, rate in rates.items()]
