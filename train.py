@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpo.system.host import open_standard_streams, print_whatever_happens
-from dpo.system.signals import Stopped, abort, before_end, end_on_stop_signals, ending_on_stop_signals
+from dpo.system.signals import Stopped, abort, end_on_stop_signals, ending_on_stop_signals
 
 if __name__ == "__main__":  # before the other imports, which take a while: a signal may come during them
     open_standard_streams()
@@ -70,23 +70,25 @@ OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(config: DictConfig) -> None:
-    is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if HydraConfig.get().mode != RunMode.MULTIRUN:
+        run_or_exit(config)
+    elif find_rank_env() is None:
+        SWEEP.run_job(config, HydraConfig.get(), run_or_exit)
+    else:
+        exit_on(["a sweep (-m) starts its own processes, one job after the other: run it without a launcher"])
+
+
+def run_or_exit(config: DictConfig) -> None:
+    """Run a config that may be invalid; exit after a failure."""
     if is_rank_0():
         RUN_LOG.begin()
     try:
-        if is_sweep and find_rank_env() is not None:
-            raise InputError(
-                "a sweep (-m) starts its own processes, one job after the other: run it without a launcher"
-            )
         plan = resolve(config)
         exit_on(find_config_problems(config, plan))
         if is_rank_0():
             for warning in find_warnings(config, plan):
                 print(f"warning: {warning}")
-        if is_sweep:
-            SWEEP.begin_job(config, HydraConfig.get())
         run(config)
-        SWEEP.end_job()
     except (InputError, RunError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
@@ -397,12 +399,9 @@ def worker_main(
 
 if __name__ == "__main__":
     set_allocators(os.environ)
-    before_end.append(SWEEP.report)
     try:
         sys.argv[1:] = check_command_line(sys.argv[1:])
-        try:
-            main()
-        finally:
-            SWEEP.report()
+        main()
+        SWEEP.end()
     except KeyboardInterrupt:
         abort()

@@ -120,7 +120,8 @@ class Trainer:
         n_parameters = adapters.count_parameters(self.policy)
         context = RunContext(plan, self.run_dir, rank, data, progress.line, n_parameters)
         self.callbacks = Callbacks.of(CALLBACKS, context, terminal=progress)
-        self.checkpoints = Checkpoints(self.run_dir, mesh, keep=plan.run.keep_checkpoints, log=progress.line)
+        keep, n_evaluated = plan.run.keep_checkpoints, sum(map(len, self.eval_examples))
+        self.checkpoints = Checkpoints(self.run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
         states = objective.states | self.batches.states
         states |= {"checkpoints": self.checkpoints, "callbacks": self.callbacks}
         self.state = RunState(self.reference, frozen_digest, rank=rank, **states)
@@ -330,6 +331,8 @@ class Trainer:
             self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
             path = self.reference.logps.find_path(self.plan.run.local_dir, self.reference.digest)
+            if self.rank == 0 and (obstacle := self.reference.logps.find_obstacle(path)):
+                self.progress.line(f"warning: the reference's scores will serve this run alone: {obstacle}")
             # every training batch, even if the run was resumed, so that the file is the same
             batches = itertools.chain(self.eval_batches, self.batches.train())
             n_batches = len(self.eval_batches) + self.data.report.updates

@@ -2,7 +2,8 @@
 
     python -m scripts.report RUN [RUN ...] [--out DIR]
 
-RUN is the directory of a run that is complete, still trains, or crashed. The directory of a sweep stands for its runs.
+RUN is the directory of a run that is complete, still trains, or crashed. A directory of runs, as a sweep makes it,
+stands for its runs.
 The page has curves, findings and warnings, samples of policy and reference, differences between the runs, hardware,
 time and cost. Without --out it is in RUN/report or, for several runs, in report.
 
@@ -20,15 +21,14 @@ from functools import partial
 from pathlib import Path
 
 from dpo.errors import InputError
-from dpo.system.run_directory import REPORT, SWEEP
+from dpo.system.run_directory import REPORT
 from scripts.trust import add_trust_option
 
 
 def list_runs(path: Path) -> list[Path]:
-    """List the directory of a run, or those of a sweep's runs."""
-    if not (path / SWEEP).is_file():
-        return [path]
-    return sorted(file.parent for file in path.glob("*/config.yaml"))
+    """List a run's directory, or those of the runs in it."""
+    runs = sorted(file.parent for file in path.glob("*/config.yaml"))
+    return runs if runs and not (path / "metrics.jsonl").exists() else [path]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -282,6 +282,8 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
     changes = _list_changes(saved["model"], current["model"])
     if saved["data"] != current["data"]:
         problem = f"the training data {since}, so the remaining examples are unknown"
+    elif saved.get("test_data", current["test_data"]) != current["test_data"]:
+        problem = f"the test data {since}, so its evaluations cannot be compared with the earlier ones"
     elif saved["tokens"] != current["tokens"]:
         problem = f"the tokenizer {since}: it encodes the same texts differently"
     elif changes:
@@ -303,7 +305,9 @@ def _list_changes(saved_model: Mapping[str, Any], model: Mapping[str, Any]) -> l
 
 def record_inputs(data: TrainingData, model_config: Any) -> dict[str, Any]:
     """The facts that `check_inputs` compares, for a manifest."""
-    return {"data": data.digest, "tokens": data.report.train.token_digest, "model": find_model_facts(model_config)}
+    tokens = data.report.train.token_digest
+    model = find_model_facts(model_config)
+    return {"data": data.digest, "test_data": data.test_digest, "tokens": tokens, "model": model}
 
 
 def find_model_facts(model_config: Any) -> dict[str, Any]:

@@ -21,11 +21,14 @@ from dpo.system.waiting import meet_rank_0, report_progress
 class Checkpoints:
     """The saver of a run's checkpoints.
 
-    A state is gathered on rank 0, which writes it in the background if a copy of it fits in memory.
+    A state is gathered on rank 0, which writes it in the background if a copy of it fits in memory. BEST is the best of
+    evaluations of the same `n_evaluated` examples.
     """
 
-    def __init__(self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None]) -> None:
-        self.run_dir, self.mesh, self.keep, self.log = run_dir, mesh, keep, log
+    def __init__(
+        self, run_dir: Path, mesh: Mesh, *, keep: int | None, log: Callable[[str], None], n_evaluated: int = 0
+    ) -> None:
+        self.run_dir, self.mesh, self.keep, self.log, self.n_evaluated = run_dir, mesh, keep, log, n_evaluated
         self.run = read_record(run_dir).get("run")  # the id of the run, by which it knows its checkpoints
         self.best_at: int | None = None  # number of examples at BEST
         self.best = -math.inf  # quality of BEST; higher is better
@@ -121,13 +124,17 @@ class Checkpoints:
                 raise DamagedCheckpoint(f"{file} does not hold the state of a run: {reason}") from error
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "best_at": self.best_at}
+        return {"best": self.best, "best_at": self.best_at, "n_evaluated": self.n_evaluated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict()` if its BEST is in this run's directory.
 
         A run that continues in a new directory has only the checkpoint that it continues from.
         """
+        if state["n_evaluated"] != self.n_evaluated:
+            evaluated = f"{self.n_evaluated} test examples are evaluated, and were {state['n_evaluated']}"
+            self.log(f"BEST is chosen anew from now on, as {evaluated}: their means cannot be compared")
+            return
         if (self.run_dir / f"step-{state['best_at']}").exists():
             self.best, self.best_at = state["best"], state["best_at"]
 

@@ -24,7 +24,7 @@ from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.plan import DataPlan, Plan
 from dpo.system.host import release_freed_memory
-from dpo.system.waiting import once_per_machine
+from dpo.system.waiting import check_alike, once_per_machine
 
 GetDataset = Callable[..., PreferenceData]  # loads a dataset by name: `preference_datasets.get_dataset`
 Identify = Callable[..., Any]  # `preference_datasets.identify_dataset`
@@ -161,6 +161,13 @@ def build_table(
     return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
 
 
+def list_code(loader: Path) -> list[Path]:
+    """List a loader's file and all modules of ours that loaders import."""
+    package = Path(__file__).parents[1]
+    folders = [package, *(package / name for name in ("data", "losses", "settings", "system"))]
+    return [loader, *(file for folder in folders for file in sorted(folder.glob("*.py")))]
+
+
 def make_key(
     options: DatasetOptions, tokenizer: Any, get_dataset: GetDataset, identify: Identify, cache_dir: str | None
 ) -> str | None:
@@ -173,7 +180,7 @@ def make_key(
     loader = inspect.unwrap(get_dataset)
     if None in dataset_states or tokenizer_digest is None or not inspect.isfunction(loader):
         return None
-    code_files = [Path(loader.__code__.co_filename), *sorted(Path(__file__).parent.glob("*.py"))]
+    code_files = list_code(Path(loader.__code__.co_filename))
     code_digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in code_files]
     # the states of the datasets say more than their sources, which are left out
     made_from = [options._replace(dataset_sources={}), dataset_states, tokenizer_digest, code_digests]
@@ -273,6 +280,9 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
 
         table, facts = json.loads(once_per_machine(prepare, silence_secs=plan.run.collective_timeout_secs))
         data = TrainingData.open(Path(table), facts, tokenizer, plan.data, online=options.online)
+    names = ("training data", "test data", "token ids of the training data", "token ids of the test data")
+    template = str(getattr(tokenizer, "chat_template", None))
+    check_alike({**dict(zip(names, data.identity, strict=True)), "chat template": template})
     if plan.online and plan.n_offline and (n_without := int((data.train.counts == 0).sum())):
         raise InputError(
             f"online.mix_offline={plan.online.mix_offline} trains on the data's pairs, and {n_without:,} of "

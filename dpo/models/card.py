@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     # the run's config; in `plan.values`, model.trust_remote_code is the option of the export, not the run's key
     values = redact(plan.values) | {"model.trust_remote_code": origin.had_own_code} if run_dir else {}
     base, name, loss = plan.model.name_or_path, values.get("exp_name"), plan.values.get("loss.name")
+    title = _escape(str(name)) if name else f"{_escape(Path(base).name)}, {loss or 'trained'}"
     base_on_hub = not Path(base).expanduser().exists() and HUB_ID.fullmatch(base) is not None
     sources = {dataset: _find_dataset_source(plan, dataset) for dataset in values.get("datasets", ())}
     prompt_format = find_prompt_format(origin) if run_dir else None
@@ -57,7 +59,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     )
 
     base_name = Path(base).name
-    base_text = f"[{base}](https://huggingface.co/{base})" if base_on_hub else f"`{base_name}`"
+    base_text = f"[{base}](https://huggingface.co/{base})" if base_on_hub else f"`{_format_cell(base_name)}`"
     settings = {
         f"`{key}`": f"`{_format_cell(values[key])}`" for key in SETTINGS if key in values and key not in SHOWN_ELSEWHERE
     }
@@ -65,7 +67,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
     runs_code = origin.had_own_code if is_adapter else bool(list(folder.glob("*.py")))
     paragraphs = (
         f"---\n{metadata.to_yaml()}\n---",
-        f"# {name}" if name else f"# {base_name}, {loss or 'trained'}",
+        f"# {title}",
         f"{base_text} {_describe_training(loss, sources, checkpoint)}. {_describe_weights(model, adapter)}",
         _show_loading(plan, is_adapter=is_adapter, runs_code=runs_code),
         *([REWARD_TEXT] if plan.loss.scalar_head else []),
@@ -73,7 +75,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         "## Evaluation",
         _show_evaluation(_as_mapping(checkpoint.get("metrics"))),
         "## Training data",
-        _make_table("dataset | source", sources, if_empty=NO_CONFIG),
+        _make_table("dataset | source", {_escape(k): _escape(v) for k, v in sources.items()}, if_empty=NO_CONFIG),
         *_count_data(run_dir),
         "## Settings",
         _make_table("key | value", settings, if_empty=NO_CONFIG),
@@ -88,7 +90,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
 def _describe_training(loss: str | None, sources: Iterable[str], checkpoint: Mapping[str, Any]) -> str:
     method = loss or "preferences"
     text = f"trained with {method.upper() if method in ('sft', 'dpo', 'ipo') else method}"
-    if datasets := ", ".join(sources):
+    if datasets := ", ".join(map(_escape, sources)):
         text += f" on {datasets}"
     if isinstance(checkpoint.get("step_idx"), int):
         text += f", {checkpoint['step_idx']:,} examples"
@@ -164,6 +166,11 @@ def _find_dataset_source(plan: Plan, name: str) -> str:
     return source.path if source.local is None else f"local files: {source.local.name}"
 
 
+def _escape(text: str) -> str:
+    """Escape a text for a card's body, on one line."""
+    return re.sub(r"([\\`*_{}\[\]<>()#!|&~])", r"\\\1", " ".join(text.split()))
+
+
 def _format_cell(value: Any) -> str:
     """A value as text for a cell; a path without its directory."""
     text = value if isinstance(value, str) else json.dumps(value)
@@ -185,9 +192,11 @@ def _describe_code(run_dir: Path | None) -> str:
     if not commit:
         return "The commit is not known."
     packages = _as_mapping(environment.get("packages"))
-    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages)
+    versions = ", ".join(
+        f"{name} {_escape(str(packages[name]))}" for name in ("torch", "transformers") if name in packages
+    )
     changed = ", with uncommitted changes" if environment.get("git_uncommitted_changes") else ""
-    return f"Git commit `{commit}`{changed}; {versions or 'versions unknown'}."
+    return f"Git commit `{_format_cell(commit)}`{changed}; {versions or 'versions unknown'}."
 
 
 def find_prompt_format(origin: Origin) -> str | None:

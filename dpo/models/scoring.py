@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import itertools
+import os
 import random
 import sys
 import traceback
@@ -157,6 +159,36 @@ def load_function(function: str) -> Score:
     return score
 
 
+def hash_code(file: Path) -> str:
+    """Hash a file and what it imports from its directory."""
+    contents: dict[str, bytes] = {}
+    modules = [file]
+    while modules:
+        path = modules.pop()
+        place = os.path.relpath(path, file.parent)
+        if place in contents or not path.is_file():
+            continue
+        contents[place] = path.read_bytes()
+        try:
+            nodes = ast.walk(ast.parse(contents[place]))
+        except (SyntaxError, ValueError):  # imported when the function is called, if at all
+            continue
+        for node in nodes:
+            names: list[str] = []
+            folder = file.parent
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                module = f"{node.module}." if node.module else ""
+                names = [f"{module}{alias.name}" for alias in node.names]
+                folder = path.parents[node.level - 1] if node.level else file.parent
+            for name in names:
+                parts = name.split(".")
+                places = [folder.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
+                modules += [module for place in places for module in (place.with_suffix(".py"), place / "__init__.py")]
+    return hashlib.sha256(repr(sorted(contents.items())).encode()).hexdigest()
+
+
 def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
     """Load the scorer that `plan.online` names.
 
@@ -172,7 +204,7 @@ def load_scorer(plan: Plan, device: torch.device, *, rows: int) -> Scorer:
         file = _parse_file(online.function)
         if not dist.is_initialized() or dist.get_rank() == 0:
             score = load_function(online.function)
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            digest = hash_code(file)
         else:  # rank 0 scores all answers: other ranks do not load the function, and never call their placeholder
             score, digest = shorter, ""
         return Scorer(f"online.function={online.function}", score, from_rank_0(digest), file=file)

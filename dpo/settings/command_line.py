@@ -28,8 +28,14 @@ from dpo.errors import InputError, one_sentence
 from dpo.settings.choices import explain_unknown
 from dpo.settings.files import ABSENT, CONFIG_DIR, OPEN_MAPPINGS, UNRESOLVED, dotted, flatten, help_text, load_file
 from dpo.settings.keys import KEYS
-from dpo.settings.plan import make_plan
-from dpo.settings.validation import WEIGHTS, explain_unknown_key, find_problems, find_value_problem
+from dpo.settings.plan import make_plan, resolve
+from dpo.settings.validation import (
+    WEIGHTS,
+    explain_unknown_key,
+    find_config_problems,
+    find_problems,
+    find_value_problem,
+)
 from dpo.system.host import is_rank_0
 from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact, secrets_in
@@ -327,6 +333,17 @@ class GuardedLoader(ConfigLoaderImpl):
     Each config is compared with the one composed without the user's files, so it does not matter what the files contain
     and how they are chosen.
     """
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """Compose a job's config, and exit if it is invalid."""
+        config = super().load_sweep_config(master_config, sweep_overrides)
+        job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        try:
+            problems = find_config_problems(job, resolve(job))
+        except InputError as error:
+            problems = [str(error)]
+        exit_on(problems)
+        return config
 
     def load_configuration(
         self, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any

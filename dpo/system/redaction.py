@@ -5,6 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from typing import Any
@@ -15,14 +16,18 @@ SECRET_KEY = re.compile(
 )
 TOKENIZER_KEY = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask)_token$", re.IGNORECASE)
 CAMEL_CASE_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+# Searched in texts of others, so each takes a time that grows no faster than the text: no run of characters is searched
+# again from its middle.
 URL_CREDENTIALS = re.compile(r"://(?:[^/\s]*|[^/@:\s]+:\S*)@")  # a password may contain @ and /
-URL_SECRETS = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE)
+URL_SECRETS = re.compile(
+    r"([?&][^=&?\s]*(?:key|token|secret|password|signature|sig|credential)=)[^&\s]+", re.IGNORECASE
+)
 # KEY=VALUE in a text, where VALUE is no interpolation such as ${oc.env:NAME}; VALUE's quote may be unclosed
-ASSIGNMENT = re.compile(r"""([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")
+ASSIGNMENT = re.compile(r"""(?<![\w-])([\w-]+)=(?!["']?\$\{)('[^']*'?|"[^"]*"?|[^\s,&}\]]+)""")
 # a VALUE in a hint of Hydra's, such as key=[value1,value2] or KEY=VALUE
 PLACEHOLDER = re.compile(r"""[\[\\'"]*value\d*(,value\d*)*[\]\\'"]*""", re.IGNORECASE)
 KEY = re.compile(r"^[+~]*([\w.-]*)[\"']?\s*(?:[=:@]|\s|$)")  # the key of an override
-INNER_KEY = re.compile(r"([\w-]+)[\"']?\s*[=:]")  # a key in the value of an override
+INNER_KEY = re.compile(r"(?<![\w-])([\w-]+)[\"']?\s*[=:]")  # a key in the value of an override
 INTERPOLATION = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 
 
@@ -54,6 +59,13 @@ def secrets_in(overrides: list[str]) -> list[str]:
     return [value for value in values if value and not INTERPOLATION.match(value)]
 
 
+def _list_forms(secret: str) -> list[str]:
+    """List how messages and JSON write a secret, longest first."""
+    forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], " ".join(secret.split())}
+    forms |= {form.replace("'", "\\'") for form in forms}  # as repr does if there are quotes of both kinds
+    return sorted(forms, key=len, reverse=True)
+
+
 def redact(value: Any) -> Any:
     """Replace the secrets in `value` by REDACTED.
 
@@ -70,8 +82,11 @@ def redact(value: Any) -> Any:
     text = value
     for name, secret in os.environ.items():
         if is_secret(name) and len(secret) >= 8:  # a short value may be an ordinary word
-            text = text.replace(secret, "REDACTED")
-    text = URL_SECRETS.sub(r"\1REDACTED", URL_CREDENTIALS.sub("://REDACTED@", text))
+            for form in _list_forms(secret):
+                text = text.replace(form, "REDACTED")
+    # up to its last @ each word is searched: behind it there are no credentials, but perhaps many ://
+    text = re.sub(r"(?<!\S)\S*@", lambda match: URL_CREDENTIALS.sub("://REDACTED@", match[0]), text)
+    text = URL_SECRETS.sub(r"\1REDACTED", text)
 
     def redact_assignment(match: re.Match[str]) -> str:
         key, assigned = match[1], match[2]

@@ -34,7 +34,6 @@ HOLDER = "process"  # the first word of the lock, before the id of the process t
 RUN_LOG = "log.txt"  # only appended to
 FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN, RUN_LOG)
 FURTHER = ("BEST", "step-*", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
-SWEEP = "sweep.json"  # in the directory of a sweep, which contains the directories of its runs
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
 

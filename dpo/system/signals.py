@@ -25,7 +25,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # SIGH
 MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)  # as in a background job, or by nohup; then they stay ignored
 ABORTED = 128 + signal.SIGINT  # exit status after Ctrl-C, saved or not, as shells expect
 ASKED = 128 + signal.SIGTERM  # exit status after any other stop signal
-before_end: list[Callable[[], object]] = []  # called when a signal ends this process at once
 SAME_SECS = 1  # a second SIGINT within this time is from the same Ctrl-C: terminal and launcher may both send one
 
 
@@ -67,9 +66,6 @@ def end_on_stop_signals() -> None:
 
 def _end_by_signal(run_dir: str | Path | None, number: int, _: object) -> None:
     """Handle a signal by ending this process."""
-    for act in before_end:
-        with suppress(Exception):  # an error must not keep the process from ending
-            act()
     stopped = Stopped(number, run_dir)
     _end(str(stopped) if _prints_for_run() else "", stopped.status)
 

@@ -7,14 +7,17 @@ Instead, they poll the store, and wait as long as the working rank sends heartbe
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from dpo.errors import InputError
 
 T = TypeVar("T")
 BEAT_SECS = 2.0  # between two heartbeats
@@ -145,6 +148,21 @@ def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
             raise
     own_maker = machines.index(machines[rank])
     return wait_for(keys, silence_secs)[own_maker].removeprefix("done ")
+
+
+def check_alike(facts: Mapping[str, str]) -> None:
+    """Raise InputError, on every rank, for facts in which ranks differ."""
+    if not is_shared():
+        return
+    gathered: list[Any] = [None] * dist.get_world_size()  # by rank
+    dist.all_gather_object(gathered, (socket.gethostname(), dict(facts)))
+    host_0, facts_0 = gathered[0]
+    for rank, (host, others) in enumerate(gathered):
+        if different := [name for name, value in facts_0.items() if others.get(name) != value]:
+            raise InputError(
+                f"rank {rank} on {host} has not the same as rank 0 on {host_0}: {', '.join(different)}; give all "
+                f"machines the same files"
+            )
 
 
 def identify_machine() -> str:

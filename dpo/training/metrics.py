@@ -20,6 +20,12 @@ REFERENCE = "reference/"  # prefix of the reference's log-probabilities, which t
 MicrobatchMetrics = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 
+def scale_weights(weights: Sequence[float]) -> list[float]:
+    """Divide by the largest, as float32 may not hold the weights."""
+    largest = max(weights) or 1.0
+    return [weight / largest for weight in weights]
+
+
 class Reduced(NamedTuple):
     """The metrics of a global batch over all processes, on the host."""
 
@@ -36,7 +42,8 @@ class Reduced(NamedTuple):
         if not self.examples:
             return {}
         n_examples = len(next(iter(self.examples.values())))
-        all_weights = torch.tensor(weights if any(weights) else [1.0] * n_examples, dtype=torch.float64)  # (B,)
+        relative_weights = scale_weights(weights) if any(weights) else [1.0] * n_examples
+        all_weights = torch.tensor(relative_weights, dtype=torch.float64)  # (B,)
         means = {}
         for name, values in self.examples.items():
             if name.startswith(REFERENCE):

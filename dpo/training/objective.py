@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dpo.errors import InputError
+from dpo.errors import InputError, one_sentence
 from dpo.losses import BETWEEN, Loss, Losses, Scores
 from dpo.models.adapter_dropout import AdapterDropout
 from dpo.models.adapters import weights_in_use
@@ -26,7 +26,7 @@ from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import hold_the_same
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch, with_mismatched
-from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_metrics
+from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, reduce_metrics, scale_weights
 from dpo.training.reference import Reference, read_logps
 
 NamedTensors = dict[str, torch.Tensor]  # values of B examples by name, each (B,)
@@ -160,10 +160,17 @@ class Objective:
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh, self.loss = policy, reference, layout, mesh, loss
         self.average = RunningAverage()
-        self.states = {"average": self.average} if loss.running_statistic else {}  # saved in checkpoints
+        self.states = {"objective": self} | ({"average": self.average} if loss.running_statistic else {})  # saved
         self.autocast, self.models_are_equal, self.follow_every = autocast, models_are_equal, follow_every
         self.device = next(policy.parameters()).device
         self.dropout = AdapterDropout(policy, seed=seed)
+
+    def state_dict(self) -> dict[str, bool]:
+        # a resumed run could not tell: rounded to the reference's dtype, models that differ may be equal
+        return {"models_are_equal": self.models_are_equal}
+
+    def load_state_dict(self, state: Mapping[str, bool]) -> None:
+        self.models_are_equal = state["models_are_equal"]
 
     def forward(self, model: torch.nn.Module, microbatch: Microbatch, *, with_squares: bool = False) -> NamedTensors:
         """Run a model on a microbatch and sum its log-probabilities.
@@ -271,8 +278,7 @@ class Objective:
         Values that the reference's cache lacks are computed in this pass if it covers the microbatches,
         else in the update.
         """
-        largest = max(batch.weights) or 1.0
-        relative_weights = [weight / largest for weight in batch.weights]  # float32 may not hold the weights themselves
+        relative_weights = scale_weights(batch.weights)
         weights, total_weight = self._to_device(torch.tensor(relative_weights)), sum(relative_weights) or 1.0
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
@@ -330,7 +336,7 @@ class Objective:
             if self.models_are_equal:  # their rewards differ only by rounding, which must not count as ranking
                 chosen, rejected = torch.zeros_like(chosen), torch.zeros_like(rejected)
             metrics["rewards_eval/auc"] = find_shares_ranked_right(
-                chosen, rejected, has_role["chosen"], torch.tensor(weights, dtype=chosen.dtype)
+                chosen, rejected, has_role["chosen"], torch.tensor(scale_weights(weights), dtype=chosen.dtype)
             )
         return Reduced(metrics, {})
 
@@ -451,11 +457,15 @@ class Objective:
         stored = read_logps(path, logps.shape) if self.mesh.rank == 0 and path.exists() else None
         stored, seed = from_rank_0((stored, secrets.randbits(32)))  # all processes must score the same batches
         n_scored = logps.fill(with_mismatched(batches), self.find_reference_logps, stored, path=path, seed=seed)
+        unsaved = ""
         if self.mesh.rank == 0:
-            logps.save(path)
+            try:
+                logps.save(path)
+            except OSError as error:  # this run has the scores all the same
+                unsaved = f"; warning: they are not saved for other runs ({one_sentence(error)})"
         n_read = 0 if stored is None else int((~np.isnan(stored).any(axis=1)).sum())  # examples without unknown values
         read = f", {count(n_read, 'example')} read from {path}" if n_read else ""
-        return f"{count(n_scored, 'example')} scored by the reference{read}"
+        return f"{count(n_scored, 'example')} scored by the reference{read}{unsaved}"
 
 
 def make_objective(

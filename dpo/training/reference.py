@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError, RunError, one_sentence
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import gather_like, local_tensor
 from dpo.system.plain_files import check_readable, make_directory, replacing
@@ -97,6 +97,15 @@ class ReferenceLogps:
         logps = state["logps"].numpy()
         if state["identity"] == self.identity and logps.shape == self._table.shape:
             self._table = logps.astype(np.float64)
+
+    @staticmethod
+    def find_obstacle(path: Path) -> str:
+        """The reason why no file can be saved at `path`, if any."""
+        try:
+            make_directory(path.parent)
+        except OSError as error:
+            return one_sentence(error)
+        return "" if os.access(path.parent, os.W_OK | os.X_OK) else f"{path.parent} is not writable"
 
     def save(self, path: Path) -> None:
         """Write the table to a file, atomically."""

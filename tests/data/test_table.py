@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import gzip
 import hashlib
@@ -15,13 +16,13 @@ from pathlib import Path
 
 import pytest
 from support import warm
-from support.runs import GOLDEN, make_environment, run_python, train, write_rows
+from support.runs import GOLDEN, ROOT, make_environment, run_python, train, write_rows
 
 import preference_datasets
 from benchmarks.harness import compose
 from dpo.data import counts, table
 from dpo.data.examples import iterate_examples, read_examples
-from dpo.data.preflight import DatasetOptions, TrainingData, prepare_data
+from dpo.data.preflight import DatasetOptions, TrainingData, list_code, prepare_data
 from dpo.data.schema import PreferenceData
 from dpo.data.table import FACTS, Prompt, PromptTable, find_or_build, is_whole, iterate_prompts, write_prompts
 from dpo.data.tokenizer import load_tokenizer
@@ -386,3 +387,14 @@ def test_asked_to_stop_while_the_data_is_loaded_all_processes_stop_at_once(comma
         assert time.monotonic() - start < 20
     finally:
         process.kill()
+
+
+def test_a_table_depends_on_all_code_that_its_loader_imports():
+    code = set(list_code(Path(preference_datasets.__file__)))
+    for file in code:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            for name in (name for name in names if name and name.startswith("dpo.")):
+                module = ROOT / (name.replace(".", "/"))
+                imported = module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py"
+                assert imported in code, (file, name)

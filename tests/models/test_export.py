@@ -448,7 +448,8 @@ def test_the_card_tells_what_is_known(base, tmp_path):
         run / "step-64" / "policy.pt", build("llama").state_dict(), {"loss/eval": 0.5, "rewards_eval/margins": 1.25}
     )
     (run / "config.yaml").write_text(
-        f"exp_name: courteous\ndatasets: [hh, mine]\ndataset_sources: {{mine: /home/somebody/mine.jsonl}}\n"
+        f"exp_name: 'courteous ![x](http://y) <b>'\n"
+        f"datasets: [hh, mine]\ndataset_sources: {{mine: /home/somebody/mine.jsonl}}\n"
         f"lr: 1.0e-6\nmodel: {{name_or_path: {home}}}\nloss: {{name: dpo, beta: 0.3}}\n"
         'optimizer: "a|b`c\\n\\nd"\n'
     )
@@ -464,7 +465,7 @@ def test_the_card_tells_what_is_known(base, tmp_path):
         assert line in head
     assert "base_model" not in head  # a directory is nothing that the Hub knows
     for part in (
-        "# courteous",
+        r"# courteous \!\[x\]\(http://y\) \<b\>",
         "DPO on hh, mine, 64 examples",
         "`LlamaForCausalLM`",
         "| mine | local files: mine.jsonl |",

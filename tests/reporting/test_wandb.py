@@ -22,7 +22,7 @@ from dpo.models.adapters import ParameterCount
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.wandb import REPORT, WandbLogger
 from dpo.settings.plan import resolve
-from dpo.settings.sweeps import Sweep
+from dpo.settings.sweeps import place_job
 
 WANDB = {"project": "p", "entity": None, "group": None, "tags": [], "notes": None, "artifacts": True}
 
@@ -173,7 +173,7 @@ def test_the_group_of_a_sweeps_run_is_the_sweep_unless_it_is_given(given, group)
     config = OmegaConf.create({"local_run_dir": "runs/sweep", "wandb": {"group": given}, "dry_run": False})
     job = {"num": 0, "config": {"override_dirname": {"exclude_keys": []}}}
     overrides = {"task": ["local_run_dir=runs/sweep", "seed=1"]}
-    Sweep().begin_job(config, OmegaConf.create({"job": job, "overrides": overrides, "sweep": {"dir": "elsewhere"}}))
+    place_job(config, OmegaConf.create({"job": job, "overrides": overrides, "sweep": {"dir": "elsewhere"}}))
     assert config.wandb.group == group
 
 

@@ -523,10 +523,18 @@ def test_what_was_trained_is_saved_when_the_scorer_fails_and_it_continues_from_t
     assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [8, 16, 24, 32]
 
 
-def test_a_changed_function_is_not_the_run_that_is_continued(run, tmp_path):
-    settings = (*ONLINE, *write_scorer(tmp_path, "return [0.0] * len(completions)"))
+@pytest.mark.parametrize("file", ["rewards.py", "helper.py", "package/deep.py", "late.py"])
+def test_a_changed_function_is_not_the_run_that_is_continued(file, run, tmp_path):
+    helper = tmp_path / file
+    helper.parent.mkdir(exist_ok=True)
+    (tmp_path / "helper.py").write_text("from package import deep\n")
+    (tmp_path / "package").mkdir(exist_ok=True)
+    for name in ("package/__init__.py", "package/deep.py", "late.py"):
+        (tmp_path / name).touch()
+    body = "import helper, late; return [0.0] * len(completions)"
+    settings = (*ONLINE, *write_scorer(tmp_path, body))
     run("run", *settings, "n_examples=4")
-    write_scorer(tmp_path, "return [1.0] * len(completions)")
+    helper.write_text(helper.read_text() + "\nmore = 1\n")
     with pytest.raises(InputError, match=r"rewards.py:score has changed since the checkpoint"):
         run("run", *settings, "resume=auto")
 

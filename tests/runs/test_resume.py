@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import GOLDEN, read_metrics, write_rows
+from support.runs import GOLDEN, read_metrics
 from transformers import LlamaForCausalLM
 
 from benchmarks.soak import find_differences, read_log
@@ -48,24 +47,6 @@ def test_stopped_and_continued_is_never_stopped_bit_for_bit(way, run, run_and_st
     assert f"continuing from {tmp_path}/stopped/{step}" in capsys.readouterr().out
     assert find_differences(whole, tmp_path / "stopped") == []
     assert len(read_log(tmp_path / "stopped")) > updates
-
-
-@pytest.mark.slow
-def test_another_test_split_is_scored_again(run, rows, tmp_path):
-    """With weights that stay, policy and reference agree on it: ln 2."""
-    data = shutil.copytree(rows / "hh", tmp_path / "data")
-    settings = (f"dataset_sources.hh={data}", "lr=1e-12")
-    run("run", *settings, "n_examples=8")
-    lines = [json.loads(line) for line in (data / "test.jsonl").read_text().splitlines()]
-    prompts = [line["chosen"].partition("Assistant:")[0] + "Assistant:" for line in lines]
-    answers = (" Another answer than before, and longer.", " Short.")
-    changed = [
-        dict(zip(("chosen", "rejected"), (prompt + answer for answer in answers), strict=True)) for prompt in prompts
-    ]
-    write_rows(data / "test.jsonl", changed)
-    run("run", *settings, "n_examples=16", "resume=auto")
-
-    assert read_metrics(tmp_path / "run", "eval")[-1]["loss/eval"] == pytest.approx(math.log(2), rel=1e-6)
 
 
 def test_the_comparison_sees_what_differs(finished):
@@ -405,15 +386,35 @@ def test_a_changed_model_config_is_noticed(of_a_copy, run, tmp_path):
     run("run", *settings)
 
 
-def test_changed_data_is_noticed(run, rows, tmp_path):
+def test_of_evaluations_of_other_examples_none_is_the_best(run, tmp_path, capsys):
+    run("run", "n_examples=8", "n_eval_examples=2", "eval_batch_size=2")
+    run("run", "n_examples=16", "n_eval_examples=8", "eval_batch_size=2", "resume=auto")
+    assert "BEST is chosen anew from now on, as 8 test examples are evaluated, and were 2" in capsys.readouterr().out
+    assert (tmp_path / "run" / "BEST").resolve().name == "step-16"
+
+
+def test_models_that_differ_by_less_than_the_references_dtype_shows_still_differ_after_a_resume(run, tmp_path):
+    settings = ("optimizer=SGD", "lr=1e-12", "model.reference_dtype=float16", "do_first_eval=false")
+    run("whole", *settings, "n_examples=32")
+    run("run", *settings, "n_examples=8")
+    run("run", *settings, "n_examples=32", "resume=auto")
+    whole, resumed = (read_metrics(tmp_path / name, "train")[2:] for name in ("whole", "run"))
+    accuracies = [line["rewards_train/accuracies"] for line in whole]
+    assert [line["rewards_train/accuracies"] for line in resumed] == accuracies
+    assert any(accuracies)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_changed_data_is_noticed(split, run, rows, tmp_path):
     own = shutil.copytree(rows / "hh", tmp_path / "own")
     run("run", "n_examples=8", f"dataset_sources.hh={own}")
     run("run", "n_examples=12", "resume=auto")  # the same texts in another place
-    with (own / "train.jsonl").open("a") as file:
+    with (own / f"{split}.jsonl").open("a") as file:
         file.write(json.dumps({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}))
     records = [tmp_path / "run" / name for name in ("config.yaml", "preflight.json")]
     before = [record.read_text() for record in records]
-    with pytest.raises(InputError, match=r"the training data has changed since .*step-12"):
+    changed = {"train": "training", "test": "test"}[split]
+    with pytest.raises(InputError, match=rf"the {changed} data has changed since .*step-12"):
         run("run", "resume=auto", f"dataset_sources.hh={own}")
     assert [record.read_text() for record in records] == before
 

@@ -59,7 +59,6 @@ def test_a_page_or_picture_that_is_not_of_a_report_stays(pattern, tmp_path, caps
 def test_a_sweeps_directory_stands_for_the_runs_of_its_jobs(tmp_path):
     for name in ("0_a", "1_b"):
         write_run(tmp_path / "sweep" / name, LINES, config={"exp_name": name})
-    (tmp_path / "sweep" / "sweep.json").write_text("[]")
     assert main([str(tmp_path / "sweep"), "--out", str(tmp_path / "out")]) == 0
     assert "2 runs compared" in (tmp_path / "out" / "report.html").read_text()
 

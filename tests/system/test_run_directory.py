@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from datetime import datetime
 
 import pytest
@@ -13,7 +14,7 @@ from support.runs import ROOT
 
 from dpo.errors import InputError
 from dpo.system import run_directory
-from dpo.system.redaction import redact
+from dpo.system.redaction import redact, secrets_in
 from dpo.system.run_directory import (
     add_to_record,
     create_run_dir,
@@ -43,6 +44,21 @@ def test_what_looks_like_a_secret_is_redacted_and_nothing_else():
         "max_length": 512,
         "datasets": [{"secret": "REDACTED"}, "https://REDACTED@example.org/data", "https://example.org/me@home"],
     }
+
+
+@pytest.mark.parametrize("secret", ["abc\\def'\"ghi", "ab'cdefgh", "line\nfeed here", "pässwörd-long"])
+def test_a_secret_is_redacted_however_it_is_quoted(secret, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", secret)
+    for shown in (secret, repr(f"a {secret}"), json.dumps(secret), " ".join(secret.split())):
+        assert redact(f"tokenizer {shown} cannot be loaded").count("REDACTED") == 1
+
+
+@pytest.mark.parametrize("text", ["a", "?", "://a:", "://", "a=", "-", "@://", "?a", "'", "k='"])
+def test_the_time_to_redact_grows_with_the_text_alone(text):
+    started = time.process_time()
+    redact(text * 200_000)
+    secrets_in([text * 20_000])
+    assert time.process_time() - started < 5
 
 
 def test_a_new_directory_holds_config_and_environment(tmp_path, monkeypatch):

@@ -23,13 +23,13 @@ from dpo.checkpoint import resume, saver
 from dpo.checkpoint.checksums import HashedFile
 from dpo.checkpoint.files import check_complete
 from dpo.checkpoint.parts import Part
-from dpo.errors import RunError
+from dpo.errors import InputError, RunError
 from dpo.parallel.mesh import Mesh
 from dpo.settings.plan import ParallelDims
 from dpo.system import waiting
 from dpo.system.host import HostMemory
 from dpo.system.signals import Stopped, on_stop_signals
-from dpo.system.waiting import meet_rank_0, once_per_machine, report_progress, sending_heartbeats, wait_for
+from dpo.system.waiting import check_alike, meet_rank_0, once_per_machine, report_progress, sending_heartbeats, wait_for
 from trainers import BasicTrainer
 
 TIMEOUT = 5.0  # seconds that a collective may take
@@ -121,6 +121,20 @@ def test_verifying_a_checkpoint_may_take_longer_than_a_collective(rows, tmp_path
     assert first.returncode == 0, first.stderr
     again = small_run(rows, tmp_path / "run", *settings, "resume=auto")
     launch(verify_slowly, 2, again, process_group=True, timeout_secs=TIMEOUT)
+
+
+def check(rank: int, world_size: int, template: Any) -> None:
+    facts = {"training data": "the same", "chat template": f"template {rank if template else 0}"}
+    if not template:
+        check_alike(facts)
+        return
+    with pytest.raises(InputError, match=r"rank 1 on .* has not the same as rank 0 on .*: chat template; give all"):
+        check_alike(facts)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_what_ranks_do_not_have_alike_ends_all_of_them(differs):
+    launch(check, 2, differs, process_group=True, timeout_secs=60)
 
 
 # --- in one process, as rank 1 ---------------------------------------------------------------------------------------

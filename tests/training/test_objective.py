@@ -12,6 +12,7 @@ from support.runs import write_lists, write_weighted
 from dpo.analysis.ledger_file import WEIGHTED_SCHEMA, read_ledger
 from dpo.errors import InputError
 from dpo.reporting.ledger import Ledger
+from dpo.training.metrics import Reduced
 from trainers import BasicTrainer
 
 DPO = ("loss=dpo", "loss.beta=0.5")
@@ -91,3 +92,9 @@ def test_weights_that_float32_cannot_hold_count_by_their_ratios(scale, make, tmp
 def test_a_loss_that_compares_the_examples_of_a_batch_takes_no_weights(make, tmp_path):
     with pytest.raises(InputError, match="loss=aot compares the examples of a batch, so it takes no weights: remove"):
         make("run", write_weighted(tmp_path / "pairs"), "loss=aot")
+
+
+@pytest.mark.parametrize("weight", [5e-324, 1e-30, 1.0, 1e308])
+def test_weights_that_are_all_alike_change_no_mean(weight):
+    reduced = Reduced({"loss/train": torch.tensor([1.0, 2.0, 6.0])}, {})
+    assert reduced.means(weights=[weight] * 3) == pytest.approx({"loss/train": 3.0})

@@ -39,6 +39,20 @@ def score_all(known: ReferenceLogps, batches, score=score, read: np.ndarray | No
     return known.fill(batches, score, read, path=tmp_path, seed=0)
 
 
+@pytest.mark.slow
+def test_scores_that_cannot_be_saved_serve_the_run_all_the_same(run, tmp_path, capsys):
+    (tmp_path / "cache").mkdir()
+    run("first", "n_examples=8", "cache_reference_logps=all", f"local_dirs=[{tmp_path}/cache]")
+    [user] = (tmp_path / "cache").iterdir()
+    (user / "reference_logps").rename(tmp_path / "away")
+    (user / "reference_logps").touch()
+    run("run", "n_examples=8", "cache_reference_logps=all", f"local_dirs=[{tmp_path}/cache]")
+    shown = capsys.readouterr().out
+    warned = shown.index("warning: the reference's scores will serve this run alone")
+    assert warned < shown.rindex("scored by the reference; warning: they are not saved for other runs")
+    assert (tmp_path / "run" / "LATEST").exists()
+
+
 def test_a_batch_is_found_when_all_of_it_is_known():
     known = ReferenceLogps(2, 2)
     assert known.find([0, 1]) is None
