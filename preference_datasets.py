@@ -28,6 +28,7 @@ from dpo.data.custom import get_custom
 from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
+from dpo.data.problems import BadRecords
 from dpo.data.schema import PreferenceData, get_field
 from dpo.data.sources import HUB_IDS, identify_source, iterate_places, load_rows
 from dpo.data.table import iterate_prompts
@@ -94,7 +95,7 @@ def get_hh(
     n_diverged = 0  # rows whose two dialogues have different prompts
     rows = load_rows(source, split, cache_dir)
     places = iterate_places(rows, f"{source.path} ({split})")
-    for row, where in zip(_progress(rows, "HH", silent), places, strict=True):
+    for row, (_, where) in zip(_progress(rows, "HH", silent), places, strict=True):
         chosen, rejected = (get_field(row, key, where) for key in ("chosen", "rejected"))
         try:
             prompt = extract_anthropic_prompt(chosen)
@@ -121,7 +122,7 @@ def get_shp(
     scores: dict[str, dict[str, float]] = defaultdict(dict)  # by prompt and response
     rows = load_rows(source, split, cache_dir)
     places = iterate_places(rows, f"{source.path} ({split})")
-    for row, where in zip(_progress(rows, "SHP", silent), places, strict=True):
+    for row, (_, where) in zip(_progress(rows, "SHP", silent), places, strict=True):
         prompt = f"\n\nHuman: {get_field(row, 'history', where)}\n\nAssistant:"
         responses = [" " + get_field(row, f"human_ref_{side}", where) for side in "AB"]
         score_a, score_b = (get_field(row, f"score_{side}", where, (int, float)) for side in "AB")
@@ -218,6 +219,7 @@ def get_dataset(
     trains_on: str = "pairs",
     with_margins: bool = False,
     chat: str = "auto",
+    bad_records: str = "refuse",
 ) -> PreferenceData:
     """Load a split of a dataset as `{prompt: {responses, pairs, sft_target}}`.
 
@@ -245,7 +247,7 @@ def get_dataset(
     if name in LOADERS:
         data = LOADERS[name](split, silent=silent, cache_dir=cache_dir, source=source)
     else:
-        data = _load_custom(name, split, source, cache_dir, tokenizer, trains_on, with_margins, chat)
+        data = _load_custom(name, split, source, cache_dir, tokenizer, trains_on, with_margins, chat, bad_records)
     if source.has_no_splits and name != "se":  # se makes its own test split
         data = _hold_out(data, name, split, source)
     if not data:
@@ -267,12 +269,14 @@ def _load_custom(
     trains_on: str,
     with_margins: bool,
     chat: str,
+    bad_records: str,
 ) -> PreferenceData:
-    rows = load_rows(source, split, cache_dir)
+    bad = BadRecords(skip=bad_records == "skip")
+    rows = load_rows(source, split, cache_dir, bad)
     origin = source.path if source.has_no_splits else f"{source.path} ({split})"
     try:
         options = {"name": name, "data_format": source.format, "trains_on": trains_on, "with_margins": with_margins}
-        return get_custom(rows, origin, tokenizer, source.columns, chat=chat, **options)
+        return get_custom(rows, origin, tokenizer, source.columns, chat=chat, bad=bad, **options)
     except ColumnsError as error:
         if split == "train" or source.has_no_splits:
             raise

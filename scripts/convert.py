@@ -136,7 +136,7 @@ def convert_rows(source: Source, split: str, to: str, report: Report) -> tuple[l
     used = find_used_columns(rows, source)
     holds_lists = "responses" in FORMATS[to].columns
     converted, data_format = [], source.format
-    for row, where in zip(iterate_rows(rows, used.values()), iterate_places(rows, source.path), strict=True):
+    for row, (_, where) in zip(iterate_rows(rows, used.values()), iterate_places(rows, source.path), strict=True):
         record = read_record(row, used, where, name=NAME)
         data_format = data_format or recognize_format(row, used, record) or "columns of its own"  # by the first row
         scores = read_scores(row, used, len(record.responses), where) if record.is_list else []

@@ -21,6 +21,7 @@ import numpy as np
 
 from dpo.data.asking import RAW, find_format
 from dpo.data.examples import ExampleId, count_cut, cut_tokens, read_examples, tokenize, truncate_example
+from dpo.data.problems import BAD, PROBLEMS, SHOWN, write_problems
 from dpo.data.schema import ASSISTANT
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder, find_control, unescape
@@ -31,6 +32,7 @@ from dpo.numbers import count
 SAMPLE_SIZE = 10_000  # examples of a split whose tokens are counted
 LEAST_WORDS = 6  # shorter first turns, speaker included, are not looked for in the other split
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
+SHOWN_ROWS = 3  # numbers of records that the terminal shows
 SHOWN_AROUND = 150  # characters that a message shows before and after the EOS in a text
 # counts that are printed: the field of SplitReport, and what follows the number, in singular and plural
 TEXT_COUNTS = (
@@ -110,6 +112,9 @@ class SplitReport:
     chosen_longer: float | None = None  # fraction of pairs or lists; far from 0.5, length alone predicts the preference
     prompt_formats: dict[str, str] = field(default_factory=dict)  # by dataset: see `asking.find_format`
     truncation_digest: str = ""  # of how each prompt is truncated
+    # numbers of the records that a count is of, by dataset; in the file that `write` makes, the first ones
+    rows: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    bad_records: list[tuple[str, int, str]] = field(default_factory=list)  # left out: dataset, number, reason
     token_digest: str = ""  # SHA-256 of the vocabulary and of the examples' token ids before truncation
 
     def describe(self, split: str) -> str:
@@ -172,8 +177,20 @@ class SplitReport:
         ]
 
     def _list_counts(self, fields: Iterable[tuple[str, str, str]]) -> str:
-        counted = ((getattr(self, name), singular, plural) for name, singular, plural in fields)
-        return "".join(f", {count(n, singular, plural)}" for n, singular, plural in counted if n)
+        return "".join(
+            f", {count(n, singular, plural)}{self._list_rows(name)}"
+            for name, singular, plural in fields
+            if (n := getattr(self, name))
+        )
+
+    def _list_rows(self, name: str) -> str:
+        """List the first records of a count, if it names any."""
+        parts = [
+            f"{'record' if len(rows) == 1 else 'records'} {', '.join(map(str, rows[:SHOWN_ROWS]))}"
+            f"{', ...' if len(rows) > SHOWN_ROWS else ''} of {dataset}"
+            for dataset, rows in self.rows.get(name, {}).items()
+        ]
+        return f" ({'; '.join(parts)})" if parts else ""
 
 
 @dataclass(frozen=True)
@@ -220,7 +237,18 @@ class Preflight:
         return "\n".join([*lines, updates])
 
     def write(self, path: Path) -> None:
-        facts = asdict(self)
+        """Write the counts to a file, and all records with problems beside it."""
+        facts, problems = asdict(self), []
+        for split in ("train", "test"):
+            for dataset, number, reason in facts[split]["bad_records"]:
+                problems.append([split, dataset, number, BAD, reason])
+            for name, by_dataset in facts[split]["rows"].items():
+                kind = name.replace("_", " ").removesuffix("s")
+                problems += [[split, dataset, row, kind, ""] for dataset, rows in by_dataset.items() for row in rows]
+                facts[split]["rows"][name] = {dataset: rows[:SHOWN] for dataset, rows in by_dataset.items()}
+            facts[split]["bad_records"] = facts[split]["bad_records"][:SHOWN]
+        keys = ("split", "dataset", "record", "problem", "reason")
+        write_problems(path.with_name(PROBLEMS), (dict(zip(keys, each, strict=True)) for each in problems))
         facts["epoch"] = facts.pop("examples_per_epoch")
         path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
@@ -261,6 +289,8 @@ class SplitCounter:
         self.digest = hashlib.sha256()  # of prompts, responses and examples, in order
         self._truncation = hashlib.sha256()
         self._formats: dict[str, str] = {}  # of prompts, by dataset
+        self._rows: dict[str, dict[str, list[int]]] = {}
+        self.bad_records: list[tuple[str, int, str]] = []
         self._joined_example = ""
         # hashes of pairs or labelled responses, of all datasets, which may have prompts in common
         self._seen: set[int] = set()
@@ -278,7 +308,7 @@ class SplitCounter:
             self._record_prompt(prompt)
             examples = [prompt.texts(index) for index in range(len(prompt.examples))]
             for index, texts in enumerate(examples):
-                self._count_texts(prompt, texts)
+                self._count_texts(prompt, index, texts)
                 if prompt.weights is not None and self.trains_on == "labels":
                     self._weights_by_label["desirable" if "chosen" in texts else "undesirable"] += prompt.weights[index]
             is_used = examples or self.trains_on == "prompts"
@@ -339,22 +369,30 @@ class SplitCounter:
             f"{around!r}; its prompt ends in {prompt[-SHOWN_AROUND:]!r}"
         )
 
-    def _count_texts(self, prompt: Prompt, texts: Mapping[str, str]) -> None:
+    def count_example(self, name: str, is_so: bool, prompt: Prompt, index: int) -> None:
+        """Count an example, and note which record it is of."""
+        self.counts[name] += is_so
+        if is_so and prompt.rows:
+            self._rows.setdefault(name, {}).setdefault(prompt.dataset, []).append(prompt.rows[index])
+
+    def _count_texts(self, prompt: Prompt, index: int, texts: Mapping[str, str]) -> None:
         """Count an example; `texts` has its responses by role."""
         counts, responses = self.counts, list(texts.values())
         counts["examples"] += 1
-        counts["empty_responses"] += not all(map(str.strip, responses))
+        self.count_example("empty_responses", not all(map(str.strip, responses)), prompt, index)
         if tuple(texts) == TRAINS_ON["pairs"]:
             pair = hash((prompt.text, *responses))
             reversed_pair = hash((prompt.text, *reversed(responses)))
-            counts["duplicated_pairs"] += pair in self._seen
-            counts["contradictory_pairs"] += reversed_pair in self._seen and reversed_pair != pair
+            self.count_example("duplicated_pairs", pair in self._seen, prompt, index)
+            is_reversed = reversed_pair in self._seen and reversed_pair != pair
+            self.count_example("contradictory_pairs", is_reversed, prompt, index)
             self._seen.add(pair)
         elif self.trains_on == "labels":
             [(role, response)] = texts.items()
             other_role = "rejected" if role == "chosen" else "chosen"
             counts["desirable" if role == "chosen" else "undesirable"] += 1
-            counts["contradictory_labels"] += hash((prompt.text, other_role, response)) in self._seen
+            is_contrary = hash((prompt.text, other_role, response)) in self._seen
+            self.count_example("contradictory_labels", is_contrary, prompt, index)
             self._seen.add(hash((prompt.text, role, response)))
         if self.trains_on == "lists":
             self._n_responses[len(texts)] += 1
@@ -395,10 +433,11 @@ class SplitCounter:
                 prompt_ids, responses, prompt_is_cut, responses_are_cut = truncate_example(
                     example, tokens, tokenizer, max_length=max_length, max_prompt_length=max_prompt_length
                 )
-                self.counts["truncated_prompts"] += prompt_is_cut
-                self.counts["truncated_responses"] += responses_are_cut
+                self.count_example("truncated_prompts", prompt_is_cut, example.prompt, example.example_index)
+                self.count_example("truncated_responses", responses_are_cut, example.prompt, example.example_index)
                 if tuple(example.texts) == TRAINS_ON["pairs"]:
-                    self.counts["identical_pairs"] += responses[0] == responses[1]
+                    is_identical = responses[0] == responses[1]
+                    self.count_example("identical_pairs", is_identical, example.prompt, example.example_index)
                 prompt_lengths.append(len(prompt_ids))
                 longest = max(longest, len(prompt_ids) + max(map(len, responses), default=0))
                 cuts = cut_tokens(example.pieces, tokens, responses) or [()] * len(responses)
@@ -424,6 +463,8 @@ class SplitCounter:
             mean_rejected_tokens=fmean(rejected) if rejected else None,
             chosen_longer=fmean(by_role["chosen"] > by_role["rejected"] for by_role in compared) if compared else None,
             prompt_formats=self._formats,
+            rows=self._rows,
+            bad_records=self.bad_records,
             token_digest=digest.hexdigest(),
             truncation_digest=self._truncation.hexdigest(),
         )

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from dpo.data.asking import ends_in_header
 from dpo.data.columns import find_columns, recognize_columns
+from dpo.data.problems import BadRecords
 from dpo.data.records import (
     FORMATS,
     Record,
+    is_empty,
     is_system_unused,
     make_chat,
     name_kind,
@@ -47,6 +49,7 @@ def get_custom(
     trains_on: str = "pairs",
     with_margins: bool = False,
     chat: str = "auto",
+    bad: BadRecords | None = None,
 ) -> PreferenceData:
     """Convert custom records to preference data.
 
@@ -72,6 +75,9 @@ def get_custom(
     `columns` maps fields to columns, and a field without a column to None. Other fields are recognized by name, or have
     the columns of `data_format`, a key of `FORMATS`. Raises InputError, which names the record and `origin`.
     """
+    bad = bad or BadRecords()
+    if not rows:
+        bad.finish(name, is_empty=True)
     present = find_columns(rows)
     verdicts = None if data_format else find_verdicts(rows, present, columns)
     recognized = recognize_columns(
@@ -92,7 +98,11 @@ def get_custom(
     template, tally = ChatTemplate(tokenizer), Counter[str]()
     data = PreferenceData(truncation_mode="keep_end", rendered=reader.renders, apart=reader.is_apart)
     for items, chunk_template, chunk_tally in read_chunks(reader, zip(rows, iterate_places(rows, origin), strict=True)):
-        for item in items:
+        for number, item in items:
+            if isinstance(item, str):
+                bad.found.append((number, item))
+                continue
+            data.rows.setdefault(item.prompt, []).append(number)
             if item.chat is not None:
                 data.add_chat(item.chat)
             if item.weight is not None:
@@ -102,6 +112,8 @@ def get_custom(
             data.add_record(item.prompt, item.responses, label=item.label, scores=item.scores)
         template.add(chunk_template)
         tally += chunk_tally
+    bad_note = bad.finish(name, is_empty=not data)
+    data.bad_records = bad.found
     data_format = reader.data_format
     format_note = f"format {data_format}" if data_format else ""
     note = "; ".join(filter(None, (format_note, recognized.describe(columns))))
@@ -110,7 +122,8 @@ def get_custom(
     if verdicts:
         data.notes.append(f"{origin}: {verdicts.describe(tally['ties'])}")
     data.notes += [*reader.describe(data, origin, chat), *template.describe(origin), *_describe_tally(tally, origin)]
-    if trains_on == "pairs" and 0 < tally["lists without pairs"] == len(rows):
+    data.notes += bad_note
+    if trains_on == "pairs" and 0 < tally["lists without pairs"] == sum(map(len, data.rows.values())):
         raise InputError(
             f"{origin}: the responses of each list have equal scores, which make no pair: give different scores, or "
             f"train with loss=sft"
@@ -128,6 +141,11 @@ class _Item(NamedTuple):
     scores: list[float] | None
     weight: float | None
     margin: float | None
+
+
+PlacedRow = tuple[Mapping[str, Any], tuple[int, str]]  # with its number and place
+# the records by number, where a text is the reason why a record is bad; what the template and a count say of them
+Chunk = tuple[list[tuple[int, _Item | str]], ChatTemplate, Counter[str]]
 
 
 class _Reader(NamedTuple):
@@ -167,9 +185,9 @@ class _Reader(NamedTuple):
                 "with one as model.tokenizer_name_or_path=INSTRUCT_MODEL, or chat=never"
             )
         records: list[Record] = []
-        for row, where in islice(zip(rows, iterate_places(rows, origin), strict=True), N_DECIDING):
+        for row, (_, where) in islice(zip(rows, iterate_places(rows, origin), strict=True), N_DECIDING):
             with suppress(InputError):  # a bad record is refused when its turn comes
-                fields = used | verdicts.read(row, where) if verdicts else used
+                fields = {**used, **verdicts.read(row, where)} if verdicts else used
                 records.append(read_record(row, fields, where, name=name))
                 data_format = data_format or recognize_format(row, fields, records[-1])
         holds_chats = bool(records) and records[0].is_chat
@@ -192,11 +210,18 @@ class _Reader(NamedTuple):
         """Return whether texts are tokenized as those of hh."""
         return self.data_format == "hh" and not self.renders
 
-    def read(self, chunk: Sequence[tuple[Mapping[str, Any], str]]) -> tuple[list[_Item], ChatTemplate, Counter[str]]:
+    def read(self, chunk: Sequence[PlacedRow]) -> Chunk:
         """Read rows, each with its place; count what is unusual."""
         template, tally = ChatTemplate(self.tokenizer), Counter[str]()
-        items = (self._read_row(row, where, template, tally) for row, where in chunk)
-        return [item for item in items if item is not None], template, tally
+        items: list[tuple[int, _Item | str]] = []
+        for row, (number, where) in chunk:
+            try:
+                item = self._read_row(row, where, template, tally)
+            except InputError as error:
+                item = str(error)
+            if item is not None:
+                items.append((number, item))
+        return items, template, tally
 
     def _read_row(
         self, row: Mapping[str, Any], where: str, template: ChatTemplate, tally: Counter[str]
@@ -221,6 +246,11 @@ class _Reader(NamedTuple):
                 f"prompt, or remove it"
             )
         tally["unused system turns"] += is_system_unused(row, used, record)
+        scores = read_scores(row, used, len(record.responses), where) if record.is_list else None
+        best = scores.index(max(scores)) if scores else 0
+        if record.responses and record.label is not False and is_empty(record.responses[best]):
+            field = next(field for field in ("responses", "chosen", "completion", "messages") if field in used)
+            raise InputError(f"{where}: {used[field]} is empty: give it a value, or remove the record")
         if not record.is_chat and not self.is_apart:  # tokenization appends EOS
             record = record._replace(responses=[remove_final_eos(text, self.tokenizer) for text in record.responses])
         if self.renders_texts:
@@ -230,7 +260,11 @@ class _Reader(NamedTuple):
         if record.is_chat:
             chat = template.render(prompt, responses, record.tools, where)
             prompt, responses = chat.prompt, chat.responses
-        scores = read_scores(row, used, len(responses), where) if record.is_list else None
+        elif eos := self._find_eos(prompt if self.is_apart else "", *responses):
+            raise InputError(
+                f"{where}: a text contains the EOS token {self.tokenizer.eos_token!r}, which the model would take for "
+                f"the end of the text: remove it from {eos!r}, or remove the record"
+            )
         if scores is not None:
             if self.trains_on == "lists":
                 _check_list(scores, used, where)
@@ -240,6 +274,15 @@ class _Reader(NamedTuple):
         weight = _read_number(row, used["weight"], where, above_zero=True) if "weight" in used else None
         margin = _read_number(row, used["margin"], where) if "margin" in used else None
         return _Item(prompt, responses, chat, record.label, scores, weight, margin)
+
+    def _find_eos(self, *texts: str) -> str:
+        """Find EOS in texts, and return what is around it."""
+        eos = getattr(self.tokenizer, "eos_token", None)
+        for text in texts:
+            start = text.find(eos) if eos else -1
+            if start >= 0 and self.tokenizer.eos_token_id in self.tokenizer(text)["input_ids"]:
+                return text[max(0, start - SHOWN) : start + SHOWN]
+        return ""
 
     def describe(self, data: PreferenceData, origin: str, chat: str) -> Iterator[str]:
         """Say what became of texts, and show the first."""
@@ -254,9 +297,7 @@ class _Reader(NamedTuple):
         yield f"{origin}: {did} (chat={chat}; chat={other}); the first example is ...{seen}"
 
 
-def read_chunks(
-    reader: _Reader, placed_rows: Iterable[tuple[Mapping[str, Any], str]]
-) -> Iterator[tuple[list[_Item], ChatTemplate, Counter[str]]]:
+def read_chunks(reader: _Reader, placed_rows: Iterable[PlacedRow]) -> Iterator[Chunk]:
     """Read rows in chunks, in order."""
     remaining = iter(placed_rows)
     while chunk := list(islice(remaining, ROWS_PER_CHUNK)):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from dpo.data.asking import CHAT
 from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
 from dpo.data.near_duplicates import find_near_duplicates
+from dpo.data.problems import BadRecordsError, explain_refusal
 from dpo.data.schema import PreferenceData
 from dpo.data.shortening import Limits, fit_prompts
 from dpo.data.table import FOLDER, SPLITS, PromptTable, find_or_build, iterate_prompts, read_facts, write_prompts
@@ -97,6 +98,7 @@ class DatasetOptions(NamedTuple):
     chat: str = "auto"
     truncation: str = "auto"
     new_tokens: int = 0  # that an online run draws
+    bad_records: str = "refuse"
 
 
 def build_table(
@@ -117,6 +119,7 @@ def build_table(
     trains_on = "prompts" if options.online else options.trains_on
     limits = Limits(options.truncation, options.max_length, options.max_prompt_length, options.new_tokens)
     for split in SPLITS:
+        counter, path = SplitCounter(encode, trains_on=trains_on), directory / f"{split}.arrow"
         prompts = iterate_prompts(
             get_dataset,
             options.names,
@@ -126,15 +129,16 @@ def build_table(
             list_pairs=options.list_pairs,
             with_margins=options.with_margins,
             notes=notes,
+            left_out=counter.bad_records,
             # the following are options of `get_dataset`
             silent=silent,
             dataset_sources=options.dataset_sources,
             cache_dir=cache_dir,
             tokenizer=tokenizer,
             chat=options.chat,
+            **({} if options.bad_records == "refuse" else {"bad_records": options.bad_records}),
         )
-        counter, path = SplitCounter(encode, trains_on=trains_on), directory / f"{split}.arrow"
-        prompts = fit_prompts(prompts, encode, limits, counter.counts)
+        prompts = fit_prompts(prompts, encode, limits, counter.count_example)
         if not options.online:
             prompts = (prompt._replace(messages=None, tools=None) for prompt in prompts)
         write_prompts(path, counter.watch(prompts), trains_on=trains_on)
@@ -259,22 +263,28 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         chat=plan.data.chat,
         truncation=plan.data.truncation,
         new_tokens=plan.online.max_new_tokens if plan.online else 0,
+        bad_records=plan.data.bad_records,
     )
     with tempfile.TemporaryDirectory() as scratch:  # a mapped table stays readable after its files are removed
 
         def prepare() -> str:
-            table, facts = prepare_data(
-                options,
-                tokenizer,
-                get_dataset=get_dataset,
-                identify=identify,
-                batch_size=plan.data.batch_size,
-                batch_parts=plan.data.gradient_accumulation_steps * plan.dims.data_size,
-                cache_dir=cache_dir,
-                folder=plan.run.local_dir,
-                scratch=Path(scratch) if plan.run.dry_run else None,  # a dry run leaves nothing behind
-                silent=silent,
-            )
+            try:
+                table, facts = prepare_data(
+                    options,
+                    tokenizer,
+                    get_dataset=get_dataset,
+                    identify=identify,
+                    batch_size=plan.data.batch_size,
+                    batch_parts=plan.data.gradient_accumulation_steps * plan.dims.data_size,
+                    cache_dir=cache_dir,
+                    folder=plan.run.local_dir,
+                    scratch=Path(scratch) if plan.run.dry_run else None,  # a dry run leaves nothing behind
+                    silent=silent,
+                )
+            except BadRecordsError as error:
+                name = f"bad_records-{plan.run.exp_name.replace('/', '_')}.jsonl"
+                path = None if plan.run.dry_run else Path(plan.run.local_dir, name)
+                raise explain_refusal(error, path) from error
             _check_loss_fits(plan, facts["reports"])
             return json.dumps([str(table), facts])
 

@@ -171,6 +171,15 @@ def make_chat(record: Record) -> Record:
     )
 
 
+def is_empty(response: Any) -> bool:
+    """Return whether a text or messages say nothing."""
+    if isinstance(response, str):
+        return not response.strip()
+    return not any(
+        str(value).strip() for message in response for key, value in message.items() if key != "role" and value
+    )
+
+
 def is_system_unused(row: Mapping[str, Any], used: Mapping[str, str], record: Record) -> bool:
     """Return whether a chat has its own system turn beside the column."""
     return record.is_chat and SYSTEM in used and bool(row.get(used[SYSTEM])) and not record.system

@@ -73,6 +73,8 @@ class PreferenceData(dict[str, Entry]):
         # by prompt, the weight or margin of each of its records in order; empty if the data has no such column
         self.weights: dict[str, list[float]] = {}
         self.margins: dict[str, list[float]] = {}
+        self.rows: dict[str, list[int]] = {}  # the number of each of these records in its source, from 1
+        self.bad_records: list[tuple[int, str]] = []  # numbers and reasons of records that are left out
 
     def add_prompt(self, prompt: str) -> Entry:
         """Return a prompt's data, which is empty for a new prompt."""
@@ -189,7 +191,8 @@ class PreferenceData(dict[str, Entry]):
         part = PreferenceData(truncation_mode=self.truncation_mode, rendered=self.rendered, apart=self.apart)
         part.update((prompt, entry) for prompt, entry in self.items() if prompt in selected)
         part.notes = self.notes
-        for name in ("messages", "tools", "cuts", "weights", "margins"):
+        part.bad_records = self.bad_records if split == "train" else []  # they are of no split
+        for name in ("messages", "tools", "cuts", "weights", "margins", "rows"):
             by_prompt = getattr(self, name)
             setattr(part, name, {prompt: by_prompt[prompt] for prompt in part if prompt in by_prompt})
         return part

@@ -7,7 +7,6 @@ turn and the newest turns.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from dpo.data.schema import Messages
 from dpo.data.table import ROWS_PER_BATCH, Prompt
 from dpo.data.tokenization import TextEncoder
 
+CountExample = Callable[[str, bool, Prompt, int], None]  # `SplitCounter.count_example`
 PREFIX_TOKENS = 16  # a tokenizer may give so many tokens to a text beside one for each byte
 
 
@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
 
 def fit_prompts(
-    prompts: Iterable[Prompt], encode: TextEncoder, limits: Limits, counts: Counter[str]
+    prompts: Iterable[Prompt], encode: TextEncoder, limits: Limits, count_example: CountExample
 ) -> Iterator[Prompt]:
     """Yield prompts, each with what its truncation needs.
 
@@ -40,7 +40,7 @@ def fit_prompts(
     remaining = iter(prompts)
     while batch := list(islice(remaining, ROWS_PER_BATCH)):
         if limits.truncation == "drop":
-            yield from _drop(batch, encode, limits, counts)
+            yield from _drop(batch, encode, limits, count_example)
         elif limits.truncation == "auto":
             yield from _shorten(batch, encode, limits.max_prompt_length)
         else:
@@ -52,7 +52,9 @@ def _may_exceed(texts: Iterable[str], limit: int) -> bool:
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + PREFIX_TOKENS > limit
 
 
-def _drop(prompts: Sequence[Prompt], encode: TextEncoder, limits: Limits, counts: Counter[str]) -> Iterator[Prompt]:
+def _drop(
+    prompts: Sequence[Prompt], encode: TextEncoder, limits: Limits, count_example: CountExample
+) -> Iterator[Prompt]:
     """Leave out examples that exceed `max_length`, and prompts that lose all examples."""
     examples = [
         example
@@ -69,11 +71,12 @@ def _drop(prompts: Sequence[Prompt], encode: TextEncoder, limits: Limits, counts
     for prompt in prompts:
         n_examples = max(1, len(prompt.examples))
         kept = [i for i in range(n_examples) if (prompt.index_in_split, i) not in too_long]
-        counts["too_long"] += n_examples - len(kept)
+        for i in range(n_examples):
+            count_example("too_long", i not in kept, prompt, i)
         if len(kept) == n_examples:
             yield prompt
         elif kept:
-            by_example = {name: getattr(prompt, name) for name in ("examples", "weights", "margins")}
+            by_example = {name: getattr(prompt, name) for name in ("examples", "weights", "margins", "rows")}
             yield prompt._replace(**{name: all_ and [all_[i] for i in kept] for name, all_ in by_example.items()})
 
 

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from dpo.data.problems import BadRecords
 from dpo.data.schema import drop_nulls, is_message
 from dpo.errors import InputError, one_sentence
 from dpo.settings.choices import NUMBER_FIELDS, TOOLS
@@ -38,6 +39,7 @@ UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` a
 ROWS_PER_BATCH = 1000  # of a saved dataset: so many are in memory twice
 LONGEST_FIELD = 2**31 - 1  # characters; the largest limit that the csv module takes on every platform
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+UNREADABLE = -1  # in place of the line of a record that cannot be parsed
 SHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods", ".numbers")
 SHEET = "a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8), and give that file"
 FIRST_BYTES = {  # of files that are no text, whatever their names say
@@ -54,11 +56,14 @@ class FileRows(list[Mapping[str, Any]]):
     def __init__(self) -> None:
         self.files: list[tuple[Path, Sequence[int]]] = []  # each file with its records' lines, 0 if not read by lines
 
-    def iterate_places(self) -> Iterator[str]:
-        """Yield the places, as in `record 2 of FILE (line 3)`."""
+    def iterate_places(self) -> Iterator[tuple[int, str]]:
+        """Yield numbers, through all files, and places, as in `record 2 of FILE (line 3)`."""
+        total = 0
         for file, lines in self.files:
             for number, line in enumerate(lines, start=1):
-                yield _name_place(file, number, line)
+                total += 1
+                if line != UNREADABLE:
+                    yield total, _name_place(file, number, line)
 
 
 def iterate_rows(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> Iterator[Mapping[str, Any]]:
@@ -76,21 +81,24 @@ def iterate_rows(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> I
             yield row
 
 
-def iterate_places(rows: Sequence[Mapping[str, Any]], origin: str) -> Iterator[str]:
-    """Yield the place of each record, in its file or in `origin`."""
+def iterate_places(rows: Sequence[Mapping[str, Any]], origin: str) -> Iterator[tuple[int, str]]:
+    """Yield the number and place of each record, in its file or in `origin`."""
     if isinstance(rows, FileRows):
         return rows.iterate_places()
-    return (f"record {number} of {origin}" for number in range(1, len(rows) + 1))
+    return ((number, f"record {number} of {origin}") for number in range(1, len(rows) + 1))
 
 
 def _name_place(file: Path, number: int, line: int) -> str:
     return f"record {number} of {file}" + (f" (line {line})" if line else "")
 
 
-def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Sequence[Mapping[str, Any]]:
+def load_rows(
+    source: Source, split: str, cache_dir: str | None = None, bad: BadRecords | None = None
+) -> Sequence[Mapping[str, Any]]:
     """Load the records of a split.
 
-    A source without splits gives all its records. Raises InputError for a source without records.
+    A source without splits gives all its records. Raises InputError for a source without records, and for a record that
+    cannot be parsed, unless `bad` collects such records.
     """
     path = source.local
     if path is None:
@@ -102,8 +110,8 @@ def load_rows(source: Source, split: str, cache_dir: str | None = None) -> Seque
     files = _split_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
     rows = FileRows()
     for file in files:
-        _read(file, rows)
-    if not rows:
+        _read(file, rows, bad)
+    if not rows and not (bad and bad.found):
         raise InputError(f"{', '.join(map(str, files))} holds no records")
     return rows
 
@@ -186,17 +194,24 @@ def _suggest_file(entries: Sequence[Path]) -> str:
     return f". datasets={path} takes both splits from one file: a tenth of its prompts is the test split"
 
 
-def _read(file: Path, rows: FileRows) -> None:
+def _read(file: Path, rows: FileRows, bad: BadRecords | None) -> None:
     """Add the records of a file or saved dataset to `rows`."""
-    lines = array("q")
+    lines, n_before = array("q"), sum(len(lines) for _, lines in rows.files)
     rows.files.append((file, lines))
     try:
         for number, (line, row) in enumerate(_read_values(file), start=1):
-            if not isinstance(row, Mapping):
-                place = _name_place(file, number, line)
-                raise InputError(f"{place} is {type(row).__name__}, not an object with fields")
-            rows.append(row)
-            lines.append(line)
+            if isinstance(row, Mapping):
+                rows.append(row)
+                lines.append(line)
+                continue
+            place = _name_place(file, number, line)
+            reason = (
+                row if isinstance(row, InputError) else f"{place} is {type(row).__name__}, not an object with fields"
+            )
+            if bad is None:
+                raise InputError(reason)
+            lines.append(UNREADABLE)
+            bad.found.append((n_before + number, str(reason)))
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         is_utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
@@ -213,7 +228,8 @@ def _read(file: Path, rows: FileRows) -> None:
 def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield the values in a file, not yet checked to be records.
 
-    Each value comes with the line that it ends on, or 0 if the file is not read by lines.
+    In place of a value that cannot be parsed there is an InputError. Each value comes with the line that it ends on, or
+    0 if the file is not read by lines.
     """
     if file.is_dir():
         import datasets
@@ -302,9 +318,9 @@ def _parse_json_lines(lines: Iterable[str], file: Path) -> Iterator[tuple[int, A
             value = json.loads(line.rstrip())  # so errors at its end name its last column
             check_depth(value)
         except json.JSONDecodeError as error:
-            raise InputError(f"line {number} of {file} is not JSON: {error.msg} at column {error.colno}") from error
+            value = InputError(f"line {number} of {file} is not JSON: {error.msg} at column {error.colno}")
         except (ValueError, RecursionError) as error:  # too many digits of a number, or levels of lists
-            raise InputError(f"line {number} of {file} cannot be read: {error}") from error
+            value = InputError(f"line {number} of {file} cannot be read: {error}")
         yield number, value
 
 
@@ -368,7 +384,7 @@ def _is_columnar(content: Mapping[str, Any]) -> bool:
     return any(values) and (are_lists or are_mappings)
 
 
-def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple[int, dict[str, str]]]:
+def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple[int, Any]]:
     """Parse a table whose first line names its columns."""
     csv.field_size_limit(LONGEST_FIELD)
     first_line = lines.readline()
@@ -387,10 +403,12 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple
             elif fields:  # an empty line is not a record
                 n_records += 1
                 if len(fields) != len(header):
-                    raise InputError(
+                    problem = (
                         f"record {n_records} of {file} (line {reader.line_num}) has {len(fields)} fields, and the "
                         f"first line names {len(header)}: put fields with {SEPARATORS[separator]} or newlines in quotes"
                     )
+                    yield reader.line_num, InputError(problem)
+                    continue
                 row = dict(zip(header, fields, strict=True))
                 if separator == ";":
                     row |= {name: row[name].replace(",", ".") for name in NUMBER_FIELDS if name in row}

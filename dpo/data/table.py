@@ -58,6 +58,7 @@ def make_schema(trains_on: str) -> pa.Schema:
             "cuts": pa.list_(pa.list_(pa.int32())),
             "weights": pa.list_(pa.float64()),
             "margins": pa.list_(pa.float64()),
+            "rows": pa.list_(pa.int64()),
         }
     )
 
@@ -75,6 +76,7 @@ class Prompt(NamedTuple):
     messages: Messages | None = None  # from which the text was rendered
     weights: list[float] | None = None  # of the examples; None: 1
     margins: list[float] | None = None  # of the examples
+    rows: list[int] | None = None  # numbers of the examples' records in their source
     tools: list[Any] | None = None  # that the messages may call
     # for each response, alternately where a part that is not scored begins and ends; None: all text is scored
     cuts: list[list[int]] | None = None
@@ -112,12 +114,14 @@ def iterate_prompts(
     list_pairs: str = "all",
     with_margins: bool = False,
     notes: list[str] | None = None,
+    left_out: list[tuple[str, int, str]] | None = None,
     **dataset_options: Any,
 ) -> Iterator[Prompt]:
     """Yield the prompts of several datasets, one dataset after another.
 
-    Examples are of the kind `trains_on` (see `PreferenceData.take`). The loaders' notes are added to `notes`. Raises
-    InputError for pairs under a loss of labels, unless `unpair`, and for data that lacks margins, if `with_margins`.
+    Examples are of the kind `trains_on` (see `PreferenceData.take`). The loaders' notes are added to `notes`, and the
+    records that they left out to `left_out`. Raises InputError for pairs under a loss of labels, unless `unpair`, and
+    for data that lacks margins, if `with_margins`.
     """
     indices = count()
     for name in names:
@@ -125,6 +129,8 @@ def iterate_prompts(
         data = get_dataset(name, split, trains_on=trains_on, **margin_option, **dataset_options)
         if notes is not None:
             notes += data.notes
+        if left_out is not None:
+            left_out += [(name, number, reason) for number, reason in data.bad_records]
         if trains_on == "labels" and not unpair and any(entry["pairs"] for entry in data.values()):
             raise InputError(
                 f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true, "
@@ -138,6 +144,7 @@ def iterate_prompts(
         for text, responses, examples, records in data.take(trains_on, list_pairs=list_pairs):
             weights = data.weights.get(text)
             margins = data.margins.get(text) if with_margins else None
+            rows = data.rows.get(text)
             # removed as `take` removes the prompt, to free memory
             messages, tools, cuts = (by_prompt.pop(text, None) for by_prompt in (data.messages, data.tools, data.cuts))
             yield Prompt(
@@ -151,6 +158,7 @@ def iterate_prompts(
                 messages=messages,
                 weights=None if weights is None else [weights[record] for record in records],
                 margins=None if margins is None else [margins[record] for record in records],
+                rows=None if rows is None else [rows[record] for record in records],
                 tools=tools,
                 cuts=None if cuts is None else [cuts.get(response, []) for response in responses],
                 apart=data.apart,

@@ -76,6 +76,7 @@ ONLINE = ("none", "online")
 SCORERS = ("reward_model", "function", "keyword", "shorter")
 TIES = ("skip", "keep")
 CHATS = ("auto", "always", "never")  # whether the chat template renders texts
+BAD_RECORDS = ("refuse", "skip")
 LIST_PAIRS = ("all", "best_worst")
 TRUNCATIONS = ("auto", "keep_end", "keep_start", "drop")
 LABELS = ("hard", "bradley_terry")

@@ -18,6 +18,7 @@ from dpo.losses import LOSSES
 from dpo.settings.choices import (
     ATTENTION,
     AUTOCAST_DTYPES,
+    BAD_RECORDS,
     CACHES,
     CACHING,
     CHATS,
@@ -223,6 +224,7 @@ KEYS: dict[str, Key] = {
     "tensor_parallel.backend": Key("name", CHANGE, TENSOR_PARALLEL_BACKENDS),
     "collective_timeout_secs": Key("number (0, 1e7]", CHANGE),
     "datasets": Key("datasets", KEEP),
+    "bad_records": Key("name", KEEP, BAD_RECORDS),
     "unpair": Key("flag", KEEP),
     "list_pairs": Key("name", KEEP, LIST_PAIRS),
     "chat": Key("name", KEEP, CHATS),

@@ -152,6 +152,7 @@ class DataPlan:
 
     datasets: list[str]
     dataset_sources: Mapping[str, Any]
+    bad_records: str
     unpair: bool
     list_pairs: str
     chat: str

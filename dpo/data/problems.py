@@ -1,0 +1,69 @@
+"""Bad records: all are named, and refused or left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dpo.errors import InputError
+from dpo.numbers import count
+from dpo.system.plain_files import replacing
+
+BAD = "bad record"
+PROBLEMS = "data_problems.jsonl"  # in a run's directory
+SHOWN = 20  # bad records, or records of a kind, that a message names
+
+
+class BadRecordsError(InputError):
+    """Some records cannot be used."""
+
+    def __init__(self, name: str, found: list[tuple[int, str]]) -> None:
+        super().__init__(found[0][1] if len(found) == 1 else list_bad(name, found))
+        self.name, self.found = name, found
+
+
+class BadRecords:
+    """The bad records of a split, each with its number and the reason."""
+
+    def __init__(self, *, skip: bool = False) -> None:
+        self.skip = skip
+        self.found: list[tuple[int, str]] = []
+
+    def finish(self, name: str, *, is_empty: bool) -> list[str]:
+        """Raise BadRecordsError, or return a note on what is left out.
+
+        `is_empty` says that nothing is left.
+        """
+        self.found.sort()
+        if self.found and (is_empty or not self.skip):
+            raise BadRecordsError(name, self.found)
+        return [f"warning: left out: {list_bad(name, self.found)}"] if self.found else []
+
+
+def explain_refusal(error: BadRecordsError, path: Path | None) -> InputError:
+    """Name all bad records in a file, if `path` is given, and say how to go on."""
+    where = ""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        keys = ("dataset", "record", "problem", "reason")
+        write_problems(
+            path, (dict(zip(keys, (error.name, number, BAD, reason), strict=True)) for number, reason in error.found)
+        )
+        where = f"; {path} names all of them"
+    return InputError(f"{error}\nbad_records=skip leaves such records out{where}")
+
+
+def list_bad(name: str, found: list[tuple[int, str]]) -> str:
+    """List the first bad records of a dataset."""
+    lines = [f"dataset {name}: {count(len(found), 'record')} that cannot be used"]
+    lines += [reason for _, reason in found[:SHOWN]]
+    return "\n  - ".join(lines) + ("\n  - ..." if len(found) > SHOWN else "")
+
+
+def write_problems(path: Path, problems: Iterable[Mapping[str, Any]]) -> None:
+    """Write one line of JSON for each problem; no file without any."""
+    if lines := [json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems]:
+        with replacing(path) as temporary:
+            temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")

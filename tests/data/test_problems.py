@@ -1,0 +1,114 @@
+"""Records that cannot be used are all named, and refused or left out; other problems name their records."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.formats import assistant, user
+from support.runs import train, write_rows
+
+from dpo.data.problems import SHOWN
+from dpo.errors import InputError
+from preference_datasets import get_dataset
+
+GOOD = {"prompt": "Is it?", "chosen": " Yes.", "rejected": " No."}
+TARGET = {"prompt": "Is it?", "completion": " Yes."}
+NAMED = {"prompt": "Is it?", "response_a": " a", "response_b": " b", "winner": "a"}
+LABEL = {**TARGET, "label": True}
+LIST = {"prompt": "Is it?", "responses": [" Yes.", " No."], "scores": [2, 1]}
+CHAT = {"prompt": [user("Is it?")], "chosen": [assistant("Yes.")], "rejected": [assistant("No.")]}
+EMPTY_IN_CHAT = {**CHAT, "chosen": [assistant(" ")]}
+THINKING = {**CHAT, "rejected": [assistant("")]}  # an empty rejected response says something
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "trains_on", "reason"),
+    [
+        (GOOD, {**GOOD, "chosen": ""}, "pairs", "chosen is empty: give it a value, or remove the record"),
+        (GOOD, {**GOOD, "chosen": " \n"}, "pairs", "chosen is empty"),
+        (GOOD, {**GOOD, "chosen": None}, "pairs", "chosen is null"),
+        (GOOD, {**GOOD, "rejected": 7}, "pairs", "rejected must be text"),
+        (GOOD, {"prompt": "Is it?", "chosen": " Yes."}, "pairs", "rejected is missing"),
+        (GOOD, {**GOOD, "prompt": ""}, "pairs", "the prompt is empty"),
+        (GOOD, {**GOOD, "chosen": "\ud800"}, "pairs", "unpaired UTF-16 surrogate"),
+        (GOOD, {**GOOD, "chosen": " Yes.{EOS} No."}, "pairs", "contains the EOS token"),
+        ({**GOOD, "weight": 1}, {**GOOD, "weight": 0}, "pairs", "weight is 0, and must be a finite number above 0"),
+        (GOOD, 7, "pairs", "is int, not an object with fields"),
+        (GOOD, "{broken", "pairs", "is not JSON"),
+        (TARGET, {**TARGET, "completion": ""}, "targets", "completion is empty"),
+        (LABEL, {**LABEL, "completion": " "}, "labels", "completion is empty"),
+        (LABEL, {**LABEL, "label": "perhaps"}, "labels", "does not say whether the response is good"),
+        (LIST, {**LIST, "responses": [" ", " No."]}, "lists", "responses is empty"),
+        (LIST, {**LIST, "scores": [2]}, "lists", "must have a finite number for each of the 2"),
+        (CHAT, EMPTY_IN_CHAT, "pairs", "chosen is empty"),
+        (CHAT, {**CHAT, "chosen": [user("Yes.")]}, "pairs", "the last message is from user"),
+        (CHAT, {**CHAT, "chosen": [{"content": "Yes."}]}, "pairs", "role is missing"),
+        (NAMED, {**NAMED, "winner": "x"}, "pairs", "does not say whether response_a or response_b is better"),
+    ],
+)  # fmt: skip
+def test_a_bad_record_is_refused_by_number_or_left_out(good, bad, trains_on, reason, tokenizer, chat, tmp_path, capsys):
+    if good is CHAT:
+        tokenizer = chat("{% for message in messages %}<{{ message.role }}>{{ message.content }};{% endfor %}")
+    text = json.dumps(bad).replace("{EOS}", tokenizer.eos_token) if bad != "{broken" else bad
+    file = tmp_path / "mine.jsonl"
+    goods = [json.dumps(good).replace("Is it?", f"Is it {i}?") for i in range(3)]
+    file.write_text("\n".join([goods[0], text, goods[1], text, goods[2]]) + "\n")
+    options: dict[str, Any] = {"dataset_sources": {"mine": str(file)}, "tokenizer": tokenizer, "trains_on": trains_on}
+    with pytest.raises(InputError) as refused:
+        get_dataset("mine", "train", **options)
+    assert "dataset mine: 2 records that cannot be used" in str(refused.value)
+    assert str(refused.value).count(reason) == 2
+    assert [f"{n} of {file}" in str(refused.value) for n in range(1, 6)] == [False, True, False, True, False]
+
+    splits = [get_dataset("mine", split, bad_records="skip", **options) for split in ("train", "test")]
+    assert sum(len(split) for split in splits) == 3
+    assert {row for split in splits for rows in split.rows.values() for row in rows} == {1, 3, 5}
+    assert [number for number, _ in splits[0].bad_records] == [2, 4]
+    assert capsys.readouterr().out.count("warning: left out: dataset mine: 2 records") == 1
+
+    file.write_text(text + "\n")
+    with pytest.raises(InputError, match=r"record|line"):
+        get_dataset("mine", "train", bad_records="skip", **options)
+
+
+@pytest.mark.parametrize("row", [{**GOOD, "rejected": ""}, THINKING, {**LABEL, "completion": "", "label": False}])
+def test_a_rejected_response_may_be_empty(row, tokenizer, chat, tmp_path):
+    if row is THINKING:
+        tokenizer = chat("{% for message in messages %}<{{ message.role }}>{{ message.content }};{% endfor %}")
+    write_rows(tmp_path / "train.jsonl", [row])
+    trains_on = "labels" if "label" in row else "pairs"
+    sources = {"mine": str(tmp_path)}
+    assert get_dataset("mine", "train", dataset_sources=sources, tokenizer=tokenizer, trains_on=trains_on)
+
+
+def test_a_run_names_all_its_problems_in_a_file(command, tmp_path):
+    rows = [{**GOOD, "prompt": f"What is {i}?"} for i in range(40)]
+    bad = [{**rows[0], "chosen": ""}] * (SHOWN + 2)
+    pairs = [rows[0], {**rows[1], "chosen": rows[1]["rejected"], "rejected": rows[1]["chosen"]}]
+    file = write_rows(tmp_path / "mine.jsonl", [*rows, *bad, *pairs])
+    own = ("datasets=[mine]", f"dataset_sources.mine={file}", "n_examples=4", f"local_dirs=[{tmp_path}/cache]")
+    (tmp_path / "cache").mkdir()
+
+    refused = train(*command("refused", *own))
+    assert refused.returncode == 2
+    assert refused.stderr.count("chosen is empty") == SHOWN
+    [listed] = (tmp_path / "cache").rglob("bad_records-*.jsonl")
+    assert f"bad_records=skip leaves such records out; {listed} names all of them" in refused.stderr
+    assert [json.loads(line)["record"] for line in listed.read_text().splitlines()] == [*range(41, 63)]
+
+    for name in ("run", "again"):  # the second run finds the table of the first
+        result = train(*command(name, *own, "bad_records=skip"))
+        assert result.returncode == 0, result.stderr
+        problems = [json.loads(line) for line in (tmp_path / name / "data_problems.jsonl").read_text().splitlines()]
+        found = {(each["problem"], each["record"]) for each in problems}
+        assert {(kind, n) for kind, n in found if kind == "bad record"} == {("bad record", n) for n in range(41, 63)}
+        assert {(kind, n) for kind, n in found if "pair" in kind} == {
+            ("duplicated pair", 63),
+            ("contradictory pair", 64),
+        }
+        assert "1 duplicated pair (record 63 of mine), 1 contradictory pair (record 64 of mine)" in result.stdout
+    report = json.loads((tmp_path / "run" / "preflight.json").read_text())["train"]
+    assert report["rows"]["duplicated_pairs"] == {"mine": [63]}
+    assert len(report["bad_records"]) == SHOWN
