@@ -237,7 +237,7 @@ class Preflight:
         return "\n".join([*lines, updates])
 
     def write(self, path: Path) -> None:
-        """Write the counts to a file, and all records with problems beside it."""
+        """Write the counts, and beside them the records with problems."""
         facts, problems = asdict(self), []
         for split in ("train", "test"):
             for dataset, number, reason in facts[split]["bad_records"]:

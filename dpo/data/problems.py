@@ -25,7 +25,7 @@ class BadRecordsError(InputError):
 
 
 class BadRecords:
-    """The bad records of a split, each with its number and the reason."""
+    """The bad records of a split, with numbers and reasons."""
 
     def __init__(self, *, skip: bool = False) -> None:
         self.skip = skip

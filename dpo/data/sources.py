@@ -57,7 +57,7 @@ class FileRows(list[Mapping[str, Any]]):
         self.files: list[tuple[Path, Sequence[int]]] = []  # each file with its records' lines, 0 if not read by lines
 
     def iterate_places(self) -> Iterator[tuple[int, str]]:
-        """Yield numbers, through all files, and places, as in `record 2 of FILE (line 3)`."""
+        """Yield numbers and places, as in `record 2 of FILE (line 3)`."""
         total = 0
         for file, lines in self.files:
             for number, line in enumerate(lines, start=1):
