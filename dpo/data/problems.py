@@ -43,7 +43,7 @@ class BadRecords:
 
 
 def explain_refusal(error: BadRecordsError, path: Path | None) -> InputError:
-    """Name all bad records in a file, if `path` is given, and say how to go on."""
+    """Name all bad records in a file, if `path` is given."""
     where = ""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
