@@ -82,7 +82,7 @@ def iterate_rows(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> I
 
 
 def iterate_places(rows: Sequence[Mapping[str, Any]], origin: str) -> Iterator[tuple[int, str]]:
-    """Yield the number and place of each record, in its file or in `origin`."""
+    """Yield each record's number and its place in its file or `origin`."""
     if isinstance(rows, FileRows):
         return rows.iterate_places()
     return ((number, f"record {number} of {origin}") for number in range(1, len(rows) + 1))
