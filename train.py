@@ -145,7 +145,7 @@ def dry_run(plan: Plan) -> None:
 
     Raises InputError wherever the run would. Writes nothing.
     """
-    from dpo.checkpoint.resume import check_inputs, look_at_run
+    from dpo.checkpoint.resume import check_inputs, fix_template_date, look_at_run
     from dpo.models.layouts import Padded
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import check_scorer
@@ -156,6 +156,7 @@ def dry_run(plan: Plan) -> None:
     from dpo.training.optimization import notes_on_scaling
 
     resume_point = look_at_run(plan, LOGS)
+    plan = fix_template_date(plan, resume_point)
     check_parts(plan)
     scorer_notes = list(check_scorer(plan)) if plan.online else []
     set_up_torch(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
@@ -207,13 +208,19 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
     import transformers
 
     from dpo.checkpoint.files import MANIFEST
-    from dpo.checkpoint.resume import check_inputs
+    from dpo.checkpoint.resume import check_inputs, fix_template_date
     from dpo.models.loading import check_model, find_model_config
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.waiting import meet_rank_0
 
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
     resume_from = from_rank_0(run.checkpoint if run else None)
+    # rank 0's, as the processes of a long start may see different days
+    plan = plan.change(
+        "chat_template_date",
+        from_rank_0(fix_template_date(plan, run.resume_point).template.date if run is not None else None),
+    )
+    config.chat_template_date = plan.template.date
     transformers.set_seed(plan.run.seed)  # Python's, numpy's and torch's
     set_up_torch(plan)
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -252,6 +253,12 @@ def _began_with(run_dir: Path, resume_point: ResumePoint) -> bool:
     origin = run_dir / ORIGIN
     check_writable(origin)
     return origin.exists() and origin.read_bytes() == resume_point.manifest["sha256"].encode()
+
+
+def fix_template_date(plan: Plan, resume_point: ResumePoint | None) -> Plan:
+    """Decide the date that a chat template writes, once for a run."""
+    recorded = resume_point.manifest["config"].get("chat_template_date") if resume_point else None
+    return plan.change("chat_template_date", plan.template.date or recorded or date.today().isoformat())
 
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from dpo.data.schema import PreferenceData
 from dpo.data.shortening import Limits, fit_prompts
 from dpo.data.table import FOLDER, SPLITS, PromptTable, find_or_build, iterate_prompts, read_facts, write_prompts
 from dpo.data.tokenization import TextEncoder
-from dpo.data.tokenizer import find_bos_warnings, identify_tokenizer, load_tokenizer
+from dpo.data.tokenizer import DATE_MACRO, find_bos_warnings, identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
 from dpo.numbers import count
 from dpo.settings.plan import DataPlan, Plan
@@ -248,8 +249,13 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         print(f"reading the data of {', '.join(plan.data.datasets)}", flush=True)
     cache_dir = plan.run.cache_dir
     tokenizer = load_tokenizer(
-        plan.model.tokenizer, cache_dir=cache_dir, trust_remote_code=plan.model.trust_remote_code
+        plan.model.tokenizer,
+        cache_dir=cache_dir,
+        trust_remote_code=plan.model.trust_remote_code,
+        template=plan.template,
     )
+    if not silent and plan.template.date != date.today().isoformat() and DATE_MACRO in str(tokenizer.chat_template):
+        print(f"the chat template writes the date {plan.template.date}, with which the run began")
     options = DatasetOptions(
         plan.data.datasets,
         plan.data.dataset_sources,

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import pickle
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import transformers
 
+from dpo.data.asking import TEMPLATE_ERRORS
 from dpo.errors import InputError, explaining_library, one_sentence
+from dpo.settings.plan import TemplatePlan
+from dpo.system.plain_files import check_readable
+
+# shadows transformers' function, which writes the time at which something is rendered
+DATE_MACRO = "{%- macro strftime_now(format) -%}{{- "
 
 
 @contextlib.contextmanager
@@ -40,8 +50,10 @@ def explaining_load_errors(what: str, name: str):
         yield
 
 
-def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load a tokenizer, which pads with EOS.
+def load_tokenizer(
+    name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False, template: TemplatePlan | None = None
+) -> Any:
+    """Load a tokenizer, which pads with EOS, with a run's chat template.
 
     A published pad token may lack an embedding; masks tell padding from text. Raises InputError for a tokenizer
     without EOS.
@@ -53,7 +65,76 @@ def load_tokenizer(name: str, *, cache_dir: str | None = None, trust_remote_code
     if tokenizer.eos_token_id is None:
         raise InputError(f"tokenizer {name!r} has no EOS token, which ends every response; set one in its files")
     tokenizer.pad_token_id = tokenizer.eos_token_id
+    if template is not None:
+        bind_template(tokenizer, template, date=template.date)
     return tokenizer
+
+
+def bind_template(tokenizer: Any, template: TemplatePlan, *, date: str | None = None) -> None:
+    """Give a tokenizer a run's chat template, in which arguments and date are set.
+
+    An argument has the run's value unless the caller gives another, in exports too. `date`, in ISO's form, is what
+    `strftime_now` writes; without it, that is the time at which something is rendered.
+    """
+    if template.file is not None:
+        path = Path(template.file).expanduser()
+        try:
+            check_readable(path)
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"chat_template={template.file} cannot be read: {one_sentence(error)}") from error
+    texts = tokenizer.chat_template
+    if not texts:
+        if template.arguments:
+            raise InputError(
+                f"chat_template_args={dict(template.arguments)} has no effect, as the tokenizer has no chat template: "
+                f"give chat_template=FILE, or remove the arguments"
+            )
+        return
+    settings = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_write_literal(value)} %}}{{%- endif %}}"
+        for name, value in sorted(template.arguments.items())
+        if _check_argument(name)
+    ]
+
+    def bind(text: str) -> str:
+        before = [_write_date(date), *settings] if date and "strftime_now" in text else settings
+        return "".join([*before, "{{- '' }}", text]) if before else text  # without it, a newline after would be lost
+
+    is_named = isinstance(texts, dict)  # a tokenizer may have a template of its own for tools
+    tokenizer.chat_template = {name: bind(text) for name, text in texts.items()} if is_named else bind(texts)
+    if template.file is not None or settings:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        except jinja2.TemplateSyntaxError as error:
+            where = f"chat_template={template.file}" if template.file else "the tokenizer's chat template"
+            raise InputError(f"{where} is not a template in Jinja's language: {one_sentence(error)}") from error
+        except TEMPLATE_ERRORS:  # a template may want other messages
+            pass
+
+
+def _check_argument(name: str) -> bool:
+    """Raise InputError for an argument that templates cannot have."""
+    if not name.isidentifier() or name in ("messages", "tools", "documents", "add_generation_prompt"):
+        raise InputError(f"chat_template_args has {name}, which must be a name that the chat template reads")
+    return True
+
+
+def _write_literal(value: Any) -> str:
+    """Write a value of the config in Jinja's language."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)}: {_write_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_write_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value)
+
+
+def _write_date(date: str) -> str:
+    """Write a macro in place of transformers' function."""
+    day = datetime.fromisoformat(date)
+    directives = [f"%{sign}{letter}" for letter in "aAbBcdHIjmMpSUwWxXyYFDeT" for sign in ("", "-")]
+    filters = "".join(f" | replace({json.dumps(d)}, {json.dumps(day.strftime(d))})" for d in directives)
+    return f"{DATE_MACRO}format{filters} -}}}}{{%- endmacro -%}}"
 
 
 def find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
@@ -76,7 +157,7 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     None if no digest can tell: a tokenizer in Python may do anything, and a template may write today's date.
     """
     template = str(getattr(tokenizer, "chat_template", None))
-    if not tokenizer.is_fast or "strftime_now" in template:
+    if not tokenizer.is_fast or ("strftime_now" in template and DATE_MACRO not in template):
         return None
     settings = repr((transformers.__version__, tokenizer.eos_token, tokenizer.special_tokens_map, template))
     return hashlib.sha256((settings + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()

@@ -17,7 +17,7 @@ import transformers
 from safetensors import SafetensorError
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, sync_directory
-from dpo.data.tokenizer import explaining_load_errors, find_pad_token
+from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token
 from dpo.errors import InputError, RunError, explaining
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
 from dpo.models.card import write_card
@@ -202,6 +202,7 @@ def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_gro
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     if tokenizer._auto_class is None:  # transformers' class is used, not the model's code
         tokenizer.init_kwargs.pop("auto_map", None)
+    bind_template(tokenizer, origin.plan.template)
     _set_pad_token(tokenizer, n_embeddings, scalar_head=origin.plan.loss.scalar_head, may_grow=may_grow)
     tokenizer.save_pretrained(folder)
     return tokenizer

@@ -14,7 +14,18 @@ from dpo.settings.recorded import plan_model, read_plan
 CONFIG = "config.yaml"
 POLICY_FILE = "policy.pt"
 # prefixes of the keys of a run's config that decide anything here; a model card shows other keys too
-USED_KEYS = ("model.", "lora.", "loss.name", "loss.beta", "online.name", "datasets", "local_dirs", "seed", "trainer")
+USED_KEYS = (
+    "model.",
+    "lora.",
+    "loss.name",
+    "loss.beta",
+    "online.name",
+    "datasets",
+    "chat_template",
+    "local_dirs",
+    "seed",
+    "trainer",
+)
 
 
 class Origin(NamedTuple):

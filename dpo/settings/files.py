@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 GROUPS = ("loss", "lora", "online")  # groups whose options have different keys
-OPEN_MAPPINGS = ("dataset_sources", "optimizer_args")  # mappings whose keys the user chooses
+OPEN_MAPPINGS = ("dataset_sources", "optimizer_args", "chat_template_args")  # mappings whose keys the user chooses
 ABSENT = object()  # stands for the value of a key that is not there
 UNRESOLVED = object()  # stands for a value that depends on an invalid value of another key
 

@@ -73,6 +73,10 @@ def _is_run_name(value: Any) -> bool:
     return _is_path(value) and not os.path.isabs(value) and ".." not in value.split("/")
 
 
+def _is_date(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", value))
+
+
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # kind: test of a value, and description for messages
     "int": (is_int, "an integer"),
     "number": (is_number, "a number"),
@@ -87,7 +91,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # kind: test of a value
     ),
     "arguments": (
         lambda v: isinstance(v, dict) and all(map(is_text, v)),
-        "a mapping of names to values, such as {weight_decay: 0.01}",
+        "a mapping of names to values, such as {weight_decay: 0.01} or {enable_thinking: false}",
     ),
     "layers": (
         lambda v: v in ("auto", "all-linear") or _are_names(v),
@@ -107,6 +111,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # kind: test of a value
         lambda v: v == [] or (_are_names(v) and all(len(tag) <= 64 for tag in v)),
         "a list of different texts of at most 64 characters, as W&B wants them, such as [dpo,first]",
     ),
+    "date": (_is_date, "a date in quotes, such as '2025-12-31'"),
     "anything": (lambda v: True, "anything"),
 }
 
@@ -228,6 +233,9 @@ KEYS: dict[str, Key] = {
     "unpair": Key("flag", KEEP),
     "list_pairs": Key("name", KEEP, LIST_PAIRS),
     "chat": Key("name", KEEP, CHATS),
+    "chat_template": Key("path or null", CHANGE),
+    "chat_template_args": Key("arguments", KEEP),
+    "chat_template_date": Key("date or null", PER_RUN),
     "wandb.enabled": Key("flag", CHANGE),
     "wandb.entity": Key("text or null", CHANGE),
     "wandb.project": Key("project", CHANGE),

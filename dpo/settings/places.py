@@ -178,7 +178,12 @@ def _make_name(path: str) -> str:
 
 
 def place_datasets(config: DictConfig) -> None:
-    """Replace paths in `datasets` by names, and define these in `dataset_sources`."""
+    """Replace paths in `datasets` by names, and define these in `dataset_sources`.
+
+    The path of the chat template becomes absolute, as a later command may run in another directory.
+    """
+    if config.chat_template:
+        config.chat_template = os.path.abspath(os.path.expanduser(config.chat_template))
     sources: Any = OmegaConf.to_container(config.dataset_sources)
     datasets: Any = config.datasets if isinstance(config.datasets, str) else list(config.datasets)
     names, named_sources, _ = name_datasets(datasets, sources)

@@ -146,6 +146,14 @@ class OnlinePlan:
     batch_size: int | None
 
 
+class TemplatePlan(NamedTuple):
+    """A chat template in place of the tokenizer's, and what it reads."""
+
+    file: str | None
+    arguments: Mapping[str, Any]
+    date: str | None  # in ISO's form; None: that of rendering
+
+
 @dataclass(frozen=True)
 class DataPlan:
     """Datasets, and how their examples become batches."""
@@ -243,6 +251,7 @@ class Plan:
     model: ModelPlan
     lora: AdapterPlan | None  # None: all weights are trained
     online: OnlinePlan | None  # None: the pairs are those of the data
+    template: TemplatePlan
     data: DataPlan
     training: TrainingPlan
     evaluation: EvaluationPlan
@@ -363,6 +372,9 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         model=_read(ModelPlan, values, "model."),
         lora=_read(AdapterPlan, values, "lora.") if values.get("lora.name") in ADAPTED else None,
         online=_read(OnlinePlan, values, "online.") if values.get("online.name") == "online" else None,
+        template=TemplatePlan(
+            values.get("chat_template"), values.get("chat_template_args") or {}, values.get("chat_template_date")
+        ),
         data=_read(DataPlan, values),
         training=_read(TrainingPlan, values),
         evaluation=_read(EvaluationPlan, values),

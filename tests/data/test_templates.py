@@ -16,7 +16,9 @@ from dpo.data.examples import encode_examples, list_examples, make_labels
 from dpo.data.table import Prompt, PromptTable, iterate_prompts, write_prompts
 from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
+from dpo.data.tokenizer import bind_template, identify_tokenizer
 from dpo.errors import InputError
+from dpo.settings.plan import TemplatePlan
 from preference_datasets import get_batch_iterator
 
 AS_JSON = WITH_TOOLS.replace(
@@ -443,6 +445,57 @@ def test_control_tokens_in_messages_are_text_and_are_counted(place, control, cha
     assert [said for said in data.notes if "control tokens" in said] == [note]
     asked = render([*ASK, message], "chat", tokenizer, "", tools)
     assert asked.startswith(prompt.removesuffix("<assistant>"))
+
+
+DATED = (
+    "\n{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }} "
+)
+ODD = {"none": [None, True], "text": "a'b\"\n%}é", "number": -1.5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "date", "begins"),
+    [
+        ({}, "2025-02-09", "\n09 Feb 2025 <user>"),
+        ({"date_string": "today"}, "2025-02-09", "\ntoday <user>"),
+        ({"enable_thinking": False, "odd": ODD}, "2025-02-09", "\n09 Feb 2025 <user>"),
+    ],
+)
+def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arguments, date, begins, chat, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        DATED + WITH_TOOLS + "{% if enable_thinking is false %}<think></think>{{ odd | tojson }}{% endif %}"
+    )
+    tokenizer, exported = chat(None), chat(None)
+    bind_template(tokenizer, TemplatePlan(str(file), arguments, date), date=date)
+    bind_template(exported, TemplatePlan(str(file), arguments, date))
+    end = f"<think></think>{json.dumps(ODD, ensure_ascii=False)}" if "odd" in arguments else ""
+    text = f"{begins}Which colour?{EOS}\n<assistant>{end}"
+    assert render(ASK, "chat", tokenizer, "") == text
+    assert identify_tokenizer(tokenizer) is not None
+    # the export keeps the arguments, which its caller may change, and not the date
+    assert exported.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True).endswith(text[-20:])
+    asked = exported.apply_chat_template(ASK, tokenize=False, date_string="now", enable_thinking=True)
+    assert asked == f"\nnow <user>Which colour?{EOS}\n"
+    assert date[:4] not in exported.chat_template
+    assert identify_tokenizer(exported) is None  # it writes the day on which it is used
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        (None, {}, "chat_template=.* cannot be read: .*No such file"),
+        ("{% for %}", {}, "chat_template=.* is not a template in Jinja's language: "),
+        ("a", {"messages": 1}, "chat_template_args has messages, which must be a name that the chat template reads"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(text, arguments, message, chat, tmp_path):
+    if text is not None:
+        (tmp_path / "a").write_text(text)
+    with pytest.raises(InputError, match=message):
+        bind_template(chat(None), TemplatePlan(str(tmp_path / "a"), arguments, None))
+    with pytest.raises(InputError, match="has no effect, as the tokenizer has no chat template"):
+        bind_template(chat(None), TemplatePlan(None, {"enable_thinking": True}, None))
 
 
 TEXT = {"prompt": "Which colour?", "chosen": " Blue.", "rejected": "  Green."}

@@ -43,7 +43,10 @@ def test_every_key_has_a_spec_and_every_spec_a_key():
     )
     of_losses = {key for key in KEYS if key.startswith("loss.")}
     assert of_losses <= losses  # an option without bounds needs no spec
-    assert keys_of(main) | {"optimizer_args"} | adapters | online | models["blank_model"] == KEYS.keys() - of_losses
+    assert (
+        keys_of(main) | {"optimizer_args", "chat_template_args"} | adapters | online | models["blank_model"]
+        == KEYS.keys() - of_losses
+    )
 
 
 OPTION_FILES = [
