@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import signal
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.soak import find_differences, read_log
 from dpo.checkpoint.files import MANIFEST, find_checkpoints, hash_manifest, read_state
 from dpo.errors import InputError, RunError
+from dpo.system.plain_files import read_yaml
 from dpo.system.run_directory import write_record
 from dpo.system.signals import Stopped
 from dpo.training.evaluation import Evaluator
@@ -234,6 +237,28 @@ def test_what_continues_needs_neither_the_weights_it_replaces_nor_the_files_it_h
 
     assert len(read_metrics(tmp_path / "run", "train")) == 4
     assert mapped == []
+
+
+def test_a_template_writes_the_date_on_which_the_run_began(run, tmp_path, monkeypatch, capsys):
+    """In a copy of a checkpoint too; an export writes the date on which it is used."""
+    model = shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model")
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    rows = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": f"Not {i}, but more."} for i in range(20)]
+    settings = (
+        f"model.name_or_path={model}",
+        f"datasets=[{write_rows(tmp_path / 'mine.jsonl', rows)}]",
+        "do_first_eval=false",
+    )
+    days = iter(["2026-01-31", "2026-02-01", "2026-02-02"])
+    monkeypatch.setattr("dpo.checkpoint.resume.date", SimpleNamespace(today=lambda: date.fromisoformat(next(days))))
+    run("run", *settings, "n_examples=4")
+    run("run", *settings, "n_examples=8", "resume=auto", "export=true")
+    run("copy", *settings, "n_examples=12", f"resume={tmp_path / 'run' / 'step-8'}")
+
+    assert capsys.readouterr().out.count("the chat template writes the date 2026-01-31, with which the run began") == 3
+    assert read_yaml(tmp_path / "copy" / "config.yaml")["chat_template_date"] == "2026-01-31"
+    assert (tmp_path / "run" / "LATEST" / "hf" / "chat_template.jinja").read_text() == template
 
 
 def test_if_every_checkpoint_is_damaged_nothing_is_thrown_away(run, copied, tmp_path):
