@@ -71,7 +71,7 @@ def load_tokenizer(
 
 
 def bind_template(tokenizer: Any, template: TemplatePlan, *, date: str | None = None) -> None:
-    """Give a tokenizer a run's chat template, in which arguments and date are set.
+    """Give a tokenizer a run's chat template, arguments and date.
 
     An argument has the run's value unless the caller gives another, in exports too. `date`, in ISO's form, is what
     `strftime_now` writes; without it, that is the time at which something is rendered.
