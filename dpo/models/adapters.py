@@ -25,6 +25,7 @@ from dpo.checkpoint.parts import ModelPart
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.models.adapter_dropout import Dropout, Pattern
 from dpo.models.scalar_head import HEAD, HEAD_WEIGHT, find_scalar_head
+from dpo.models.text_part import rename_layers
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import full_state, local_tensor
 from dpo.settings.keys import read_rule
@@ -217,6 +218,20 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
     model_class, on_meta = type(model).__name__, next(model.parameters()).is_meta
     if config.target_modules == AUTO:
         config.target_modules = {*_shorten_names(model, _list_linear_layers(model))}
+
+    def names_any(target: str, named: Iterable[tuple[str, Any]]) -> bool:
+        # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
+        return any(f".{key.removesuffix('.base_layer')}".endswith(f".{target}") for key, _ in named)
+
+    if isinstance(config.target_modules, set):  # layers by name: PEFT raises only if none of them is in the model
+        missing = sorted(t for t in config.target_modules if not names_any(t, model.named_modules()))
+        if tensors := [target for target in missing if names_any(target, model.named_parameters())]:
+            raise InputError(
+                f"{targets} names {', '.join(tensors)}, which in {model_class} is no layer but one tensor, as of all "
+                f"experts, and LoRA here adapts linear layers alone: leave it out"
+            )
+        if missing and len(missing) < len(config.target_modules):
+            raise InputError(f"{targets} names layers that are not in {model_class}: {', '.join(missing[:5])}")
     # PEFT translates names for models whose experts it knows from earlier versions of transformers, and then adapts
     # experts and routers, also if only a dense layer has such a name. It does not if the config is a dictionary.
     container: Any = torch.nn.Module()
@@ -236,12 +251,6 @@ def _inject(model: Any, config: LoraConfig, name: str, seed: int, targets: str) 
         ):
             peft.inject_adapter_in_model(config, container, name, low_cpu_mem_usage=on_meta)
     model.peft_config = container.peft_config
-    if isinstance(config.target_modules, set):  # layers by name: PEFT raises only if none of them is in the model
-        # with a leading dot, so that the target `q_proj` does not match `my_q_proj`
-        names = ["." + key.removesuffix(".base_layer") for key, _ in model.named_modules()]
-        missing = [target for target in config.target_modules if not any(n.endswith(f".{target}") for n in names)]
-        if missing:
-            raise InputError(f"{targets} names layers that are not in {model_class}: {', '.join(sorted(missing)[:5])}")
 
 
 def _list_linear_layers(model: Any) -> list[str]:
@@ -378,6 +387,7 @@ def add_stored_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) ->
 
     Raises InputError if the adapter does not fit.
     """
+    stored = stored._replace(weights=rename_layers(model, stored.weights, to_class=False))
     config = make_adapter_config(stored.r, stored.alpha, stored.layers)
     add_adapter(model, config, name=name, targets=str(stored.directory))
     load_adapter(model, stored, name)
@@ -389,6 +399,7 @@ def load_adapter(model: Any, stored: StoredAdapter, name: str = POLICY) -> None:
     Raises InputError if they do not fit.
     """
     parameters = adapter_weights(model, name)
+    stored = stored._replace(weights=rename_layers(model, stored.weights, to_class=False))
     if HEAD_WEIGHT not in stored.weights:  # a language model's adapter: a scalar head keeps the weight that was drawn
         parameters.pop(HEAD_WEIGHT, None)
     shared_keys = parameters.keys() & stored.weights.keys()
@@ -534,6 +545,16 @@ def count_parameters(model: torch.nn.Module) -> ParameterCount:
     return ParameterCount(n_trainable, n_total)
 
 
+def count_expert_weights(model: torch.nn.Module) -> int:
+    """The number of weights of experts, which get no adapter.
+
+    All experts of a layer are one tensor of three dimensions.
+    """
+    layers = [layer for layer in model.modules() if not isinstance(layer, torch.nn.modules.conv._ConvNd)]
+    weights = [weight for layer in layers for weight in layer.parameters(recurse=False)]
+    return sum(weight.numel() for weight in weights if weight.ndim == 3)
+
+
 def policy_part(model: torch.nn.Module) -> ModelPart:
     """The checkpoint's part with the policy: its adapter, or all weights."""
     return AdapterPart("policy", model) if adapter_weights(model, POLICY) else ModelPart("policy", model)
@@ -555,7 +576,10 @@ class AdapterPart(ModelPart):
         config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         if PREFIX + HEAD_WEIGHT in state:
             config["modules_to_save"] = [HEAD]
-        tensors = {key: tensor.contiguous() for key, tensor in state.items()}
+        named = {key.removeprefix(PREFIX): tensor for key, tensor in state.items()}
+        if (renamed := rename_layers(self.source, named, to_class=True)).keys() != named.keys():
+            named, config["target_modules"] = renamed, _list_layers(renamed)
+        tensors = {PREFIX + key: tensor.contiguous() for key, tensor in named.items()}
         return {
             CONFIG: json.dumps(config, indent=2, sort_keys=True).encode(),
             WEIGHTS: save(tensors, metadata={"format": "pt"}),

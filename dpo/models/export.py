@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+from transformers.utils.hub import cached_file
 
 from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, sync_directory
 from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token
@@ -27,6 +30,7 @@ from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.reward_model import MARK
+from dpo.models.text_part import complete, is_text_part
 from dpo.models.weights import Weights, read_archive
 from dpo.system.plain_files import read_json, replacing
 
@@ -154,10 +158,27 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
             model.resize_token_embeddings(tokenizer.pad_token_id + 1, mean_resizing=False)
     # save_pretrained refuses some published generation configs, so the base's own is not given to the model
     model.generation_config = transformers.GenerationConfig()
-    model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=False)
+    if is_text_part(config) and not is_reward_model and not origin.plan.model.random_init:
+        tensors = complete(model, source["name"], source["cache_dir"], dtype)
+        save_torch_state_dict(tensors, folder, max_shard_size=shard_bytes, metadata={"format": "pt"})
+        config.dtype = config.get_text_config().dtype = next(model.parameters()).dtype
+        config.save_pretrained(folder)
+        _copy_processor(folder, **source)
+    else:
+        if is_text_part(config):
+            model.config = config.get_text_config()  # there are no weights of other parts
+        has_parts = model.config.get_text_config() is not model.config
+        model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=has_parts)
     if not is_reward_model:
         _write_generation_config(folder, config, origin, tokenizer)
     write_card(folder, origin, model=model, adapter=adapter)
+
+
+def _copy_processor(folder: Path, name: str, cache_dir: str | None, **_: Any) -> None:
+    """Copy the files on how a checkpoint reads images and video."""
+    for file in (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME):
+        if path := cached_file(name, file, cache_dir=cache_dir, _raise_exceptions_for_missing_entries=False):
+            shutil.copyfile(path, folder / file)
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:

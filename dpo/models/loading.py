@@ -27,6 +27,7 @@ from dpo.models.adapters import (
 from dpo.models.pretrained import DTYPES, check_positions, load_config, load_model, load_structure
 from dpo.models.quantization import quantize
 from dpo.models.scalar_head import install_scalar_head
+from dpo.models.text_part import is_text_part, name_in_files
 from dpo.models.weights import Weights, locate_weights, model_digest, read_archive
 from dpo.parallel.sharding import choose_device_map, find_blocks
 from dpo.parallel.tensor_parallel import check_tensor_parallel
@@ -51,6 +52,12 @@ def resolve_name(name: str) -> str:
 
 
 def find_model_config(plan: Plan) -> Any:
+    """The trained model's config, perhaps of a checkpoint's text part."""
+    config = _find_whole_config(plan)
+    return config.get_text_config() if is_text_part(config) else config
+
+
+def _find_whole_config(plan: Plan) -> Any:
     return load_config(**find_source(plan), scalar_head=plan.loss.scalar_head)
 
 
@@ -140,13 +147,15 @@ def check_model(plan: Plan) -> Weights:
 
     Raises InputError if it cannot, or as `find_weights` does.
     """
-    weights, config = find_weights(plan), find_model_config(plan)
+    weights, config = find_weights(plan), _find_whole_config(plan)
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(
             f"model.name_or_path={plan.model.name_or_path} is quantized already (its config.json has a "
             f"quantization_config), and quantized weights cannot be trained: give the model that it was made from"
         )
-    check_tensor_parallel(config, plan.dims.tensor_size)
+    if is_text_part(config) and not plan.model.random_init and not plan.loss.scalar_head:
+        name_in_files(find_structure(plan, plan.model.policy_dtype), plan.model.name_or_path, plan.run.cache_dir)
+    check_tensor_parallel(find_model_config(plan), plan.dims.tensor_size)
     return weights
 
 

@@ -14,9 +14,11 @@ import transformers
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
-from dpo.models.adapters import CONFIG, count_parameters
+from dpo.models.adapters import CONFIG, count_expert_weights, count_parameters
 from dpo.models.scalar_head import HEAD_WEIGHT, draw_head, install_scalar_head
+from dpo.models.text_part import is_text_part, name_in_class
 from dpo.models.weights import read_archive
+from dpo.numbers import percent
 from dpo.settings import choices
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in choices.DTYPES}
@@ -35,9 +37,34 @@ def load_config(
             f"model.name_or_path; or merge both: python -m scripts.export {name} DIR --merge"
         )
     with explaining_load_errors("model", name):
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             name, cache_dir=cache_dir, trust_remote_code=trust_remote_code, **_config_changes(scalar_head)
         )
+    _check_class(name, config, scalar_head)
+    return config
+
+
+def _check_class(name: str, config: Any, scalar_head: bool) -> None:
+    """Raise InputError for a config of which transformers makes no such model."""
+    auto_class, saved_classes = _find_auto_class(scalar_head), config.architectures or []
+    model_class = auto_class._model_mapping.get(type(config), None)
+    # transformers would load the decoder of an encoder-decoder model alone
+    is_decoder = (
+        not config.is_encoder_decoder or not saved_classes or getattr(model_class, "__name__", None) in saved_classes
+    )
+    has_own_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})
+    if has_own_code or (model_class is not None and is_decoder):
+        return
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        kind = "vision-language models whose text part transformers does not load alone"
+    elif config.is_encoder_decoder:
+        kind = "encoder-decoder models"
+    elif hasattr(config, "audio_config"):
+        kind = "models of audio"
+    else:
+        kind = f"classes that {auto_class.__name__} does not load"
+    class_name = ", ".join(saved_classes or [type(config).__name__])
+    raise InputError(f"model {name!r} is a {class_name}, and {kind} are not supported: give a model for text alone")
 
 
 def _config_changes(scalar_head: bool) -> dict[str, int]:
@@ -90,6 +117,7 @@ def load_structure(
         model = _find_auto_class(scalar_head).from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
+        name_in_class(model, config)
     return _complete(model, scalar_head)
 
 
@@ -153,6 +181,7 @@ def load_model(
                 with torch.no_grad():
                     model.score.weight.copy_(draw_head(model, seed))
             refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
+        name_in_class(model, config)
     return _complete(model, scalar_head)
 
 
@@ -196,8 +225,13 @@ def _load_weights(
     transformers casts and places the weights one by one, so that there is no second copy.
     """
     model_class: Any = type(structure)
+    config = load_config(name, **source)
     model, loading = model_class.from_pretrained(
-        None, config=load_config(name, **source), state_dict=weights, **options, output_loading_info=True
+        None,
+        config=config.get_text_config() if is_text_part(config) else config,
+        state_dict=weights,
+        **options,
+        output_loading_info=True,
     )
     refuse_gaps(loading, f"model {name!r}", "were they saved with another class?")
     model.name_or_path = model.config.name_or_path = name
@@ -291,6 +325,11 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     name, used_attention = type(model).__name__, model.config._attn_implementation
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1  # XLNet has -1: no limit
     notes = []
+    if hasattr(model, "checkpoint_class"):
+        notes.append(
+            f"only the text part of this {model.checkpoint_class} is trained ({name}); its other parts, such as "
+            f"vision, are carried along unchanged into exports"
+        )
     if used_attention != attention:
         notes.append(f"{name} does not support {attention}; using {used_attention} attention")
     if 0 < limit < max_length:
@@ -299,6 +338,10 @@ def remarks(model: Any, *, attention: str, max_length: int) -> list[str]:
     if n_trainable < n_total:
         share = n_trainable / n_total
         notes.append(f"trainable parameters: {n_trainable:,} of {n_total:,} ({share:.2%}), those of the adapter")
+        if n_experts := count_expert_weights(model):
+            notes.append(
+                f"warning: the experts, {percent(n_experts / (n_total - n_trainable))} of the weights, get no adapter"
+            )
     return notes
 
 

@@ -34,6 +34,7 @@ from dpo.models.adapters import (
     switch,
 )
 from dpo.models.layouts import SharedPrefix
+from dpo.models.pretrained import remarks
 from dpo.models.weights import model_digest
 from scripts.export import main as export_by_hand
 
@@ -340,3 +341,22 @@ def test_an_adapter_adds_two_operations_to_a_forward_pass_and_four_to_a_backward
     monkeypatch.setattr(adapter_dropout, "_drop", lambda x, *_: x.clone() if _[-1] is None else x.add(_[-1]))
     dropped = count_operations(make_config, dropout=0.1)
     assert (dropped[0] - plain[0], dropped[1] - plain[1]) == (n_adapted, n_adapted)
+
+
+def test_experts_without_an_adapter_are_said_with_their_share_and_cannot_be_named():
+    model = build(
+        lambda: transformers.Qwen3MoeConfig(**GROUPED, head_dim=8, num_experts=4, moe_intermediate_size=16),
+        on_meta=True,
+    )
+    n_all = sum(parameter.numel() for parameter in model.parameters())
+    n_experts = 2 * 4 * 3 * 32 * 16  # two layers of four experts, each with gate, up and down
+    for target in ("gate_up_proj", "model.layers.1.mlp.experts.gate_up_proj"):
+        with pytest.raises(
+            InputError, match=rf"names {target}, which in Qwen3MoeForCausalLM is no layer but one tensor"
+        ):
+            add_adapter(model, make_adapter_config(4, 8, ["q_proj", target]))
+    assert remarks(model, attention="eager", max_length=8) == []
+    add_adapter(model, make_adapter_config(4, 8, "auto"))
+    assert remarks(model, attention="eager", max_length=8)[1:] == [
+        f"warning: the experts, {round(100 * n_experts / n_all)} % of the weights, get no adapter"
+    ]

@@ -1,0 +1,148 @@
+"""The text part of a checkpoint that also has a vision part.
+
+`AutoModelForCausalLM` loads the text part of some checkpoints as a model of its own, whose weights have other names
+than in the checkpoint's files and in its class. An export puts the weights back under the files' names, and an adapter
+has the names of the class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from dpo.errors import InputError, explaining_library, one_sentence
+
+Names = dict[str, str]  # names elsewhere, by names in the text model
+Shapes = dict[str, tuple[int, ...]]
+
+
+def is_text_part(config: Any) -> bool:
+    """Return whether a config's language model is a part of its checkpoint.
+
+    This is the rule by which `AutoModelForCausalLM` takes `text_config` alone.
+    """
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    text_config = config.sub_configs.get("text_config")
+    return text_config is not None and getattr(model_class, "config_class", None) is text_config
+
+
+def name_in_class(model: Any, config: Any) -> None:
+    """Note in a text model its weights' names in the checkpoint's class."""
+    if not is_text_part(config) or type(model.config) is type(config):
+        return
+    with torch.device("meta"):
+        whole = transformers.AutoModelForImageTextToText.from_config(config)
+    model.checkpoint_class = type(whole).__name__
+    model.names_in_class = _match_names(model, _find_shapes(model.state_dict()), _find_shapes(whole.state_dict()))
+    if not model.names_in_class:
+        raise InputError(
+            f"the weights of {type(model).__name__} cannot be told from the others in {model.checkpoint_class}, which "
+            f"has more parts than text, so that no adapter could have its names: give a model for text alone"
+        )
+
+
+def rename_layers(model: Any, names: Mapping[str, torch.Tensor], *, to_class: bool) -> dict[str, torch.Tensor]:
+    """Rename an adapter's weights to those in the checkpoint's class, or back.
+
+    A name without a counterpart stays, as those of other models' adapters do.
+    """
+    layers = {
+        own.removesuffix(".weight"): theirs.removesuffix(".weight")
+        for own, theirs in getattr(model, "names_in_class", {}).items()
+    }
+    if not to_class:
+        layers = {theirs: own for own, theirs in layers.items()}
+    renamed = {}
+    for name, tensor in names.items():
+        layer, factor, rest = name.partition(".lora_")
+        renamed[layers.get(layer, layer) + factor + rest] = tensor
+    return renamed
+
+
+def name_in_files(model: Any, name: str, cache_dir: str | None) -> dict[str, torch.Tensor]:
+    """A text model's weights by their names in the checkpoint's files.
+
+    Raises InputError unless the files have all of them, each in one place.
+    """
+    shapes = {key: shape for file in _find_files(name, cache_dir) for key, shape in _read_shapes(file)}
+    own = model.state_dict()
+    for weights in (own, revert_weight_conversion(model, own)):  # published files may have each expert apart
+        if names := _match_names(model, _find_shapes(weights), shapes):
+            tensors = {theirs: weights[name] for name, theirs in names.items()}
+            # an expert is a view of all experts, and a file takes no views
+            is_view = {key: t.untyped_storage().nbytes() > t.nbytes and not t.is_meta for key, t in tensors.items()}
+            return {key: tensor.clone() if is_view[key] else tensor for key, tensor in tensors.items()}
+    raise InputError(
+        f"model.name_or_path={name} has more parts than text, and in its safetensors files the tensors of its text "
+        f"part ({type(model).__name__}) cannot be told from the others, so that no export could hold all parts: give a "
+        f"model for text alone"
+    )
+
+
+def complete(model: Any, name: str, cache_dir: str | None, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, with a text model's in place of its own.
+
+    The others keep their dtype unless one is given, and stay mapped from their files.
+    """
+    trained, tensors = name_in_files(model, name, cache_dir), {}
+    for path in _find_files(name, cache_dir):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (the file is no mapping)
+                tensor = trained[key] if key in trained else file.get_tensor(key)
+                tensors[key] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+    return tensors
+
+
+def _match_names(model: Any, own: Shapes, theirs: Shapes) -> Names:
+    """Match names that differ in a prefix; none if that is ambiguous.
+
+    The base model's weights have one prefix in common, and those of its head may have another. A tied head may be
+    missing.
+    """
+    embeddings = model.get_input_embeddings()
+    base = next(name for name, module in model.named_modules() if module is embeddings).partition(".")[0] + "."
+    tied = set(model._tied_weights_keys or ()) if model.config.get_text_config().tie_word_embeddings else set()
+    names = {}
+    for is_base in (True, False):
+        group = {name.removeprefix(base) if is_base else name: name for name in own if name.startswith(base) is is_base}
+        required = {short: name for short, name in group.items() if name not in tied}
+        first = next(iter(required or group), "")
+        prefixes = {match[1] for key in theirs if (match := re.fullmatch(rf"((?:.+\.)?){re.escape(first)}", key))}
+        fitting = [p for p in prefixes if all(theirs.get(p + short) == own[name] for short, name in required.items())]
+        if len(fitting) != 1 and required:
+            return {}
+        names |= {name: fitting[0] + short for short, name in group.items() if fitting and fitting[0] + short in theirs}
+    return names
+
+
+def _find_shapes(weights: Mapping[str, torch.Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+
+def _find_files(name: str, cache_dir: str | None) -> list[Path]:
+    """The safetensors files of a directory or Hub id."""
+    with explaining_library(lambda error: InputError(f"the files of {name} cannot be read: {one_sentence(error)}")):
+        options: Any = {"cache_dir": cache_dir, "_raise_exceptions_for_missing_entries": False}
+        name = str(Path(name).expanduser())
+        if index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options):
+            return [Path(file) for file in get_checkpoint_shard_files(name, index, cache_dir=cache_dir)[0]]
+        file = cached_file(name, SAFE_WEIGHTS_NAME, **options)
+        return [Path(file)] if file else []
+
+
+def _read_shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    with (
+        explaining_library(lambda error: InputError(f"{path} cannot be read: {one_sentence(error)}")),
+        safe_open(path, framework="pt") as file,
+    ):
+        for key in file.keys():  # noqa: SIM118 (the file is no mapping)
+            yield key, tuple(file.get_slice(key).get_shape())
