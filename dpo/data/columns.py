@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from dpo.data.records import FORMATS, NUMBERS
+from dpo.data.records import FORMATS, MEDIA, NUMBERS
 from dpo.data.schema import ASSISTANT, is_message
 from dpo.errors import InputError
 from dpo.losses import LOSSES
@@ -57,7 +57,7 @@ DIALOGUE, PROSE, OTHER = "dialogue", "prose", "other"  # kinds of columns; see `
 N_INSPECTED = 100  # records that decide the kind of a column
 RESPONSES = ("chosen", "rejected")
 # columns that are reported if they are unused, whatever they hold
-NEVER_SILENT = ("system", "system_prompt", "image", "images", "video", "videos", "audio", "audios")
+NEVER_SILENT = ("system", "system_prompt", *MEDIA)
 
 
 class ColumnsError(InputError):

@@ -16,6 +16,7 @@ from dpo.data.columns import find_columns, recognize_columns
 from dpo.data.problems import BadRecords
 from dpo.data.records import (
     FORMATS,
+    MEDIA,
     Record,
     is_empty,
     is_system_unused,
@@ -119,6 +120,10 @@ def get_custom(
     note = "; ".join(filter(None, (format_note, recognized.describe(columns))))
     if note:
         data.notes.append(f"{origin}: {note}")
+    if media := [column for column in recognized.unused if column.lower() in MEDIA]:
+        data.notes.append(
+            f"warning: {origin}: {', '.join(media)}: only text is trained, and the rest of a record is lost"
+        )
     if verdicts:
         data.notes.append(f"{origin}: {verdicts.describe(tally['ties'])}")
     data.notes += [*reader.describe(data, origin, chat), *template.describe(origin), *_describe_tally(tally, origin)]

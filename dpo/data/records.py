@@ -49,6 +49,9 @@ SHAREGPT_SPEAKERS = {
     "system": "system",
 }
 # roles of messages whose content is JSON of a call, or of a list of calls, in LLaMA-Factory's and ms-swift's data
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what is not text
+# marks in a text for items of such columns, as in <image>, <|image_pad|>, <start_of_image>, <image_soft_token>, [IMG]
+PLACEHOLDER = re.compile(r"<\|?[a-z_]*(?:image|video|audio|vision|img)[a-z_]*(?:_?\d+)?\|?>|\[IMG\]", re.IGNORECASE)
 CALLERS = ("function_call", "tool_call")
 RESULTS = ("tool_response", "function")  # roles of a tool's results in ms-swift's and OpenAI's earlier data
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:.*\}\s*\]\s*$""", re.DOTALL)
@@ -145,7 +148,18 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
     if tools and is_chat:  # tools beside texts are not used, so they are not checked
         fix = f"leave the column out with 'dataset_sources.{name}.columns={{tools: null}}'"
         tools = tools if read_tools(row, used[TOOLS], where, fix) else None
+    _check_media(row, used, [prompt, *responses, system, input_text, *history], where)
     return Record(prompt, responses, system, input_text, label, "responses" in used, history, tools or None)
+
+
+def _check_media(row: Mapping[str, Any], used: Mapping[str, str], parts: Sequence[Any], where: str) -> None:
+    """Raise InputError for a placeholder of an image in a text."""
+    columns = [column for column in row if column.lower() in MEDIA and column not in used.values() and row[column]]
+    if columns and (placeholder := PLACEHOLDER.search(repr(parts))):
+        raise InputError(
+            f"{where}: a text has {placeholder[0]}, a placeholder for an item of {', '.join(columns)}, and only text "
+            f"is trained: remove the record"
+        )
 
 
 def make_chat(record: Record) -> Record:

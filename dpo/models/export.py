@@ -30,7 +30,7 @@ from dpo.models.origin import Origin, find_origin
 from dpo.models.pretrained import DTYPES, load_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.reward_model import MARK
-from dpo.models.text_part import complete, is_text_part
+from dpo.models.text_part import complete_checkpoint, is_text_part
 from dpo.models.weights import Weights, read_archive
 from dpo.system.plain_files import read_json, replacing
 
@@ -159,16 +159,16 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     # save_pretrained refuses some published generation configs, so the base's own is not given to the model
     model.generation_config = transformers.GenerationConfig()
     if is_text_part(config) and not is_reward_model and not origin.plan.model.random_init:
-        tensors = complete(model, source["name"], source["cache_dir"], dtype)
+        tensors = complete_checkpoint(model, source["name"], source["cache_dir"], dtype)
         save_torch_state_dict(tensors, folder, max_shard_size=shard_bytes, metadata={"format": "pt"})
         config.dtype = config.get_text_config().dtype = next(model.parameters()).dtype
         config.save_pretrained(folder)
-        _copy_processor(folder, **source)
     else:
         if is_text_part(config):
             model.config = config.get_text_config()  # there are no weights of other parts
         has_parts = model.config.get_text_config() is not model.config
         model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=has_parts)
+    _copy_processor(folder, **source)
     if not is_reward_model:
         _write_generation_config(folder, config, origin, tokenizer)
     write_card(folder, origin, model=model, adapter=adapter)

@@ -88,8 +88,10 @@ def name_in_files(model: Any, name: str, cache_dir: str | None) -> dict[str, tor
     )
 
 
-def complete(model: Any, name: str, cache_dir: str | None, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, with a text model's in place of its own.
+def complete_checkpoint(
+    model: Any, name: str, cache_dir: str | None, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, with a text model's in their places.
 
     The others keep their dtype unless one is given, and stay mapped from their files.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from support.formats import assistant, user
 
@@ -127,6 +129,23 @@ def test_the_note_names_the_prompt_and_unused_columns(row, given, told, trains_o
     columns = find_columns([row])
     recognized = recognize_columns(columns, given, name="mine", origin="rows.csv", trains_on=trains_on)
     assert recognized.describe(given) == (told and f"columns {told}")
+
+
+@pytest.mark.parametrize(
+    "placeholder", ["<image>", "<|image_pad|>", "<start_of_image>", "<video>", "<|audio_1|>", "[IMG]"]
+)
+@pytest.mark.parametrize("column", ["prompt", "chosen"])
+def test_a_placeholder_for_an_image_is_refused_and_an_image_without_one_is_a_warning(placeholder, column, tokenizer):
+    row = {"prompt": "Who?", "chosen": "I.", "rejected": "You.", "images": ["a.png"]}
+
+    def load(row: dict) -> list[str]:
+        return get_custom([row], "rows.json", tokenizer).notes
+
+    marked = row | {column: f"{placeholder} {row[column]}"}
+    with pytest.raises(InputError, match=re.escape(f"a text has {placeholder}, a placeholder for an item of images")):
+        load(marked)
+    load(marked | {"images": []})  # a text about such words
+    assert any("warning: " in note and ": images: only text is trained" in note for note in load(row))
 
 
 @pytest.mark.parametrize(
