@@ -93,7 +93,7 @@ def describe_gpus() -> None:
 
 
 def sum_over_processes() -> None:
-    """Sum a tensor over one process per GPU, or over two on the CPU."""
+    """Sum a tensor over the GPUs, or over two processes."""
     import torch
 
     n_gpus = torch.cuda.device_count()
