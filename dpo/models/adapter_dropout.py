@@ -21,6 +21,7 @@ import torch
 from dpo.errors import InputError
 from dpo.models.layouts import PaddedRows
 from dpo.models.packing import NONE, Packed
+from dpo.system.arithmetic import allow_graphs
 
 
 class Pattern(NamedTuple):
@@ -35,8 +36,11 @@ class Pattern(NamedTuple):
 
     def drop(self, x: torch.Tensor, *, onto: torch.Tensor | None = None) -> torch.Tensor:
         """`x` with zeros for dropped features, not scaled, plus `onto`."""
-        drop = _fuse_drop(x.device) if x.is_cuda else _drop
-        return drop(x, self.a, self.b, self.least, onto)
+        if not x.is_cuda or torch.compiler.is_compiling():  # compiled code fuses `_drop` by itself
+            return _drop(x, self.a, self.b, self.least, onto)
+        # always with two dims: tensors of other dims would be compiled anew, on every GPU
+        rows, hashes, onto_rows = (t if t is None else t.flatten(0, -2) for t in (x, self.a, onto))
+        return _fuse_drop(x.device)(rows, hashes, self.b, self.least, onto_rows).reshape(x.shape)
 
 
 def _drop(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, least: int, onto: torch.Tensor | None) -> torch.Tensor:
@@ -47,6 +51,7 @@ def _drop(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, least: int, onto: t
 @cache
 def _fuse_drop(device: torch.device) -> Callable:
     """`_drop` compiled to one kernel with the same results, where possible."""
+    allow_graphs()  # the graphs of all GPUs count together
     fused, ones = torch.compile(_drop, dynamic=True), torch.ones(4, 8, device=device)
     try:  # compiles now, for calls without and with `onto`
         for onto in (None, ones.clone()):

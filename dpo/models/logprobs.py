@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers import masking_utils
 
 from dpo.losses import IGNORE_INDEX
 from dpo.models import cpu_attention
@@ -42,7 +44,8 @@ def sequence_logps(
     The results are (B, T-1): each row has its labelled tokens, without gaps, and then zeros. The softmax is in float32
     or higher.
     """
-    logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
+    with _one_text_per_row():
+        logits = model(input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]  # (B, T-1, V)
     logps = _log_softmax(logits)
     targets = labels[:, 1:].to(logits.device)  # (B, T-1)
     is_scored = targets != IGNORE_INDEX
@@ -54,6 +57,20 @@ def sequence_logps(
     is_filled = is_scored.gather(1, columns)
     columns = columns.where(is_filled, 0)
     return TokenLogps(*(values.gather(1, columns) * is_filled for values in by_column))
+
+
+@contextmanager
+def _one_text_per_row() -> Iterator[None]:
+    """Tell transformers inside that no row has several texts.
+
+    Without a mask it would read the positions to find out, for which the host waits on a GPU.
+    """
+    find_packed = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find_packed
 
 
 def packed_logps(
@@ -72,7 +89,8 @@ def sequence_rewards(
     model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, labels: torch.Tensor
 ) -> torch.Tensor:
     """Rewards at the last labelled token of (B, T) inputs, (B,)."""
-    hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    with _one_text_per_row():
+        hidden = model.base_model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     columns = torch.arange(labels.shape[1], device=labels.device)
     last = columns.where(labels != IGNORE_INDEX, 0).argmax(-1).to(hidden.device)  # (B,): columns of the last labels
     rows = torch.arange(len(last), device=last.device)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.integrations import sdpa_attention
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
@@ -21,6 +22,7 @@ from dpo.models.weights import read_archive
 from dpo.numbers import percent
 from dpo.settings import choices
 
+_use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in choices.DTYPES}
 
 
@@ -76,6 +78,14 @@ def _find_auto_class(scalar_head: bool) -> Any:
     return transformers.AutoModelForSequenceClassification if scalar_head else transformers.AutoModelForCausalLM
 
 
+def _has_kernel_of_grouped_heads(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """transformers' rule, but on GPUs keys and values are repeated in float32.
+
+    Only torch's slowest kernel takes grouped heads in float32, and it keeps all scores in memory.
+    """
+    return not (key.is_cuda and key.dtype == torch.float32) and _use_gqa_in_sdpa(mask, key, value)
+
+
 def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
     """The wanted attention implementation, or eager if SDPA is not supported.
 
@@ -97,6 +107,7 @@ def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
                 f"model.attn_implementation={wanted} does not support {model_class.__name__}, whose attention is code "
                 f"of its own: use sdpa"
             )
+    sdpa_attention.use_gqa_in_sdpa = _has_kernel_of_grouped_heads
     lacks_sdpa = model_class is not None and not model_class._supports_sdpa
     return "eager" if wanted == "sdpa" and lacks_sdpa else wanted
 
@@ -191,7 +202,8 @@ def _draw_weights(auto_class: Any, config: Any, options: Mapping[str, Any], seed
     Models of the same seed are therefore equal up to rounding, whatever their dtype.
     """
     float32_options = {**options, "dtype": torch.float32}
-    with torch.random.fork_rng():
+    gpus = range(torch.cuda.device_count())  # without this argument, fork_rng warns of several GPUs
+    with torch.random.fork_rng(gpus):
         torch.manual_seed(seed)
         return auto_class.from_config(config, **float32_options, trust_remote_code=trust_remote_code)
 

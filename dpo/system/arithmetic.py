@@ -29,9 +29,14 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # we read no tensor before it is written
     if compiles:
-        from torch._dynamo import config
+        allow_graphs()
 
-        config.recompile_limit = max(GRAPHS, config.recompile_limit)
+
+def allow_graphs() -> None:
+    """Raise torch.compile's limit of graphs per function to GRAPHS."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(GRAPHS, config.recompile_limit)
 
 
 @contextmanager

@@ -308,7 +308,7 @@ class Objective:
         values = self.loss.find_batch_statistic(weighted._replace(average=self.average.value))
         statistic = values.new_zeros(len(weights), values.shape[1])
         statistic[has_weight] = values
-        return statistic.to(self.device, torch.float32)
+        return self._to_device(statistic.float())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], mismatched: Iterable[Batch], *, weights: Sequence[float]) -> Reduced:

@@ -8,10 +8,11 @@ import pytest
 import torch
 import transformers
 from support.models import build, list_examples
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpo.errors import InputError
 from dpo.models import adapter_dropout
-from dpo.models.adapter_dropout import AdapterDropout, Dropout
+from dpo.models.adapter_dropout import AdapterDropout, Dropout, Pattern
 from dpo.models.adapters import POLICY, REFERENCE, add_adapter, make_adapter_config, switch
 from dpo.models.layouts import Padded, SharedPrefix, pad
 
@@ -122,6 +123,27 @@ def test_compiled_code_drops_alike_and_is_not_compiled_again_for_each_update():
             pattern = layer.find_pattern(x)
             assert torch.equal(fused(x, *pattern, None), pattern.drop(x))
             assert torch.equal(fused(x, *pattern, y), pattern.drop(x, onto=y))
+
+
+@pytest.mark.parametrize("shape", [(16, 12, 32), (192, 32)])
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_on_gpus_the_fused_kernel_gets_two_dims_and_compiled_code_fuses_by_itself(shape, is_compiling, monkeypatch):
+    calls = []
+
+    def fused(*arguments):
+        calls.append([argument.dim() for argument in arguments if torch.is_tensor(argument)])
+        return adapter_dropout._drop(*arguments)
+
+    monkeypatch.setattr(adapter_dropout, "_fuse_drop", lambda device: fused)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
+    with FakeTensorMode():
+        x, a, b = (
+            torch.ones(shape, device="cuda"),
+            torch.ones(*shape[:-1], 1, device="cuda"),
+            torch.ones(32, device="cuda"),
+        )
+        assert Pattern(a, b, 0).drop(x, onto=x).shape == shape
+    assert calls == ([] if is_compiling else [[2, 2, 1, 2]])
 
 
 @torch.no_grad()

@@ -18,6 +18,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.models import FAMILIES, build, plain_logps
 from support.runs import GOLDEN
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.integrations import sdpa_attention
 
 from dpo.data.collation import find_examples, get_collate_fn, tokenize_batch_element
 from dpo.data.tokenizer import load_tokenizer
@@ -197,6 +199,17 @@ def test_damaged_or_foreign_files_of_a_model_are_one_sentence(name, damage, tmp_
         load(model)
     assert error.value.__cause__ is not None
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "grouped"),
+    [("cuda", torch.float32, False), ("cuda", torch.bfloat16, True), ("cpu", torch.float32, True)],
+)
+def test_on_gpus_keys_and_values_are_repeated_in_float32_for_which_no_fast_kernel_takes_groups(device, dtype, grouped):
+    pretrained.choose_attention(FAMILIES["llama"](), "sdpa")
+    with FakeTensorMode():
+        key = torch.empty(1, 2, 8, 16, device=device, dtype=dtype)
+        assert sdpa_attention.use_gqa_in_sdpa(None, key, key) == grouped
 
 
 def test_random_init_draws_the_same_weights_for_the_same_seed(tiny_llama):
