@@ -172,3 +172,10 @@ def run_and_stop(run, monkeypatch):
                 run(name, *overrides)
 
     return start
+
+
+@pytest.fixture
+def nothing_in_float32(monkeypatch):
+    from support.models import keep_float64
+
+    keep_float64(monkeypatch)

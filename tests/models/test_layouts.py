@@ -87,19 +87,6 @@ def pairs():
     return list_examples(rows=8, shared=True)
 
 
-@pytest.fixture
-def nothing_in_float32(monkeypatch):
-    """Models cast to float32 in norms and softmax, whatever their dtype: here float64 stays float64."""
-    softmax, to = torch.nn.functional.softmax, torch.Tensor.to
-
-    def keep(x, *args, **kwargs):
-        return x if x.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values()) else to(x, *args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim=None, dtype=None: softmax(x, dim=dim))
-    monkeypatch.setattr(torch.Tensor, "to", keep)
-    monkeypatch.setattr(torch.Tensor, "float", lambda x: keep(x, torch.float32))
-
-
 @pytest.mark.parametrize("name", ["padded", "shared_prefix"])
 def test_the_host_waits_for_nothing_in_a_forward(name, pairs):
     layout, _ = layout_by_rules(name, build("llama", attention="sdpa"), max_length=LONG)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from support.models import FAMILIES, build, list_examples, plain_logps
+from support.models import FAMILIES, ROUNDING, build, keep_float64, list_examples, plain_logps
 from support.runs import GOLDEN, ROOT, compose, read_metrics, train
 from support.varlen import run_varlen_on_cpu
 from support.warm import launch
@@ -208,16 +208,18 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
     mesh, examples = Mesh(rank, ParallelDims.of(world_size, **sizes)), list_examples(rows=4)
     rows = slice(mesh.data_rank * 4 // mesh.data_size, (mesh.data_rank + 1) * 4 // mesh.data_size)
     for name in sorted(OPTIMIZERS.keys() - set(NEED_WHOLE_TENSORS)):
-        whole = build("llama")
-        model = build("llama", on_meta=rank != 0)
-        model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
+        whole = build("llama", dtype=torch.float64)
+        model = build("llama", dtype=torch.float64, on_meta=rank != 0)
+        model = distribute(model, mesh, block_name=None, compute_dtype=torch.float64)
         for part, of_part in ((whole, examples), (model, examples[rows])):
             optimizer = OPTIMIZERS[name](part.parameters(), lr=1e-3)
-            for _ in range(2):  # the first makes the optimizer's states
-                loss_of(part, of_part).backward()
-                clip_gradient(part.parameters(), 1.0)
-                step_optimizer(optimizer)
-                optimizer.zero_grad()
+            with pytest.MonkeyPatch.context() as patch:
+                keep_float64(patch)
+                for _ in range(2):  # the first makes the optimizer's states
+                    loss_of(part, of_part).backward()
+                    clip_gradient(part.parameters(), 1.0)
+                    step_optimizer(optimizer)
+                    optimizer.zero_grad()
         for parameter, moments in optimizer.state.items():
             for value in moments.values():
                 assert isinstance(value, DTensor) == (torch.is_tensor(value) and value.shape == parameter.shape), name
@@ -225,8 +227,8 @@ def update_with_every_optimizer(rank: int, world_size: int, sizes: dict) -> None
             torch.testing.assert_close(
                 full_tensor(ours.detach()),
                 theirs.detach(),
-                atol=1e-4,
-                rtol=1e-3,
+                atol=ROUNDING,
+                rtol=0,
                 msg=lambda m, name=name: f"{name}: {m}",
             )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -157,3 +158,21 @@ def save_reward_model(
 
 
 logging.getLogger("transformers").setLevel(logging.ERROR)  # no warnings about token ids that a tiny vocabulary lacks
+
+
+# of weights after an update in float64, computed in another order. Optimizers divide a gradient by its size, down to
+# eps, which is 1e-10 at least: a sum of 1,000 terms is off by about sqrt(1000) * 1.1e-16, for a gradient of norm 1, and
+# an update at lr=1e-3 by 1e-3 * 3.5e-15 / 1e-10 = 3.5e-8. In float32 that is 19, whatever one machine has shown.
+ROUNDING = 1e-6
+
+
+def keep_float64(patch: pytest.MonkeyPatch) -> None:
+    """Models cast to float32 in norms and softmax, whatever their dtype: let float64 stay float64."""
+    softmax, to = torch.nn.functional.softmax, torch.Tensor.to
+
+    def keep(x, *args, **kwargs):
+        return x if x.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values()) else to(x, *args, **kwargs)
+
+    patch.setattr(torch.nn.functional, "softmax", lambda x, dim=None, dtype=None: softmax(x, dim=dim))
+    patch.setattr(torch.Tensor, "to", keep)
+    patch.setattr(torch.Tensor, "float", lambda x: keep(x, torch.float32))
