@@ -78,7 +78,7 @@ def _find_auto_class(scalar_head: bool) -> Any:
     return transformers.AutoModelForSequenceClassification if scalar_head else transformers.AutoModelForCausalLM
 
 
-def _has_kernel_of_grouped_heads(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _use_grouped_heads(mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
     """transformers' rule, but on GPUs keys and values are repeated in float32.
 
     Only torch's slowest kernel takes grouped heads in float32, and it keeps all scores in memory.
@@ -107,7 +107,7 @@ def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
                 f"model.attn_implementation={wanted} does not support {model_class.__name__}, whose attention is code "
                 f"of its own: use sdpa"
             )
-    sdpa_attention.use_gqa_in_sdpa = _has_kernel_of_grouped_heads
+    sdpa_attention.use_gqa_in_sdpa = _use_grouped_heads
     lacks_sdpa = model_class is not None and not model_class._supports_sdpa
     return "eager" if wanted == "sdpa" and lacks_sdpa else wanted
 
