@@ -296,7 +296,8 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
 
         table, facts = json.loads(once_per_machine(prepare, silence_secs=plan.run.collective_timeout_secs))
         data = TrainingData.open(Path(table), facts, tokenizer, plan.data, online=options.online)
-    names = ("training data", "test data", "token ids of the training data", "token ids of the test data")
+    kinds = ("", "token ids of the ", "truncation of the ")
+    names = [f"{kind}{split} data" for kind in kinds for split in ("training", "test")]
     template = str(getattr(tokenizer, "chat_template", None))
     check_alike({**dict(zip(names, data.identity, strict=True)), "chat template": template})
     if plan.online and plan.n_offline and (n_without := int((data.train.counts == 0).sum())):
