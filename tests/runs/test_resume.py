@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import GOLDEN, read_metrics
+from support.runs import GOLDEN, read_metrics, write_rows
 from transformers import LlamaForCausalLM
 
 from benchmarks.soak import find_differences, read_log
