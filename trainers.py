@@ -47,9 +47,9 @@ from dpo.settings.validation import check_values
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batch, Batches, with_mismatched
-from dpo.training.evaluation import Evaluator, notes_on_interval
+from dpo.training.evaluation import Evaluator, Interval, notes_on_interval
 from dpo.training.first_update import FirstUpdate
-from dpo.training.memory import Communication, decide_communication, notes_on_free_memory
+from dpo.training.memory import Communication, decide_communication, notes_on_disk, notes_on_free_memory
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, peak_memory_gb
 from dpo.training.objective import BatchContext, NamedTensors, make_objective
 from dpo.training.online import OnlineBatches
@@ -107,6 +107,7 @@ class Trainer:
         objective = self.objective = make_objective(
             plan, self.policy, self.reference, mesh, longest_example=longest_example, log=progress.line
         )
+        self.interval = Interval.of(plan, data.report.updates)
         stop = self.stop = StopRequest(mesh)
         self.batches = self._make_batches()
         self.eval_batches = list(self.batches.test())  # prepared once, as every evaluation uses all of them
@@ -120,7 +121,7 @@ class Trainer:
         n_parameters = adapters.count_parameters(self.policy)
         context = RunContext(plan, self.run_dir, rank, data, progress.line, n_parameters)
         self.callbacks = Callbacks.of(CALLBACKS, context, terminal=progress)
-        keep, n_evaluated = plan.run.keep_checkpoints, sum(map(len, self.eval_examples))
+        keep, n_evaluated = self.interval.keep, sum(map(len, self.eval_examples))
         self.checkpoints = Checkpoints(self.run_dir, mesh, keep=keep, log=progress.line, n_evaluated=n_evaluated)
         states = objective.states | self.batches.states
         states |= {"checkpoints": self.checkpoints, "callbacks": self.callbacks}
@@ -202,7 +203,7 @@ class Trainer:
         attention, max_length = self.plan.model.attn_implementation, self.plan.data.max_length
         return [
             *remarks(self.policy, attention=attention, max_length=max_length),
-            *notes_on_interval(self.plan),
+            *notes_on_interval(self.plan, self.interval),
             *self.evaluator.notes,
             *notes_on_base(self.plan),
             *self.scheduler.notes,
@@ -219,6 +220,9 @@ class Trainer:
         Also evaluates and saves after the last update. After a stop signal, finishes the update, saves and raises
         Stopped. Several processes may make one more update first, in which they agree to stop.
         """
+        if self.rank == 0:
+            for note in notes_on_disk(self.plan, self.interval, self.data.report.updates, self.policy, self.run_dir):
+                self.progress.line(note)
         if self.state.batch_counter == 0:
             for note in self.first_update.messages:
                 self.progress.line(note)
@@ -414,7 +418,7 @@ class Trainer:
         examples = [example for batch in self.eval_batches for example in batch.examples]
         means = evaluated.means(examples, [example.weight for example in examples])
         metrics = {**self.batches.evaluate(), **means}
-        draws_samples = self.plan.evaluation.sample_during_eval
+        draws_samples = self.plan.evaluation.sample_during_eval and self.interval.samples_after(state.example_counter)
         if state.batch_counter == 0:
             draws_samples = self.first_update.draws_samples
         evaluation = Evaluation(
@@ -427,7 +431,7 @@ class Trainer:
 
     def _is_evaluation_due(self) -> bool:
         n_examples = self.state.example_counter
-        return n_examples % self.plan.eval_interval == 0 and (n_examples > 0 or self.plan.evaluation.do_first_eval)
+        return n_examples % self.interval.n_examples == 0 and (n_examples > 0 or self.plan.evaluation.do_first_eval)
 
     def sample_if_due(self) -> None:
         """Draw an evaluation's samples, once its checkpoint is saved.
@@ -452,7 +456,7 @@ class Trainer:
 
         With `is_last`, after the last update, a checkpoint is always due.
         """
-        save_every = self.plan.run.save_every or self.plan.eval_interval
+        save_every = self.plan.run.save_every or self.interval.n_examples
         is_due = is_last or self.state.example_counter % save_every == 0
         if is_due and self._is_unsaved():
             self.save(metrics=metrics)

@@ -457,7 +457,7 @@ def warmup(run: Run) -> Iterator[Finding]:
     stayed_below = largest_lr < 0.999 * peak_lr
     if run.state.word != "complete" or is_scaled or not stayed_below:
         return
-    warmup_steps = number(run.setting("warmup_steps"))
+    warmup_steps = run.warmup_steps
     if warmup_steps >= run.updates:
         text = "The warmup is as long as the run, or longer: lower warmup_steps, or train for more updates."
     else:
@@ -514,7 +514,7 @@ def _detrend(values: np.ndarray) -> np.ndarray:
 
 def _describe_growing_gradients(run: Run) -> str | None:
     """Describe gradients that grew since the warmup."""
-    is_after_warmup = run.train.updates > number(run.setting("warmup_steps", 0))
+    is_after_warmup = run.train.updates > run.warmup_steps
     norms = run.train["grad_norm"][is_after_warmup]
     norms = norms[np.isfinite(norms)]
     if len(norms) < 4 * BLOCK:

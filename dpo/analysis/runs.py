@@ -203,6 +203,12 @@ class Run:
         return self.trains_on or guess
 
     @property
+    def warmup_steps(self) -> float:
+        """The number of updates of the warm-up, which fits the run if the setting is null."""
+        steps = number(self.setting("warmup_steps", 0))
+        return min(150, (self.total_updates or 0) // 10) if math.isnan(steps) else steps
+
+    @property
     def updates(self) -> int:
         return _largest(self.train.updates)
 

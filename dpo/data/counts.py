@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
-from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import NoReturn
@@ -261,15 +260,11 @@ def count_updates(examples: int, *, batch_size: int, n_epochs: int | None, n_exa
     updates_per_epoch, dropped_per_epoch = divmod(examples, batch_size)
     if updates_per_epoch == 0:
         return 0, examples
-    if n_examples is not None:
-        # dropped examples count towards n_examples, but only a whole batch ends the run; the epoch in which it does so
-        # is cut off, and drops nothing
-        uncut_epochs = max(0, ceil((n_examples - updates_per_epoch * batch_size) / examples))
-        if n_epochs is None or uncut_epochs < n_epochs:
-            # 1 if dropped examples of the epoch before reached n_examples: then the next batch ends the run
-            updates_in_cut_epoch = max(1, ceil((n_examples - uncut_epochs * examples) / batch_size))
-            return uncut_epochs * updates_per_epoch + updates_in_cut_epoch, uncut_epochs * dropped_per_epoch
-    return n_epochs * updates_per_epoch, n_epochs * dropped_per_epoch
+    updates = None if n_examples is None else -(-n_examples // batch_size)
+    if updates is None or (n_epochs is not None and updates > n_epochs * updates_per_epoch):
+        return n_epochs * updates_per_epoch, n_epochs * dropped_per_epoch
+    # the epoch that n_examples cuts off drops nothing
+    return updates, (updates - 1) // updates_per_epoch * dropped_per_epoch
 
 
 class SplitCounter:

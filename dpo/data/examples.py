@@ -150,12 +150,12 @@ def iterate_examples(
 
     `counts` has the number of examples per prompt. Iteration ends when `n_epochs` or `n_examples` is reached. Each
     epoch shuffles the prompts again, starting from the previous order; examples of a prompt stay together. The partial
-    batch at the end of an epoch is dropped, but its examples count towards `n_examples`. Callers make sure that there
-    is a limit and that the data fills a batch: otherwise the iteration would never end.
+    batch at the end of an epoch is dropped, and does not count towards `n_examples`. Callers make sure that there is
+    a limit and that the data fills a batch: otherwise the iteration would never end.
     """
     prompt_order = array("I", range(len(counts)))  # takes 4 bytes per prompt, and shuffles like a list
     epoch_seeds = np.random.RandomState(seed)
-    epoch = n_seen = 0
+    epoch = n_yielded = 0
     while n_epochs is None or epoch < n_epochs:
         if shuffle:
             random.Random(int(epoch_seeds.randint(0, 2**32, dtype=np.int64))).shuffle(prompt_order)
@@ -163,11 +163,10 @@ def iterate_examples(
         for prompt_index in prompt_order:
             for example_index in range(counts[prompt_index]):
                 batch.append((prompt_index, example_index))
-                n_seen += 1
                 if len(batch) == batch_size:
                     yield batch
-                    batch = []
-                    if n_examples is not None and n_seen >= n_examples:
+                    batch, n_yielded = [], n_yielded + batch_size
+                    if n_examples is not None and n_yielded >= n_examples:
                         return
         epoch += 1
 

@@ -185,7 +185,7 @@ class TrainingPlan:
     optimizer_args: Mapping[str, Any]
     lr: float
     lr_scaling: str
-    warmup_steps: int
+    warmup_steps: int | None
     schedule: str
     min_lr_ratio: float
     max_grad_norm: float
@@ -200,7 +200,7 @@ class TrainingPlan:
 class EvaluationPlan:
     """Settings of evaluations and of the samples taken then."""
 
-    eval_every: int
+    eval_every: int | None
     do_first_eval: bool
     do_first_sampling: bool | None
     sample_during_eval: bool
@@ -302,11 +302,6 @@ class Plan:
         """Number of examples of a batch that come from the datasets."""
         share = self.online.mix_offline if self.online else 1.0
         return round(share * self.data.batch_size)
-
-    @property
-    def eval_interval(self) -> int:
-        """Number of examples between evaluations, in whole batches."""
-        return self.evaluation.eval_every - self.evaluation.eval_every % self.data.batch_size
 
     @property
     def caches_reference_first(self) -> bool:

@@ -242,7 +242,7 @@ CHECKS = (
           "response"),
     Check(lambda v, p: v["n_epochs"] is None and v["n_examples"] is None,
           "n_epochs and n_examples are both null, so training would never end: give one of them"),
-    Check(lambda v, p: v["eval_every"] < v["batch_size"],
+    Check(lambda v, p: v["eval_every"] is not None and v["eval_every"] < v["batch_size"],
           "eval_every={eval_every} (examples) must be at least batch_size={batch_size}"),
     Check(lambda v, p: (v["save_every"] or 0) % v["batch_size"],
           lambda v, p: f"save_every={v['save_every']} (examples) must be a multiple of batch_size: "

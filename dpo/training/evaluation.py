@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
@@ -30,15 +30,41 @@ from dpo.training.metrics import Reduced
 from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
+EVAL_EVERY, FEWEST = 20_000, 8  # examples between evaluations, but about so many evaluations in a shorter run
 
-def notes_on_interval(plan: Plan) -> list[str]:
+
+class Interval(NamedTuple):
+    """When a run evaluates, and what it keeps of that."""
+
+    n_examples: int  # between evaluations, in whole batches
+    keep: int | None  # newest checkpoints to keep; None: all
+    sampled: Collection[int] | None  # numbers of examples after which samples are drawn; None: at each evaluation
+
+    @classmethod
+    def of(cls, plan: Plan, updates: int) -> Interval:
+        """Find the interval of a run of so many updates."""
+        batch_size, keep, eval_every = plan.data.batch_size, plan.run.keep_checkpoints, plan.evaluation.eval_every
+        if eval_every is not None or updates * batch_size >= FEWEST * EVAL_EVERY:
+            wanted = EVAL_EVERY if eval_every is None else eval_every
+            return cls(max(batch_size, wanted - wanted % batch_size), keep, None)
+        per_interval = max(1, round(updates / FEWEST))  # updates
+        middle = max(1, round(updates / per_interval / 2)) * per_interval
+        sampled = {n * batch_size for n in (0, per_interval, middle, updates)}
+        return cls(per_interval * batch_size, 2 if keep is None and plan.run.save_every is None else keep, sampled)
+
+    def samples_after(self, n_examples: int) -> bool:
+        """Return whether an evaluation after so many examples draws samples."""
+        return self.sampled is None or n_examples in self.sampled
+
+
+def notes_on_interval(plan: Plan, interval: Interval) -> list[str]:
     """A warning if evaluations cannot come exactly every `eval_every`."""
-    interval, eval_every = plan.eval_interval, plan.evaluation.eval_every
-    if interval == eval_every:
+    eval_every = plan.evaluation.eval_every
+    if eval_every in (None, interval.n_examples):
         return []
     return [
         f"warning: eval_every={eval_every} is not a multiple of batch_size={plan.data.batch_size}; evaluating every "
-        f"{interval} examples"
+        f"{interval.n_examples} examples"
     ]
 
 

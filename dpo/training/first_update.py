@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dpo.data.preflight import TrainingData
 from dpo.numbers import count
 from dpo.settings.plan import Plan
-from dpo.training.evaluation import limit_new_tokens
+from dpo.training.evaluation import Interval, limit_new_tokens
 
 # sampling a token takes as long as training on this many tokens; on one CPU core between 1 (SmolLM2-135M) and 4 (the
 # tests' tiny-llama) were measured, see docs/metrics.md
@@ -96,7 +96,7 @@ def _decide_on_samples(plan: Plan, data: TrainingData, sizes: Sequence[int], n_t
         )
     return False, (
         f"warning: no samples before the first update; the first samples come with the evaluation after "
-        f"{count(min(plan.eval_interval, n_trained), 'example')}. Now they could take "
+        f"{count(min(Interval.of(plan, data.report.updates).n_examples, n_trained), 'example')}. Now they could take "
         f"{cost / max(run_cost, 1):,.0%} of the time of all updates (up to {count(n_sampled_tokens, 'token')}). "
         f"do_first_sampling=true samples now all the same; lower n_eval_model_samples or n_eval_tokens for fewer or "
         f"shorter samples"

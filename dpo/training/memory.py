@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +31,13 @@ from dpo.models.layouts import Layout, Microbatch, layout_by_rules
 from dpo.models.loading import find_policy_structure
 from dpo.models.pretrained import DTYPES, checkpoint_activations, choose_attention
 from dpo.models.reward_model import find_reward_structure
+from dpo.numbers import count
 from dpo.parallel.sharding import find_blocks
 from dpo.settings.plan import Plan, TrainingPlan
 from dpo.settings.validation import find_problems
 from dpo.system.host import host_memory, list_own_gpus, resident_memory
 from dpo.training.batches import Batch, Batches, with_mismatched
-from dpo.training.evaluation import limit_new_tokens
+from dpo.training.evaluation import Interval, limit_new_tokens
 from dpo.training.memory_tracker import MemoryTracker, materialize
 from dpo.training.online import add_placeholders, encode_prompt, list_held_out, some_prompts
 from dpo.training.optimization import make_optimizer
@@ -332,6 +335,22 @@ def _measure_optimizer(training: TrainingPlan) -> tuple[float, float]:
     with MemoryTracker([parameter, parameter.grad, *states]) as tracker:
         optimizer.step()
     return _count_bytes(states) / parameter.nbytes, tracker.peak.total() / parameter.nbytes
+
+
+def notes_on_disk(plan: Plan, interval: Interval, updates: int, policy: torch.nn.Module, run_dir: Path) -> list[str]:
+    """The disk that a run's checkpoints and its export need."""
+    if plan.run.debug:
+        return []
+    n_saves = math.ceil(updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
+    n_kept = n_saves if interval.keep is None else min(n_saves, interval.keep + 1)  # and BEST
+    weights = _count_bytes(trained_parameters(policy))
+    n_bytes = n_kept * weights * (1 + _measure_optimizer(plan.training)[0]) + plan.run.export * weights
+    free = shutil.disk_usage(run_dir).free
+    parts = [f"{count(n_kept, 'checkpoint')} (keep_checkpoints)", *["LATEST/hf (export)"] * plan.run.export]
+    return [
+        f"{'warning: ' * (n_bytes > free)}the run's files take about {n_bytes / 1e9:.3g} GB on disk, where "
+        f"{free / 1e9:.3g} GB are free: {' and '.join(parts)}"
+    ]
 
 
 # --- memory of single phases ------------------------------------------------------------------------------------------

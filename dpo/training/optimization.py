@@ -69,7 +69,7 @@ def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:
 def find_warmup_warnings(training: TrainingPlan, updates: int) -> list[str]:
     """A warning if the warm-up does not suit the number of updates."""
     warmup, run_length = training.warmup_steps, count(updates, "update")
-    if warmup == 0:
+    if not warmup:  # null fits every run
         return []
     if warmup >= updates:
         problem = f"is too long for the {run_length} of this run, which would never reach lr={training.lr}"
@@ -87,6 +87,11 @@ def find_warmup_warnings(training: TrainingPlan, updates: int) -> list[str]:
     return [f"warmup_steps={warmup} {problem}; {advice}"]
 
 
+def choose_warmup(training: TrainingPlan, updates: int) -> int:
+    """The wanted warm-up, or one that fits the run."""
+    return min(150, updates // 10) if training.warmup_steps is None else training.warmup_steps
+
+
 class Schedule(LambdaLR):
     """Learning rate by update: linear warm-up, then constant or decaying.
 
@@ -94,17 +99,19 @@ class Schedule(LambdaLR):
 
     The rate depends only on how many updates were applied, so a resumed run has the rates of one that was never
     stopped. If the length of the run was changed, the rate continues on the curve of the new length. The base rate
-    stays the one that the run began with, even if `lr_scaling` gives another for the present number of processes.
+    and the warm-up stay those that the run began with, even if `lr_scaling` gives another rate for the present number
+    of processes.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, warmup_steps: int, updates: int, kind: str, min_ratio: float
     ) -> None:
-        self.updates = updates  # saved in checkpoints, unlike `kind` and `notes`
+        self.updates, self.warmup_steps = updates, warmup_steps  # saved in checkpoints, unlike `kind` and `notes`
         self.kind = kind
         self.notes: list[str] = []
 
         def factor(update: int) -> float:
+            warmup_steps = self.warmup_steps
             if update <= warmup_steps:  # as in the reference code: the first update, 0, has a rate above 0
                 return (update + 1) / (warmup_steps + 1)
             done = min(1.0, (update - warmup_steps) / max(1, updates - warmup_steps))
@@ -122,7 +129,7 @@ class Schedule(LambdaLR):
             group["lr"] *= LR_SCALINGS[training.lr_scaling](size)
         schedule = cls(
             optimizer,
-            warmup_steps=training.warmup_steps,
+            warmup_steps=choose_warmup(training, updates),
             updates=updates,
             kind=training.schedule,
             min_ratio=training.min_lr_ratio,

@@ -38,8 +38,8 @@ ONLINE = yaml.safe_load((ROOT / "config/online/online.yaml").read_text(encoding=
 BATCH, N_HELD_OUT = DEFAULTS["batch_size"], DEFAULTS["n_eval_examples"]
 N_SAMPLES, N_TOKENS = DEFAULTS["n_eval_model_samples"], DEFAULTS["n_eval_tokens"]
 LONG, SHORT = 160_800 // BATCH, 2_000 // BATCH  # updates: the training split of HH, and a small dataset
-WARMUP = DEFAULTS["warmup_steps"]  # updates
-N_EVALUATIONS = LONG * BATCH // DEFAULTS["eval_every"] + 1  # after the first update
+WARMUP = 150  # updates
+N_EVALUATIONS = LONG * BATCH // 20_000 + 1  # after the first update
 TOKENS = 70.0  # of a response
 TRIALS, ALL_TRIALS = 3, 1000  # simulated runs of each kind, by default and in the slow test
 LIMITS = {WARNING: 0.05, NOTE: 0.10}  # largest rate of false ones

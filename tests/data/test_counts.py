@@ -59,9 +59,9 @@ def test_the_predicted_updates_are_those_that_the_batches_give():
         (1, None, (2, 2)),  # 10 examples in batches of 4: 2 updates, and 2 examples left over
         (3, None, (6, 6)),
         (3, 8, (2, 0)),  # stops before the first epoch's end
-        (3, 9, (3, 2)),  # 8, then 10 with the two that are dropped, then 14
-        (None, 10**20, (2 * 10**19 + 1, 2 * 10**19)),  # no walk through the epochs
-        (None, 25, (6, 4)),  # 4, 8, then 14, 18, then 24, 28: two epochs ended, each with 2 left over
+        (3, 9, (3, 2)),  # 4, 8, then 12 in the second epoch
+        (None, 10**20, (25 * 10**18, 25 * 10**18 - 2)),  # no walk through the epochs
+        (None, 25, (7, 6)),  # 4, 8, ..., 28: three epochs ended, each with 2 left over
     ],
 )
 def test_dropped_examples_are_those_of_the_epochs_that_end(n_epochs, n_examples, expected):

@@ -333,7 +333,10 @@ NO_EFFECT = [
     ("keep_checkpoints=2 debug=true", "it needs debug=false"),
     ("export=false debug=true", "it needs debug=false"),
     ("n_eval_model_samples=5 sample_during_eval=false", "it needs sample_during_eval=true, or online=online"),
-    ("n_eval_tokens=5 sample_during_eval=false", "it needs sample_during_eval=true"),
+    *(
+        (f"{key}=1 sample_during_eval=false", "it needs sample_during_eval=true")
+        for key in ("n_eval_tokens", "sample_temperature", "sample_top_p", "sample_top_k")
+    ),
     ("do_first_sampling=true do_first_eval=false", "it needs do_first_eval=true and sample_during_eval=true"),
     ("lr_scaling=linear", "it needs several processes that see different examples"),
     ("cache_reference_logps=all loss=sft", "it needs a loss with a reference: any but sft, simpo, orpo"),

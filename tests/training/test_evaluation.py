@@ -18,6 +18,8 @@ from support.warm import launch
 from dpo.data.examples import Example
 from dpo.losses import find_loss
 from dpo.models.pretrained import load_model
+from dpo.settings.plan import make_plan
+from dpo.training.evaluation import Interval
 from dpo.training.objective import find_shares_ranked_right
 from trainers import TRAINERS, BasicTrainer
 
@@ -141,6 +143,25 @@ def test_processes_change_nothing_and_may_be_more_than_there_are_rows(name, fold
         assert_same(found, expected(loss, n))
         n_sampled = n if "eval_batch_size=3" in way else 0
         assert len(set(found["prompts"])) == len(found["prompts"]) == n_sampled  # none twice
+
+
+# --- when a run evaluates ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("updates", "settings", "every", "keep", "sampled"),
+    [
+        (40_000, {}, 20_000, None, None),  # 160,000 examples in batches of 4
+        (800, {}, 400, 2, {0, 400, 1600, 3200}),
+        (13, {}, 8, 2, {0, 8, 24, 52}),  # 6 evaluations after 8, 16, ..., and one at the end
+        (3, {}, 4, 2, {0, 4, 8, 12}),
+        (800, {"keep_checkpoints": 5}, 400, 5, {0, 400, 1600, 3200}),
+        (800, {"save_every": 8}, 400, None, {0, 400, 1600, 3200}),
+        (800, {"eval_every": 1001}, 1000, None, None),
+    ],
+)
+def test_without_an_interval_a_short_run_has_about_eight_evaluations(updates, settings, every, keep, sampled):
+    assert Interval.of(make_plan({"batch_size": 4, **settings}), updates) == (every, keep, sampled)
 
 
 # --- losses that compare examples, or keep an average -----------------------------------------------------------------

@@ -116,6 +116,18 @@ def test_a_run_that_is_made_longer_has_from_there_on_the_rates_of_the_longer_run
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("updates", "warmup"), [(9, 0), (78, 7), (1499, 149), (100_000, 150)])
+def test_without_a_warmup_it_is_a_tenth_of_the_run_and_stays_when_the_run_becomes_longer(updates, warmup):
+    training = make_plan({"lr": 1.0, "lr_scaling": "none", "schedule": "constant", "min_lr_ratio": 0.0}).training
+    schedule = Schedule.of(training, optimizer_of(), updates=updates, size=1)
+    longer = Schedule.of(training, optimizer_of(), updates=10 * updates, size=1)
+    longer.load_state_dict(schedule.state_dict())
+    expected = [min(1.0, (update + 1) / (warmup + 1)) for update in range(200)]
+    assert rates(schedule, 200) == pytest.approx(expected)
+    assert rates(longer, 200) == pytest.approx(expected)
+    assert find_warmup_warnings(training, updates) == []
+
+
 def test_an_update_that_is_skipped_takes_no_step_along_the_curve(run, tmp_path, monkeypatch):
     losses_of, seen = Objective.losses, []
 
