@@ -204,7 +204,7 @@ class Run:
 
     @property
     def warmup_steps(self) -> float:
-        """The number of updates of the warm-up, which fits the run if the setting is null."""
+        """The updates of the warm-up; null fits the run."""
         steps = number(self.setting("warmup_steps", 0))
         return min(150, (self.total_updates or 0) // 10) if math.isnan(steps) else steps
 
