@@ -69,7 +69,7 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         hits = Counter(chain.from_iterable(by_key[word] for word in own & keys))
         candidates = (number for number, n in hits.items() if n >= FEWEST_HITS and number not in prompts)
         found += [number for number in candidates if rarity.are_alike(own, word_sets[number])]
-        prompts |= dict.fromkeys(found, text[-SHOWN:])
+        prompts |= dict.fromkeys(found, text[-2 * SHOWN :])  # with control tokens
         for key, response in zip(make_keys(responses), responses, strict=True):
             if key in wanted:
                 answers.setdefault(key, response[:SHOWN])
@@ -78,7 +78,8 @@ def find_near_duplicates(train: PromptTable, test: PromptTable, tokenizer: Any) 
         examples = [[of_prompt[i] for i in example.values()] for example in test[number].examples]
         n_answers += sum(not answers.keys().isdisjoint(example) for example in examples)
         if len(named) < NAMED and number in prompts:
-            named.append({"held_out": _show(test.find_text(number)[-SHOWN:]), "training": _show(prompts[number])})
+            ends = {"held_out": test.find_text(number), "training": prompts[number]}
+            named.append({which: _show(control.sub(" ", text)[-SHOWN:]) for which, text in ends.items()})
         same = next((answers[key] for example in examples for key in example if key in answers), None)
         if len(named) < NAMED and same is not None:
             answer = _show(control.sub("", unescape(same)))
