@@ -42,7 +42,7 @@ def _find_changes_per_token(run: Run) -> tuple[dict[str, float], list[object]]:
     """
     config = run.config.get("model")
     model = config if isinstance(config, dict) else {}
-    dtypes = [model.get("autocast"), model.get("policy_dtype")]
+    dtypes: list[object] = [model.get("autocast"), model.get("policy_dtype")]
     lengths = {side: run.count(f"test.mean_{side}_tokens") for side in ("chosen", "rejected")}
     changes: dict[str, float] = {}
     change, beta = find_change(run), number(run.setting("loss.beta"))

@@ -160,8 +160,8 @@ def build_table(
         )
         reports[split] = asdict(report)
         if split == "test":
-            tables = (PromptTable(directory / f"{name}.arrow") for name in SPLITS)
-            reports[split] |= find_near_duplicates(*tables, tokenizer)
+            train = PromptTable(directory / "train.arrow")
+            reports[split] |= find_near_duplicates(train, PromptTable(path), tokenizer)
         digests[split] = counter.digest.hexdigest()[:32]
         counted = "prompts" if options.online else "examples"
         if not reports[split][counted]:
