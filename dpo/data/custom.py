@@ -309,7 +309,7 @@ class _Reader(NamedTuple):
 
 
 def read_chunks(reader: _Reader, placed_rows: Iterable[PlacedRow], n_rows: int) -> Iterator[Chunk]:
-    """Read rows in chunks, in order, on all cores if there are many."""
+    """Read rows in chunks, in order; many on all cores."""
     remaining = iter(placed_rows)
     chunks = iter(lambda: list(islice(remaining, ROWS_PER_CHUNK)), [])
     workers = min(len(os.sched_getaffinity(0)), n_rows // ROWS_PER_WORKER)
