@@ -264,7 +264,7 @@ def answer_all(
         shown = Shown()
         answer = panel.stream(side, prompt, number, sampling, shown.extend)
         shown.extend(answer.text)  # streamed text may lack an incomplete last character
-        [reward] = panel.rewards_of(side, [prompt], [answer])
+        [reward] = panel.score_answers(side, [prompt], [answer])
         length = count(len(answer.tokens), "token")
         print(f"\n({length if reward is None else f'reward {reward:+.4g}, {length}'})\n", flush=True)
         asked[side.name].append({"role": "assistant", "content": answer.text.strip()})

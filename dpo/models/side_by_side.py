@@ -131,11 +131,11 @@ class Panel:
         the policy that gave the answer; for the reference's answers, the first policy.
         """
         by_side = {
-            side.name: self.rewards_of(side, prompts, [row[side.name] for row in answers]) for side in self.sides
+            side.name: self.score_answers(side, prompts, [row[side.name] for row in answers]) for side in self.sides
         }
         return [{name: rewards[i] for name, rewards in by_side.items()} for i in range(len(answers))]
 
-    def rewards_of(self, side: Side, prompts: Sequence[Tokens], answers: Sequence[Answer]) -> list[float | None]:
+    def score_answers(self, side: Side, prompts: Sequence[Tokens], answers: Sequence[Answer]) -> list[float | None]:
         """The rewards of a side's answers."""
         policy = self.policies[0] if side is self.reference else side
         if self.reference is None or policy.beta is None:
