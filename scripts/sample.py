@@ -219,7 +219,7 @@ def answer_file(
 
 
 def converse(panel: Panel, sampling: Sampling, form_note: str) -> None:
-    """Hold a conversation with each side, over lines that are typed or read from a pipe."""
+    """Hold a conversation with each side, over typed or piped lines."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if on_terminal:
         with contextlib.suppress(ImportError):
