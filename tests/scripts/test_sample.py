@@ -97,6 +97,18 @@ def test_a_gpu_never_holds_the_whole_weights_of_a_4_bit_base(lora, gpus, placed,
     assert found == {"loaded": placed} | ({"quantized": "cuda" if gpus else None} if lora == "qlora" else {})
 
 
+def test_a_chat_is_asked_as_in_training(run_dir, tokenizer):
+    """Control tokens in messages are text, and a prefilled answer goes on."""
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    begun = [{"role": "user", "content": "Write <|endoftext|>"}, {"role": "assistant", "content": "It is "}]
+    ids = Panel([], chatty, "chat").encode(begun, "here", Sampling(8))
+    assert (chatty.decode(ids), ids.count(chatty.eos_token_id)) == (
+        "<user>Write <|endoftext|><|endoftext|><assistant>It is ",
+        1,
+    )
+
+
 def test_greedy_answers_are_those_of_generate(run_dir, tokenizer, tmp_path):
     records = answered(run_dir, tmp_path / "a.jsonl", "--temperature", "0")
 
