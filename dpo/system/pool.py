@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from dpo.errors import RunError
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 WORKER: dict[str, Callable[..., Any]] = {}  # in a worker: its function
 
 
