@@ -269,7 +269,7 @@ def _read(path: Path, *, ended: bool) -> Run:
     run.train, run.eval = (Log([line for line in lines if line["split"] == split]) for split in ("train", "eval"))
     if (run.path / "samples.jsonl").exists() or run.setting("sample_during_eval", True):
         lines = _read_lines(run, "samples.jsonl", lambda line: _is_sample(line) or _is_drawn(line))
-        run.samples = [line for line in lines if _is_sample(line)]
+        run.samples = [{"reference": None, **line} for line in lines if _is_sample(line)]
         run.drawn = [line for line in lines if _is_drawn(line)]
     run.warnings = _read_warnings(run)
     run.ledger = _read_ledger(run)

@@ -19,7 +19,16 @@ from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.problems import BadRecordsError, explain_refusal
 from dpo.data.schema import PreferenceData
 from dpo.data.shortening import Limits, fit_prompts
-from dpo.data.table import FOLDER, SPLITS, PromptTable, find_or_build, iterate_prompts, read_facts, write_prompts
+from dpo.data.table import (
+    FOLDER,
+    SPLITS,
+    PromptTable,
+    explaining_table,
+    find_or_build,
+    iterate_prompts,
+    read_facts,
+    write_prompts,
+)
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import DATE_MACRO, find_bos_warnings, identify_tokenizer, load_tokenizer
 from dpo.errors import InputError
@@ -221,7 +230,8 @@ def prepare_data(
 
     table, is_new = find_or_build(Path(folder) / FOLDER, key, build, scratch=scratch)
     release_freed_memory()  # the loaders' texts were Python strings
-    facts = read_facts(table)["facts"]
+    with explaining_table(table):
+        facts = read_facts(table)["facts"]
     if not (silent or is_new):  # the loaders of a new table have printed the notes already
         print("".join(f"{note}\n" for note in facts["notes"]), end="")
     train_report = facts["reports"]["train"]

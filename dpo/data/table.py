@@ -13,10 +13,11 @@ import errno
 import hashlib
 import json
 import os
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -28,9 +29,9 @@ import pyarrow.json
 from dpo.data.schema import Messages, PreferenceData
 from dpo.data.tokenization import split_at_cuts, unescape
 from dpo.data.truncation import TruncationMode
-from dpo.errors import InputError, RunError
+from dpo.errors import InputError, RunError, explaining_library, one_sentence
 from dpo.losses import TRAINS_ON
-from dpo.system.plain_files import make_directory, read_json, remove
+from dpo.system.plain_files import check_readable, make_directory, read_json, remove
 
 FOLDER = "dpo-examples"  # in a directory of `local_dirs`
 MARK, TEMPORARY = ".dpo-table", ".dpo-table-"  # a file in each table, and what temporary names begin with
@@ -168,7 +169,7 @@ def iterate_prompts(
 def write_prompts(path: Path, prompts: Iterable[Prompt], *, trains_on: str = "pairs") -> None:
     """Write prompts to an Arrow file, a few at a time."""
     remaining, schema = iter(prompts), make_schema(trains_on)
-    with pa.ipc.new_file(str(path), schema) as writer:
+    with path.open("wb") as file, pa.ipc.new_file(file, schema) as writer:
         while batch := list(islice(remaining, ROWS_PER_BATCH)):
             lines = []
             for prompt in batch:
@@ -196,7 +197,9 @@ class PromptTable(Sequence[Prompt]):
     """
 
     def __init__(self, path: Path) -> None:
-        self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        with explaining_table(path.parent):
+            check_readable(path)
+            self._table = pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
         # the examples of all prompts are one Arrow list, and its offsets say where those of each prompt begin
         counts = [np.diff(np.from_dlpack(chunk.offsets)) for chunk in self._table["examples"].chunks]
         self.counts = np.concatenate([np.zeros(0, dtype=np.int32), *counts])  # a table may have no chunk
@@ -339,7 +342,18 @@ def is_whole(table: Path) -> bool:
         return False
 
 
+def explaining_table(table: Path) -> AbstractContextManager[None]:
+    """Turn errors of reading a table that was whole into InputErrors inside."""
+    return explaining_library(
+        lambda error: InputError(
+            f"{table}, which has the texts, was removed or damaged while the run started ({one_sentence(error)}): "
+            f"repeat the command, and it is built again"
+        )
+    )
+
+
 def _hash(path: Path) -> str:
+    check_readable(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
