@@ -13,7 +13,6 @@ import errno
 import hashlib
 import json
 import os
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
