@@ -1,4 +1,4 @@
-"""Ask policies and their reference, and show answers side by side.
+"""Ask policies and their reference, and show answers one after the other.
 
     python -m scripts.sample CHECKPOINT_OR_DIR [...]
     python -m scripts.sample CHECKPOINT_OR_DIR [...] --file prompts.jsonl --out answers.jsonl
@@ -13,7 +13,7 @@ A prompt that is a string is put into the form that the model was trained on: hh
 if the tokenizer has a template, else raw. The script prints the form, and `--format` chooses another.
 
 Temperature, top-p and top-k are those of the model's generation config. What that lacks is 0.7, 0.9 and 50 in the form
-chat, else 1, 1 and 50.
+chat, else 1, 1 and 50. Without `--file`, typed prompts make a conversation with each model; /reset starts a new one.
 
 Each record of `--file` has `prompt`: a string, or a list of chat messages; it may have `tools`, which the chat template
 gets. Exit status: 0, 1 if the answers cannot be written, 2 bad input, 130 if Ctrl-C ended a file's answers early.
@@ -41,7 +41,9 @@ from scripts.trust import add_trust_option
 
 if TYPE_CHECKING:
     from dpo.models.answers import Sampling, Tokens
-    from dpo.models.side_by_side import Answers, Panel
+    from dpo.models.side_by_side import Panel
+
+RESET = "/reset"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -217,7 +219,7 @@ def answer_file(
 
 
 def converse(panel: Panel, sampling: Sampling, form_note: str) -> None:
-    """Answer prompts while they are typed, or read from a pipe."""
+    """Hold a conversation with each side, over typed or piped lines."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if on_terminal:
         with contextlib.suppress(ImportError):
@@ -225,16 +227,65 @@ def converse(panel: Panel, sampling: Sampling, form_note: str) -> None:
         print("Type a prompt of one line, then Enter; --file takes prompts of several lines.")
         print("Ctrl-C ends an answer; Ctrl-D, or Ctrl-C at the prompt, ends the session.")
     print(form_note)
-    show = show_columns if on_terminal else show_lines
+    if panel.form != RAW:
+        print(f"each model continues its own conversation; {RESET} starts anew")
+    histories: dict[str, list[Any]] = {side.name: [] for side in panel.sides}
     for number, line in enumerate(iterate_typed(on_terminal)):
+        if line.strip() == RESET:
+            histories = {name: [] for name in histories}
+            print("a new conversation")
+            continue
         try:
-            show(panel, panel.encode(line, "this prompt", sampling), number, sampling)
+            histories = answer_all(panel, sampling, histories, line, number)
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
         except KeyboardInterrupt:
             if not on_terminal:
                 raise
-            print("ended")  # the answer, not the session
+            print("\nended")  # the answer, not the session
+
+
+def answer_all(
+    panel: Panel, sampling: Sampling, histories: dict[str, list[Any]], line: str, number: int
+) -> dict[str, list[Any]]:
+    """Show the answers, one after the other, and return the longer histories.
+
+    In the form raw a prompt is a text without a history.
+    """
+    asked = {name: [*history, {"role": "user", "content": line}] for name, history in histories.items()}
+    where = f"this conversation ({RESET} starts anew)" if any(histories.values()) else "this prompt"
+    # before the first answer, as one that does not fit changes no history
+    prompts = {
+        name: panel.encode(messages if histories[name] else line, where, sampling) for name, messages in asked.items()
+    }
+    for side in panel.sides:
+        prompt = prompts[side.name]
+        print(f"--- {side.name} ---", flush=True)
+        shown = Shown()
+        answer = panel.stream(side, prompt, number, sampling, shown.extend)
+        shown.extend(answer.text)  # streamed text may lack an incomplete last character
+        [reward] = panel.score_answers(side, [prompt], [answer])
+        length = count(len(answer.tokens), "token")
+        print(f"\n({length if reward is None else f'reward {reward:+.4g}, {length}'})\n", flush=True)
+        asked[side.name].append({"role": "assistant", "content": answer.text.strip()})
+    return histories if panel.form == RAW else asked
+
+
+class Shown:
+    """A text that is printed while it grows."""
+
+    def __init__(self) -> None:
+        self.n_printed = 0
+
+    def extend(self, text: str) -> None:
+        """Print what is new; control characters could steer the terminal."""
+        text = text.strip()
+        new, self.n_printed = text[self.n_printed :], max(self.n_printed, len(text))
+        print(
+            "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in new),
+            end="",
+            flush=True,
+        )
 
 
 def iterate_typed(on_terminal: bool) -> Iterator[str]:
@@ -248,35 +299,6 @@ def iterate_typed(on_terminal: bool) -> Iterator[str]:
             return
         if line.strip():
             yield line
-
-
-def show_columns(panel: Panel, prompt: Tokens, number: int, sampling: Sampling) -> None:
-    """Show answers side by side while they are sampled."""
-    from dpo.reporting.columns import Columns
-
-    columns = Columns([side.name for side in panel.sides])
-    answers = panel.stream(prompt, number, sampling, lambda name, text: columns.show(name, text.strip()))
-    for name, answer in answers.items():  # streamed text may lack an incomplete last character
-        columns.show(name, answer.text.strip())
-    columns.close([*describe(panel, prompt, answers).values()])
-
-
-def show_lines(panel: Panel, prompt: Tokens, number: int, sampling: Sampling) -> None:
-    """Show answers one below the other, for a pipe."""
-    [answers] = panel.answer([prompt], [number], sampling)
-    for name, text in describe(panel, prompt, answers).items():
-        print(f"--- {name}: {text} ---\n{answers[name].text.strip()}")
-    print(flush=True)
-
-
-def describe(panel: Panel, prompt: Tokens, answers: Answers) -> dict[str, str]:
-    """Describe reward and length of each model's answer."""
-    [rewards] = panel.rewards([prompt], [answers])
-    texts = {}
-    for name, answer in answers.items():
-        length = count(len(answer.tokens), "token")
-        texts[name] = length if rewards[name] is None else f"reward {rewards[name]:+.4g}, {length}"
-    return texts
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ def write_parquet(stream: Path, target: Path) -> int:
     n_rows, schema = 0, encode_schema(_read_schema(stream))
     with (
         replacing(target) as unfinished,
-        pq.ParquetWriter(unfinished, schema, compression="zstd", use_dictionary=list(RECURRING)) as writer,
+        unfinished.open("wb") as file,  # as Arrow takes no path that is not UTF-8
+        pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=list(RECURRING)) as writer,
     ):
         for table in _read_row_groups(stream):
             writer.write_table(table, row_group_size=ROW_GROUP)
@@ -127,8 +128,8 @@ def read_ledger(run_dir: Path) -> pa.Table | None:
         file, table = stream, pa.concat_tables([empty, *_read_row_groups(stream)])
     elif parquet.exists():
         check_readable(parquet)
-        with _explaining_errors(parquet):
-            table = pq.read_table(parquet)
+        with _explaining_errors(parquet), parquet.open("rb") as content:
+            table = pq.read_table(content)
             file, table = parquet, table.cast(encode_schema(make_schema(table.schema.names)))
     else:
         return None

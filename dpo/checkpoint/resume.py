@@ -35,7 +35,10 @@ from dpo.system.redaction import redact
 from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, is_lock, lock_run_dir, read_record
 from dpo.system.waiting import report_progress
 
-FACTS = {"updates", "evaluated", "best_at", "config", "data", "tokens", "model"}  # facts about the run in a manifest
+FACTS: dict[str, Any] = {  # facts about the run in a manifest, with their types
+    **{"updates": int, "evaluated": bool, "best_at": int | None, "config": dict, "model": dict},
+    **{"data": str, "tokens": str},
+}
 VERSION_KEY = "transformers_version"  # key of a model's config
 # keys of a model's config that do not affect a run: they name the model's origin, or our own config decides them
 WITHOUT_EFFECT = ("architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
@@ -216,9 +219,8 @@ def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
 def _verify(checkpoint: Path) -> dict[str, Any]:
     """Verify that a checkpoint can be resumed; return its manifest."""
     manifest = check_complete(checkpoint, report_progress)
-    missing = FACTS - manifest.keys()
-    if missing:
-        raise DamagedCheckpoint(f"{checkpoint / MANIFEST} lacks {', '.join(sorted(missing))}")
+    if odd := sorted(name for name, kind in FACTS.items() if not isinstance(manifest.get(name, ...), kind)):
+        raise DamagedCheckpoint(f"{checkpoint / MANIFEST} lacks {', '.join(odd)}, or has them in another form")
     for name in manifest["files"]:
         if name.endswith(".pt"):
             read_state(checkpoint / name)  # raises for a file of another form; reads no tensors, which are mapped

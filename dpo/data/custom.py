@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,6 +11,8 @@ from decimal import Decimal
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import tqdm
 
 from dpo.data.asking import ends_in_header
 from dpo.data.columns import find_columns, recognize_columns
@@ -33,9 +36,11 @@ from dpo.data.verdicts import Verdicts, find_verdicts
 from dpo.errors import InputError
 from dpo.losses import LONGEST_LIST
 from dpo.numbers import count
+from dpo.system.pool import map_in_processes
 
 N_DECIDING = 100  # first records, which decide whether texts are rendered
 ROWS_PER_CHUNK = 1000
+ROWS_PER_WORKER = 10_000  # some seconds of work, more than it takes to start a worker
 SHOWN = 60  # characters of a prompt's end, and of a response's beginning
 
 
@@ -98,7 +103,8 @@ def get_custom(
     reader = _Reader.of(rows, origin, tokenizer, used, verdicts, name, data_format, trains_on, chat)
     template, tally = ChatTemplate(tokenizer), Counter[str]()
     data = PreferenceData(truncation_mode="keep_end", rendered=reader.renders, apart=reader.is_apart)
-    for items, chunk_template, chunk_tally in read_chunks(reader, zip(rows, iterate_places(rows, origin), strict=True)):
+    placed_rows = zip(rows, iterate_places(rows, origin), strict=True)
+    for items, chunk_template, chunk_tally in read_chunks(reader, placed_rows, len(rows)):
         for number, item in items:
             if isinstance(item, str):
                 bad.found.append((number, item))
@@ -302,11 +308,18 @@ class _Reader(NamedTuple):
         yield f"{origin}: {did} (chat={chat}; chat={other}); the first example is ...{seen}"
 
 
-def read_chunks(reader: _Reader, placed_rows: Iterable[PlacedRow]) -> Iterator[Chunk]:
-    """Read rows in chunks, in order."""
+def read_chunks(reader: _Reader, placed_rows: Iterable[PlacedRow], n_rows: int) -> Iterator[Chunk]:
+    """Read rows in chunks, in order; many on all cores."""
     remaining = iter(placed_rows)
-    while chunk := list(islice(remaining, ROWS_PER_CHUNK)):
-        yield reader.read(chunk)
+    chunks = iter(lambda: list(islice(remaining, ROWS_PER_CHUNK)), [])
+    workers = min(len(os.sched_getaffinity(0)), n_rows // ROWS_PER_WORKER)
+    # a tokenizer in a model's own Python code may not be importable in another process
+    is_known = type(reader.tokenizer).__module__.startswith("transformers.")
+    results = map_in_processes(reader.read, chunks, workers) if workers > 1 and is_known else map(reader.read, chunks)
+    with tqdm.tqdm(total=n_rows, desc="reading records", unit="record", disable=None) as bar:
+        for chunk in results:
+            yield chunk
+            bar.update(min(ROWS_PER_CHUNK, n_rows - bar.n))
 
 
 def _describe_tally(tally: Mapping[str, int], origin: str) -> Iterator[str]:

@@ -86,6 +86,9 @@ class ChatTemplate:
             cuts.append(found)
         return Chat(prompt_text, texts, cuts, prompt, given_tools)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tokenizer": None}  # each process has its own
+
     def add(self, later: ChatTemplate) -> None:
         """Add what another one has recorded of later conversations."""
         self._counts += later._counts

@@ -54,8 +54,8 @@ def _check_class(name: str, config: Any, scalar_head: bool) -> None:
     is_decoder = (
         not config.is_encoder_decoder or not saved_classes or getattr(model_class, "__name__", None) in saved_classes
     )
-    # code that came with the model, which transformers lists nowhere, says itself what it cannot do
-    has_own_code = bool(getattr(config, "auto_map", None)) or not type(config).__module__.startswith("transformers.")
+    has_own_code = auto_class.__name__ in (getattr(config, "auto_map", None) or {})
+    has_own_code |= not type(config).__module__.startswith("transformers.")
     if has_own_code or (model_class is not None and is_decoder):
         return
     if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from threading import Event, Lock
 from typing import Any, NamedTuple
 
 import torch
 
 from dpo.checkpoint.files import read_state
 from dpo.data.asking import UserPrompt, choose_format, render
+from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError, explaining
 from dpo.models.adapters import add_stored_adapter, read_adapter, switch
@@ -24,7 +22,6 @@ from dpo.models.pretrained import DTYPES, count_positions, find_changing_ropes
 from dpo.models.quantization import quantize
 from dpo.models.weights import Weights, locate_weights
 from dpo.parallel.sharding import choose_device_map
-from dpo.system.arithmetic import without_compilation
 from dpo.system.host import count_gpus
 
 REFERENCE = "reference"
@@ -61,6 +58,7 @@ class Panel:
 
     def __init__(self, sides: Sequence[Side], tokenizer: Any, form: str) -> None:
         self.sides, self.tokenizer, self.form = sides, tokenizer, form
+        self._encode = TextEncoder(tokenizer)
         self.policies = [side for side in sides if side.name != REFERENCE]
         self.reference = next((side for side in sides if side.name == REFERENCE), None)
 
@@ -71,7 +69,7 @@ class Panel:
         does not fit a model.
         """
         text = render(asked, self.form, self.tokenizer, where, tools)
-        token_ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        token_ids = tuple(self._encode([text])[text])
         if not token_ids:
             raise InputError(f"{where}: the prompt has no tokens")
         n_prompt, n_answer, largest_id = len(token_ids), sampling.max_new_tokens, max(token_ids)
@@ -113,37 +111,18 @@ class Panel:
         by_side = {side.name: side.answer(self.tokenizer, prompts, numbers, sampling) for side in self.sides}
         return [{name: answers[i] for name, answers in by_side.items()} for i in range(len(prompts))]
 
-    def stream(self, prompt: Tokens, number: int, sampling: Sampling, show: Callable[[str, str], None]) -> Answers:
-        """All sides' answers to a prompt, generated at the same time.
+    def stream(
+        self, side: Side, prompt: Tokens, number: int, sampling: Sampling, show: Callable[[str], None]
+    ) -> Answer:
+        """A side's answer to a prompt; `show` gets its text so far."""
 
-        Sides that share a model answer one after the other. `show` gets (name of a side, its text so far), from one
-        thread at a time. KeyboardInterrupt ends all answers.
-        """
-        stop, show_lock = Event(), Lock()
-        answers: dict[str, Answer] = {}  # by the name of the side
-
-        def show_tokens(name: str, tokens: list[int]) -> bool:
-            """Show the tokens so far; return whether to stop."""
+        def watch(tokens: list[int]) -> bool:
             text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            with show_lock:
-                show(name, text.rstrip("\ufffd"))  # a character of several tokens may be incomplete
-            return stop.is_set()
+            show(text.rstrip("\ufffd"))  # a character of several tokens may be incomplete
+            return False
 
-        def answer_in_turn(sides: list[Side]) -> None:
-            for side in sides:
-                watch = partial(show_tokens, side.name)
-                [answers[side.name]] = side.answer(self.tokenizer, [prompt], [number], sampling, watch=watch)
-
-        models = {side.model for side in self.sides}
-        sides_by_model = [[side for side in self.sides if side.model is model] for model in models]
-        # Each thread changes torch's settings for generation, and restores those that it found. As threads end in any
-        # order, the settings are also changed here, so that all threads find the same settings.
-        with without_compilation(), ThreadPoolExecutor(len(models), thread_name_prefix="answer") as threads:
-            try:
-                list(threads.map(answer_in_turn, sides_by_model))
-            finally:
-                stop.set()
-        return {side.name: answers[side.name] for side in self.sides}
+        [answer] = side.answer(self.tokenizer, [prompt], [number], sampling, watch=watch)
+        return answer
 
     def rewards(self, prompts: Sequence[Tokens], answers: Sequence[Answers]) -> list[Rewards]:
         """The implicit rewards beta * (log pi - log ref) of answers.
@@ -151,19 +130,19 @@ class Panel:
         Rewards are None without a reference or beta. Log-probabilities are summed over tokens, whatever the loss. pi is
         the policy that gave the answer; for the reference's answers, the first policy.
         """
-        rewards: list[Rewards] = [dict.fromkeys(by_side) for by_side in answers]
-        if self.reference is None:
-            return rewards
-        for side in self.sides:
-            policy = self.policies[0] if side is self.reference else side
-            if policy.beta is None:
-                continue
-            side_answers = [by_side[side.name] for by_side in answers]
-            policy_logps = policy.log_probabilities(prompts, side_answers, policy.autocast)
-            reference_logps = self.reference.log_probabilities(prompts, side_answers, policy.autocast)
-            for by_side, policy_logp, reference_logp in zip(rewards, policy_logps, reference_logps, strict=True):
-                by_side[side.name] = policy.beta * (policy_logp - reference_logp)
-        return rewards
+        by_side = {
+            side.name: self.score_answers(side, prompts, [row[side.name] for row in answers]) for side in self.sides
+        }
+        return [{name: rewards[i] for name, rewards in by_side.items()} for i in range(len(answers))]
+
+    def score_answers(self, side: Side, prompts: Sequence[Tokens], answers: Sequence[Answer]) -> list[float | None]:
+        """The rewards of a side's answers."""
+        policy = self.policies[0] if side is self.reference else side
+        if self.reference is None or policy.beta is None:
+            return [None] * len(answers)
+        policy_logps = policy.log_probabilities(prompts, answers, policy.autocast)
+        reference_logps = self.reference.log_probabilities(prompts, answers, policy.autocast)
+        return [policy.beta * (ours - base) for ours, base in zip(policy_logps, reference_logps, strict=True)]
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from support.records import drawn, evaluation, sample, update, write_run
 
 from dpo.analysis.measures import measure_cost
+from dpo.analysis.page import render
 from dpo.analysis.runs import read_run, read_runs
 from dpo.analysis.summary import machine_rows
 from dpo.errors import InputError
@@ -36,6 +37,13 @@ def test_drawn_answers_are_read_apart_from_samples_and_odd_lines_are_a_problem(t
     assert (run.samples, run.drawn) == ([sample(8, "yes")], [kept])
     assert run.problems == ["samples.jsonl: 5 of 7 lines cannot be read, and are left out (3, 4, 5, 6, 7)"]
     assert not run.online  # by its settings and metrics
+
+
+def test_a_sample_may_lack_the_reference(tmp_path):
+    line = {key: value for key, value in sample(8, "yes").items() if key != "reference"}
+    run = read_run(write_run(tmp_path, LINES, samples=[line]))
+    assert run.samples == [{**line, "reference": None}]
+    assert "yes" in render([run], [])
 
 
 def test_a_run_that_is_training_holds_its_lock(tmp_path):

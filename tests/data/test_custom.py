@@ -14,6 +14,7 @@ from support.formats import assistant, user
 from support.runs import read_metrics, train, write_rows
 
 from dpo.analysis.ledger_file import read_ledger
+from dpo.data import custom
 from dpo.data.custom import get_custom
 from dpo.data.examples import list_examples
 from dpo.data.records import split_shared_prompt
@@ -632,3 +633,21 @@ def test_messages_that_cannot_be_rendered_are_named(chat, rows, template, messag
     with pytest.raises(InputError) as error:
         get_custom(rows, "mine", chat(template))
     assert message in str(error.value)
+
+
+def test_many_records_are_read_in_processes_with_the_same_result(chat, monkeypatch):
+    template = chat(ENDS_TURNS_WITH_EOS)
+    rows = [{**HELLO, "prompt": [user(f"Hi {i}")], "tools": [{"name": f"look{i}"}]} for i in range(11)]
+    rows[7] = {**HELLO, "chosen": [assistant("Hello<|endoftext|>")]}
+    bad = [*rows, {**HELLO, "chosen": []}]
+    outcomes = []
+    for n_workers in (1, 2):
+        monkeypatch.setattr(custom, "ROWS_PER_WORKER", 12 // n_workers - 1)
+        monkeypatch.setattr(custom, "ROWS_PER_CHUNK", 4)
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=n_workers: range(n))
+        data = get_custom(rows, "mine", template)
+        with pytest.raises(InputError) as refusal:
+            get_custom(bad, "mine", template)
+        outcomes.append((dict(data), data.notes, data.messages, data.tools, data.rows, str(refusal.value)))
+    assert outcomes[0] == outcomes[1]
+    assert any("ignores tools: in 11 of 11 prompts" in note or "in 10 of 10" in note for note in outcomes[0][1])

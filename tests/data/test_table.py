@@ -151,7 +151,24 @@ def test_data_of_unknown_origin_is_read_each_time_and_kept_once(tmp_path, monkey
     assert len(list((tmp_path / table.FOLDER).iterdir())) == 1
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "facts", "junk"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"")])
+def test_a_table_that_goes_while_a_run_starts_is_one_sentence(damage, source, tmp_path):
+    place = prepare(tmp_path, {"hh": str(source)})
+    damage(place / "train.arrow")
+    with pytest.raises(
+        InputError, match=rf"^{place}, which has the texts, was removed or damaged .* repeat the command"
+    ):
+        PromptTable(place / "train.arrow")
+
+
+def test_a_place_whose_name_is_not_utf_8_may_have_tables(source, tmp_path):
+    place = prepare(tmp_path / os.fsdecode(b"\xff"), {"hh": str(source)})
+    assert len(PromptTable(place / "train.arrow")) == len(
+        PromptTable(prepare(tmp_path, {"hh": str(source)}) / "train.arrow")
+    )
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "facts", "junk", "fifo"])
 def test_a_damaged_table_is_built_again(source, tmp_path, damage):
     place = prepare(tmp_path, {"hh": str(source)})
     expected = list(PromptTable(place / "train.arrow"))
@@ -161,8 +178,10 @@ def test_a_damaged_table_is_built_again(source, tmp_path, damage):
         arrow.write_bytes(content.replace(b"11?", b"77?"))
     elif damage == "cut":
         arrow.write_bytes(content[:-100])
-    elif damage == "gone":
+    elif damage in ("gone", "fifo"):
         arrow.unlink()
+        if damage == "fifo":
+            os.mkfifo(arrow)
     elif damage == "facts":
         facts.write_text(facts.read_text().replace('"examples": 12', '"examples": 13'))
     else:

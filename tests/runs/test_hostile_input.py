@@ -446,6 +446,22 @@ def test_a_part_that_is_something_else_ends_the_run_in_words(part, checkpoint, r
         run("run", "resume=auto")
 
 
+@pytest.mark.parametrize("forged", [None, "8", -3, [1], torch.ones(2)], ids=str)
+@pytest.mark.parametrize("name", ["trainer.example_counter", "trainer.batch_counter", "scheduler._step_count"])
+def test_a_value_of_another_form_ends_the_run_in_words(name, forged, checkpoint, run):
+    part, _, key = name.partition(".")
+    replace_state(checkpoint / f"{part}.pt", lambda state: {**state, key: forged})
+    with pytest.raises(InputError, match=rf"{part}\.pt does not hold the state of a run: {key} is of another form"):
+        run("run", "resume=auto")
+
+
+@pytest.mark.parametrize(("name", "forged"), [("updates", [1]), ("config", None), ("model", 3), ("best_at", "x")])
+def test_a_fact_of_another_form_ends_the_run_in_words(name, forged, checkpoint, run):
+    vouch(checkpoint, **{name: forged})
+    with pytest.raises(InputError, match=rf"manifest\.json lacks {name}, or has them in another form"):
+        run("run", "resume=auto")
+
+
 def stepped(kind: type[torch.optim.Optimizer], *shapes: tuple[int, ...]) -> torch.optim.Optimizer:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     for parameter in parameters:

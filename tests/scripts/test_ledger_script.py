@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.ledgers import row, with_ledger
-from support.runs import GOLDEN, run_script, write_rows
+from support.runs import GOLDEN, run_python, run_script, write_rows
 
 from dpo.analysis.ledger_file import SCHEMA, STREAM, append, begin
 from dpo.analysis.page import summarize_ledger
@@ -94,6 +94,12 @@ def test_texts_of_drawn_pairs_are_shown_without_any_dataset(tmp_path, capsys):
     assert main([str(folder), "--json"]) == 0
     [pair] = json.loads(capsys.readouterr().out)["suspected_noise"]
     assert (pair["texts"]["rejected"], pair["scores"]) == (" yes", [2.0, -1.0])
+
+
+def test_it_prints_in_any_encoding(run_dir):
+    printed = run_python("-m", "scripts.ledger", str(run_dir), PYTHONIOENCODING="ascii")
+    assert printed.returncode == 0, printed.stderr
+    assert "\\u2212" in printed.stdout  # a minus sign
 
 
 def test_as_json_it_is_one_object(run_dir, capsys):

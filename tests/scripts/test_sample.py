@@ -97,6 +97,18 @@ def test_a_gpu_never_holds_the_whole_weights_of_a_4_bit_base(lora, gpus, placed,
     assert found == {"loaded": placed} | ({"quantized": "cuda" if gpus else None} if lora == "qlora" else {})
 
 
+def test_a_chat_is_asked_as_in_training(run_dir, tokenizer):
+    """Control tokens in messages are text, and a prefilled answer goes on."""
+    chatty = copy.deepcopy(tokenizer)
+    chatty.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    begun = [{"role": "user", "content": "Write <|endoftext|>"}, {"role": "assistant", "content": "It is "}]
+    ids = Panel([], chatty, "chat").encode(begun, "here", Sampling(8))
+    assert (chatty.decode(ids), ids.count(chatty.eos_token_id)) == (
+        "<user>Write <|endoftext|><|endoftext|><assistant>It is ",
+        1,
+    )
+
+
 def test_greedy_answers_are_those_of_generate(run_dir, tokenizer, tmp_path):
     records = answered(run_dir, tmp_path / "a.jsonl", "--temperature", "0")
 
@@ -170,28 +182,12 @@ def test_an_answer_ends_with_eos_which_is_scored(tokenizer, tiny_llama):
 
 def test_streamed_answers_are_the_same_and_grow(panel):
     prompt = panel.encode(ASKED[0], "here", Sampling(8))
-    seen: dict[str, list[str]] = {"policy": [], "reference": []}
-
-    streamed = panel.stream(prompt, 0, Sampling(8, seed=2), lambda name, text: seen[name].append(text))
-
     [answers] = panel.answer([prompt], [0], Sampling(8, seed=2))
-    assert streamed == answers
-    for name, texts in seen.items():
+    for side in panel.sides:
+        texts: list[str] = []
+        assert panel.stream(side, prompt, 0, Sampling(8, seed=2), texts.append) == answers[side.name]
         assert len(texts) > 1
-        assert all(b.startswith(a) for a, b in zip(texts, [*texts[1:], answers[name].text], strict=True))
-
-
-def test_streaming_leaves_the_settings_of_torch_as_they_were(panel):
-    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
-    graphs: list[torch.fx.GraphModule] = []
-    prompt = panel.encode(ASKED[0], "here", Sampling(4))
-
-    for number in range(4):  # the order in which its threads end is chance
-        panel.stream(prompt, number, Sampling(4), lambda name, text: None)
-
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    compiled(torch.ones(2))
-    assert graphs
+        assert all(b.startswith(a) for a, b in zip(texts, [*texts[1:], answers[side.name].text], strict=True))
 
 
 def test_a_plain_directory_has_no_reference_unless_one_is_given(run_dir, tmp_path, capsys):
@@ -450,11 +446,42 @@ def test_odd_options_are_refused_with_what_they_must_be(option, run_dir, capsys)
 
 def test_it_is_a_conversation_that_ends_with_the_input(run_dir, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("Where is it?\n\nHello\n"))
-    assert main([str(run_dir), "--max-new-tokens", "4"]) == 0
+    assert main([str(run_dir), "--max-new-tokens", "4", "--top-p", "0.5"]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
-    assert shown.out.startswith(r"prompts are asked in the form hh: \n\nHuman: ...\n\nAssistant:")
-    assert [shown.out.count(f"--- {name}: reward ") for name in ("policy", "reference")] == [2, 2]
+    first, second, third, *_ = shown.out.splitlines()
+    assert first.startswith(r"prompts are asked in the form hh: \n\nHuman: ...\n\nAssistant:")
+    assert second == "answers are drawn with temperature 1, top-p 0.5, top-k 50 (--temperature, --top-p, --top-k)"
+    assert "/reset" in third
+    assert [shown.out.count(f"--- {name} ---") for name in ("policy", "reference")] == [2, 2]
+    assert shown.out.count("(reward ") == 4
+
+
+@pytest.mark.parametrize("form", ["hh", "chat", "raw"])
+def test_each_side_continues_its_own_conversation_until_it_is_reset(form, panel, tokenizer, monkeypatch, capsys):
+    tokenizer = copy.deepcopy(tokenizer)
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = turns + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    several, asked = Panel(panel.sides, tokenizer, form), {"policy": [], "reference": []}
+    stream = several.stream
+
+    def listen(side, prompt, *rest):
+        answer = stream(side, prompt, *rest)
+        asked[side.name].append((tokenizer.decode(prompt), answer.text.strip()))
+        return answer
+
+    monkeypatch.setattr(several, "stream", listen)
+    monkeypatch.setattr("sys.stdin", io.StringIO("One?\nTwo?\n/reset\nOne?\n"))
+    converse(several, Sampling(6), "the form")
+
+    said = {"hh": "\n\nHuman: {}\n\nAssistant:", "chat": "<user>{}<assistant>", "raw": "{}"}[form]
+    for turns in asked.values():
+        (first, answer), (second, _), (after_reset, _) = turns
+        assert first == after_reset == said.format("One?")
+        gap = " " if form == "hh" else ""
+        history = "" if form == "raw" else f"{first}{gap}{answer}"
+        assert second == history + said.format("Two?")
+    assert ("/reset starts anew" in capsys.readouterr().out) == (form != "raw")
 
 
 def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_session(panel, monkeypatch, capsys):
@@ -465,10 +492,10 @@ def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_session(panel, monkeypatch,
             raise line
         return line
 
-    def interrupted(prompt, number, *rest):
+    def interrupted(side, prompt, number, *rest):
         if number == 0:
             raise KeyboardInterrupt
-        return stream(prompt, number, *rest)
+        return stream(side, prompt, number, *rest)
 
     stream = panel.stream
     monkeypatch.setattr(panel, "stream", interrupted)

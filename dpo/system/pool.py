@@ -1,0 +1,53 @@
+"""A function applied to many items in several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from types import ModuleType
+from typing import Any, TypeVar
+
+from dpo.errors import RunError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+WORKER: dict[str, Callable[..., Any]] = {}  # in a worker: its function
+
+
+def map_in_processes(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """Yield a function's results in order, as `map` does.
+
+    The processes inherit neither GPU nor threads nor locks. Few items are read ahead.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")  # otherwise each worker would run the user's script again
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker, (function,))
+    pending: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(_work, item))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise RunError(
+            "a process that prepares the data was ended from outside; the machine may lack memory"
+        ) from error
+    finally:
+        sys.modules["__main__"] = main
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(function: Callable[..., Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that reads the results
+    WORKER["function"] = function
+
+
+def _work(item: Any) -> Any:
+    return WORKER["function"](item)
