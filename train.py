@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,8 @@ def run_or_exit(config: DictConfig) -> None:
     except (InputError, RunError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
+        if error.__cause__ is not None:  # a library's error: the log has all of it
+            RUN_LOG.add(traceback.format_exc())
         print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)
     except Stopped as stopped:

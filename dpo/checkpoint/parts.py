@@ -50,25 +50,19 @@ class Part:
     def restore(self, file: Path) -> None:
         """Continue from the part's file, which rank 0 reads."""
         state = from_rank_0(read_state(file) if is_rank_0() else None)
-        if odd := find_odd_value(self.source.state_dict(), state):
-            raise DamagedCheckpoint(f"{file} does not hold the state of a run: {odd} is of another form")
+        own = vars(self.source)
+        if odd := [name for name, value in state.items() if name in own and not _is_alike(own[name], value)]:
+            raise DamagedCheckpoint(f"{file} does not hold the state of a run: {odd[0]} is of another form")
         self.source.load_state_dict(state)
 
 
-def find_odd_value(own: Any, saved: Any, name: str = "state") -> str | None:
-    """The name of a saved value of another type than its own."""
-    if isinstance(own, Mapping) and isinstance(saved, Mapping):
-        odd_values = (find_odd_value(own[key], saved[key], str(key)) for key in own.keys() & saved.keys())
-        return next(filter(None, odd_values), None)
+def _is_alike(own: Any, saved: Any) -> bool:
+    """Return whether a saved value may replace a part's own."""
     if own is None:  # as a counter is before the first time
-        is_alike = not isinstance(saved, torch.Tensor)
-    elif type(own) is int:
-        is_alike = type(saved) is int and saved >= 0  # all integers are counts
-    elif type(own) is float:
-        is_alike = type(saved) in (int, float)
-    else:
-        is_alike = isinstance(saved, type(own))
-    return None if is_alike else name
+        return not isinstance(saved, torch.Tensor)
+    if type(own) is int:
+        return type(saved) is int and saved >= 0  # all integers are counts
+    return isinstance(saved, (int, float) if type(own) is float else type(own))
 
 
 class ModelPart(Part):
