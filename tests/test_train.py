@@ -281,8 +281,11 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(main, tmp_path)
 
     assert first.returncode == 0, first.stderr
     run = tmp_path / "a"
-    assert first.stdout.splitlines()[-1] == f"run directory: {run}"
-    files = {".lock", "config.yaml", "env.json", "preflight.json", "metrics.jsonl", "samples.jsonl", "samples.txt"}
+    *_, directory, verdict = first.stdout.splitlines()
+    assert directory == f"run directory: {run}"
+    assert verdict.startswith("The model changed: ")
+    files = {".lock", "config.yaml", "env.json", "preflight.json", "log.txt"}
+    files |= {"metrics.jsonl", "samples.jsonl", "samples.txt"}
     assert {p.name for p in run.iterdir()} == files | {"step-8", "step-16", "LATEST", "BEST"}
     config = yaml.safe_load((run / "config.yaml").read_text())
     own = {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}
@@ -398,4 +401,5 @@ def test_first_evaluation_self_test_and_sampling_can_be_switched(trained):
 
 def test_debug_writes_no_checkpoints_and_no_wandb(trained):
     run, _ = trained("debug=true", "wandb.enabled=true", "n_examples=4")
-    assert {p.name for p in run.iterdir()} == {".lock", "config.yaml", "env.json", "preflight.json", "metrics.jsonl"}
+    files = {".lock", "config.yaml", "env.json", "preflight.json", "metrics.jsonl", "log.txt"}
+    assert {p.name for p in run.iterdir()} == files

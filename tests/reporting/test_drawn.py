@@ -115,9 +115,9 @@ def test_samples_ledger_and_logs_of_a_run_hold_what_was_drawn(run, tmp_path):
     drawn = [row for row in trained if row["tie"] is not None]
     assert list(rows[0]) == [*SCHEMA.names, *DRAWN.names]
     assert all(row[name] is None for row in rows if row["tie"] is None for name in DRAWN.names)
-    assert [sum(row["update"] == line["updates"] for row in drawn) for line in lines] == [3] * 5  # and a pair of data
+    assert [sum(row["update"] == line["updates"] for row in drawn) for line in lines] == [3] * 6  # and a pair of data
     # an example is a prompt: two batches of eleven are an epoch
-    assert [row["epoch"] for row in trained] == [update // 2 for update in range(5) for _ in range(4)]
+    assert [row["epoch"] for row in trained] == [update // 2 for update in range(6) for _ in range(4)]
     for row in drawn:
         assert row["example"] == text_digest(row["prompt"], {role: row[role] for role in ("chosen", "rejected")})
         scores = row["score_chosen"], *row["score_others"], row["score_rejected"]
@@ -131,7 +131,7 @@ def test_samples_ledger_and_logs_of_a_run_hold_what_was_drawn(run, tmp_path):
         assert sum(ties) / 3 == pytest.approx(line["online/ties"])
 
     records = records_of(folder)  # though sample_during_eval=false
-    assert [record["examples"] for record in records] == [8, 8, 16, 16, 20, 20]
+    assert [record["examples"] for record in records] == [8, 8, 16, 16, 24, 24]
     kept = {(row["prompt"], row["chosen"], row["rejected"]) for row in drawn}
     for record in records:
         best, worst = (record["completions"][record[which]]["text"] for which in ("best", "worst"))

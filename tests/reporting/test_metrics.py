@@ -59,7 +59,8 @@ def files_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> 
 
 
 def test_what_is_trained_and_when_it_ended_are_in_the_record(tmp_path):
-    (tmp_path / "env.json").write_text('{"started": "2026-11-22T07:00:00+00:00"}')
+    facts = {"packages": {}, "git_commit": None, "started": "2026-11-22T07:00:00+00:00"}
+    (tmp_path / "env.json").write_text(json.dumps(facts))
     logger = FileLogger(RunContext(make_plan({}), tmp_path, 0, None, print, ParameterCount(12, 345)))
     logger.on_start()
     logger.on_end()
