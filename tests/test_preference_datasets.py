@@ -319,13 +319,13 @@ def test_a_partial_last_batch_is_dropped_and_not_carried_over(tokenizer):
     [
         (1, 1),  # one batch always runs
         (4, 2),
-        (5, 3),  # 4 examples seen after two batches, 5 at the epoch's end with the dropped one, 7 after the third
-        (7, 3),  # the dropped example counts: 2, 4, (5), 7
-        (8, 4),  # 9
+        (5, 3),  # the example that the first epoch drops does not count: 2, 4, 6
+        (7, 4),
+        (8, 4),
         (100, 6),  # three epochs end first
     ],
 )
-def test_batches_stop_at_n_examples_counting_the_dropped_ones(tokenizer, n_examples, n_batches):
+def test_batches_stop_once_n_examples_are_trained(tokenizer, n_examples, n_batches):
     options = {"shuffle": False, "batch_size": 2, "n_epochs": 3, "n_examples": n_examples}
     assert len(order_of(prompts_of(2, 2, 1), tokenizer, **options)) == n_batches
 

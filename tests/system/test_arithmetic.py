@@ -14,7 +14,7 @@ from support.runs import GOLDEN
 from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpo.models.generation import sample
+from dpo.models.generation import Sampling, sample
 from dpo.models.layouts import Padded, SharedPrefix, choose_layout, layout_by_rules
 from dpo.models.pretrained import choose_attention, load_model
 from dpo.system.arithmetic import set_up_torch
@@ -136,7 +136,7 @@ def test_a_deterministic_run_samples_by_what_has_no_deterministic_algorithm_with
         Stub().generate(prompts["prompt_input_ids"])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        assert sample(Stub(), prompts, tokenizer, max_new_tokens=2, seed=0) == [("", False)]
+        assert sample(Stub(), prompts, tokenizer, Sampling(max_new_tokens=2)) == [("", False)]
     assert any("deterministic" in str(warning.message) for warning in warned)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -152,7 +152,7 @@ def test_flex_attention_gives_way_to_sdpa_for_generation_alone(tokenizer, monkey
 
     monkeypatch.setattr(model, "generate", noting)
     prompts = {"prompt_input_ids": torch.tensor([[5, 6]]), "prompt_attention_mask": torch.ones(1, 2)}
-    sample(model, prompts, tokenizer, max_new_tokens=4, seed=0)
+    sample(model, prompts, tokenizer, Sampling(max_new_tokens=4))
     assert attention == ["sdpa"]
     assert model.config._attn_implementation == "flex_attention"
 
