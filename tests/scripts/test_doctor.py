@@ -8,7 +8,8 @@ from support.runs import run_python
 from scripts import doctor
 
 
-def test_report_of_this_machine(tmp_path):
+@pytest.mark.slow  # starts processes that import torch
+def test_report_of_this_machine():
     result = run_python("-m", "scripts.doctor")
 
     assert (result.returncode, result.stderr) == (0, "")
