@@ -36,6 +36,7 @@ IMPORTED = (
 )  # fmt: skip
 BAD_INPUT = 2  # exit status of train.py
 LAST_LINES = 15  # number of lines shown of a failed run's log
+OUTPUT = "output.txt"  # in a job's directory: what its process prints
 CONTINUE = "resume=auto"  # for long runs: a killed run goes on from its newest checkpoint
 Row = dict[str, Any]
 
@@ -159,17 +160,17 @@ def iterate_rows(
 
 
 def _make_error(job: Job, status: int) -> Exception:
-    lines = (job.directory / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = (job.directory / OUTPUT).read_text(encoding="utf-8", errors="replace").splitlines()
     text = "\n".join([f"{job.directory.name} ended with status {status}:", *lines[-LAST_LINES:]])
     return InputError(text) if status == BAD_INPUT else RunError(text)
 
 
 def _run_job(job: Job, finish: Callable[[Job], None]) -> None:
-    """Run a job in this process, with its output in `log.txt`."""
-    if CONTINUE not in job.overrides and (job.directory / "log.txt").exists():
+    """Run a job in this process, with its output in `OUTPUT`."""
+    if CONTINUE not in job.overrides and (job.directory / OUTPUT).exists():
         shutil.rmtree(job.directory, ignore_errors=True)  # left by a run that was killed
     job.directory.mkdir(parents=True, exist_ok=True)
-    with (job.directory / "log.txt").open("ab") as log:
+    with (job.directory / OUTPUT).open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)

@@ -31,20 +31,24 @@ TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, Lookup
 TEMPLATE_ERRORS += (RecursionError, TypeError, ValueError)
 MARK = "\ufdd1"  # a noncharacter, which no text has: marks a place in a text that is rendered
 HEADER = re.compile(r"#+ ?[^:：]{1,40}[:：]?|\W{0,2}\w[\w;./-]*( \w+)?[:：]\W{0,2}")  # the last line of a prompt
-CONTROL = re.compile(r"<\|[^|<>\n]+\|>\w*$|\[/[A-Z]+\]$")
+CONTROL = re.compile(r"(<\|[^|<>\n]+\|>|\[/[A-Z]+\])\w*$")
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
 
 
 def ends_in_header(prompt: str, tokenizer: Any) -> bool:
     """Return whether a text ends in the header of an answer.
 
-    That is a last line with a control token, or one like `Assistant:`, `### Response:` or `**Answer:**` below others.
+    That is a control token, perhaps with a role behind it, or, below other lines, one like `Assistant:`,
+    `### Response:` or `**Answer:**`.
     """
     _, newline, line = prompt.rstrip().rpartition("\n")
     if newline and HEADER.fullmatch(line.strip()):
         return True
     added = (token.content.strip() for token in tokenizer.added_tokens_decoder.values())
-    return bool(CONTROL.search(line)) or any(text.startswith(("<", "[")) and text in line for text in added)
+    if CONTROL.search(line):
+        return True
+    # the role's name may follow, as in <start_of_turn>model
+    return any(text.startswith(("<", "[")) and re.search(rf"{re.escape(text)}\w*$", line) for text in added)
 
 
 def find_format(prompt: str, *, rendered: bool) -> str:

@@ -186,8 +186,8 @@ class _Reader(NamedTuple):
     ) -> _Reader:
         """Make a reader that suits the first records.
 
-        With `chat="auto"`, a template that exists renders texts, unless the prompt of one of the first records ends in
-        an answer's header, or chosen and rejected hold the prompt. Raises InputError for `always` without a template.
+        With `chat="auto"`, a template that exists renders texts, unless most prompts of the first records end in an
+        answer's header, or chosen and rejected hold the prompt. Raises InputError for `always` without a template.
         """
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if chat == "always" and not has_template:
@@ -202,14 +202,10 @@ class _Reader(NamedTuple):
                 records.append(read_record(row, fields, where, name=name))
                 data_format = data_format or recognize_format(row, fields, records[-1])
         holds_chats = bool(records) and records[0].is_chat
-        prompts = [record.join_prompt() for record in records if not record.is_chat]
-        renders = chat == "always" or (
-            chat == "auto"
-            and has_template
-            and data_format != "hh"
-            and "prompt" in used
-            and not any(ends_in_header(prompt, tokenizer) for prompt in prompts)
-        )
+        renders = chat == "always"
+        if chat == "auto" and has_template and data_format != "hh" and "prompt" in used:
+            have_headers = [ends_in_header(record.join_prompt(), tokenizer) for record in records if not record.is_chat]
+            renders = 2 * sum(have_headers) <= len(have_headers)  # a single prompt may end in a colon by chance
         return cls(tokenizer, used, verdicts, name, data_format, trains_on, holds_chats, renders and not holds_chats)
 
     @property
@@ -334,7 +330,7 @@ def _describe_tally(tally: Mapping[str, int], origin: str) -> Iterator[str]:
     if n := tally["texts with tools"]:
         yield (
             f"warning: {origin}: {count(n, 'text has', 'texts have')} tools, which only a chat template shows to the "
-            f"model: `python -m scripts.convert IN OUT --to trl_conversational` makes messages of texts"
+            f"model: chat=always renders texts"
         )
     if n := tally["lists with ties"]:
         yield f"{origin}: {count(n, 'list')} with equal scores, which make no pair"

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpo.data.asking import CHAT
+from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT
 from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
 from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.problems import BadRecordsError, explain_refusal
@@ -320,8 +320,9 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         formats = data.report.train.prompt_formats
         for warning in find_chat_warnings(tokenizer, formats) + find_bos_warnings(tokenizer, data.train[0].text):
             print(f"warning: {warning}", flush=True)
-        # the demo is made of few phrases, on purpose
-        leaks = [] if plan.data.datasets == ["demo"] else data.report.test.find_leaks()
+        # whoever uses published splits, or the demo, can do nothing about what they share
+        has_own_data = not DATASETS_IN_HH_FORMAT.issuperset(plan.data.datasets)
+        leaks = data.report.test.find_leaks() if has_own_data else []
         for warning in find_weight_warnings(data.report.train, plan.loss.options) + leaks:
             print(f"warning: {warning}", flush=True)
     return data

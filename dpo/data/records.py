@@ -1,8 +1,8 @@
 """Records of custom data in one form, and their formats.
 
 A record has a prompt and its responses, all texts or all chat messages. `read_record` reads it from a row, whatever
-its format. `write_record` writes it as a row of a format, for `scripts.convert`. To recognize the format of data, its
-first record is written in each of `FORMATS`, until the result equals the row that was read.
+its format. `write_record` writes it as a row of a format: to recognize the format of data, its first record is written
+in each of `FORMATS`, until the result equals the row that was read.
 """
 
 from __future__ import annotations

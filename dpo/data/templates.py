@@ -26,11 +26,11 @@ from dpo.data.asking import (
 )
 from dpo.data.records import common_start
 from dpo.data.schema import THOUGHTS, Chat, Messages, read_message, read_tools
-from dpo.data.tokenization import TextEncoder, remove_final_eos, unescape
+from dpo.data.tokenization import remove_final_eos, unescape
 from dpo.errors import InputError
 from dpo.numbers import count
 
-N_CHECKED = 100  # first conversations whose tokens and tools are checked
+N_CHECKED = 100  # first conversations whose tools are checked
 SHOWN = 60  # characters of a text that the template leaves out
 SCORED, NOT_SCORED = "scored turns", "turns that are not scored"
 FIX = "name a tokenizer with another template, as model.tokenizer_name_or_path=OTHER_MODEL"
@@ -43,7 +43,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._counts: Counter[str] = Counter()
         self._dropped: dict[str, str] = {}  # for SCORED and NOT_SCORED, the first text left out
-        self._checked: list[tuple[str, str]] = []  # prompts with generation prompt, and whole conversations
+        self._open_end = ""  # the first end of a generation prompt that its conversation lacks
         self._escaped = ""  # the first text with a control token's string
 
     def render(self, prompt: Messages, responses: Sequence[Messages], tools: Any, where: str) -> Chat:
@@ -73,6 +73,9 @@ class ChatTemplate:
         open_prompt, prompt_text = conversation.find_start(before, dialogues, continued=continued)
         self._check(conversation, before, answers, open_prompt, dialogues)
         start = len(prompt_text)
+        if start < len(open_prompt):
+            self._counts["open ends"] += len(dialogues)
+            self._open_end = self._open_end or open_prompt[start:]
         texts = [remove_final_eos(dialogue[start:], self.tokenizer) for dialogue in dialogues]
         cuts = []
         for chat, dialogue, text in zip(chats, dialogues, texts, strict=True):
@@ -93,7 +96,7 @@ class ChatTemplate:
         """Add what another one has recorded of later conversations."""
         self._counts += later._counts
         self._dropped = later._dropped | self._dropped
-        self._checked = (self._checked + later._checked)[:N_CHECKED]
+        self._open_end = self._open_end or later._open_end
         self._escaped = self._escaped or later._escaped
 
     def _escape(self, value: Any, what: str, where: str) -> Any:
@@ -125,8 +128,6 @@ class ChatTemplate:
                 if dropped := _find_dropped(messages, text):
                     self._counts[turns] += 1
                     self._dropped.setdefault(turns, unescape(dropped)[:SHOWN])
-        if len(self._checked) < N_CHECKED:
-            self._checked += [(open_prompt, dialogue) for dialogue in dialogues]
         if conversation.tools and self._counts["with tools"] < N_CHECKED:
             self._counts["with tools"] += 1
             without_tools = _Conversation(self.tokenizer, [], conversation.where)
@@ -158,33 +159,12 @@ class ChatTemplate:
                 f"warning: {origin}: the chat template ignores tools: in {counts['tools ignored']:,} of "
                 f"{count(counts['with tools'], 'prompt')} with tools the model does not see them"
             )
-        if self._checked:
-            left_out, joined = self._count_differing_tokens()
-            n_prefixes = len(self._checked) - len(left_out) - len(joined)
+        if counts["open ends"]:
             notes.append(
-                f"{origin}: in tokens, the prompt as rendered for generation is a prefix of prompt and response in "
-                f"{n_prefixes:,} of {count(len(self._checked), 'conversation')} checked"
+                f"{origin}: the generation prompt ends in {self._open_end[-SHOWN:]!r}, which the conversation lacks in "
+                f"{counts['open ends']:,} of {n_conversations}: it is not fed there"
             )
-            if left_out:
-                n_most = count(max(left_out), "token")
-                notes[-1] += f"; in {len(left_out):,}, up to {n_most} at the prompt's end are left out"
-            if joined:
-                notes[-1] += f"; in {len(joined):,}, the prompt's end would join the response, and is tokenized apart"
         return notes
-
-    def _count_differing_tokens(self) -> tuple[list[int], list[int]]:
-        """Count, for each prompt, the last tokens that its conversation lacks.
-
-        Returns two lists of counts above 0: of prompts whose text the conversation lacks too, and of the others.
-        """
-        texts = list(dict.fromkeys(text for texts in self._checked for text in texts))
-        ids = TextEncoder(self.tokenizer)(texts)
-        left_out, joined = [], []
-        for prompt, dialogue in self._checked:
-            if n_lacking := len(ids[prompt]) - _count_shared(ids[prompt], ids[dialogue]):
-                counts = joined if dialogue.startswith(prompt) else left_out
-                counts.append(n_lacking)
-        return left_out, joined
 
 
 class _Conversation:

@@ -235,19 +235,9 @@ def test_schemas_lack_the_nulls_of_arrow_and_reach_a_prompt_to_ask(chat):
         ),
         (
             LOOKED_UP,
-            WITH_TOOLS,
-            "mine: in tokens, the prompt as rendered for generation is a prefix of prompt and response in 2 of 2 "
-            "conversations checked",
-        ),
-        (
-            LOOKED_UP,
             WITH_TOOLS.replace("<assistant>{% endif %}", "<assistant>hm;{% endif %}"),
-            "in 0 of 2 conversations checked; in 2, up to 3 tokens at the prompt's end are left out",
-        ),
-        (
-            {**LOOKED_UP, "chosen": [assistant("lem")]},
-            WITH_TOOLS.replace("<assistant>", "<assistant> prob").replace("<{{ m.role }}>", "<{{ m.role }}> prob"),
-            "in 1 of 2 conversations checked; in 1, the prompt's end would join the response, and is tokenized apart",
+            "mine: the generation prompt ends in 'hm;', which the conversation lacks in 2 of 2 conversations: it is "
+            "not fed there",
         ),
         (
             LOOKED_UP,
@@ -301,8 +291,8 @@ def test_what_a_template_changes_is_said(row, template, note, chat):
 def test_what_a_template_writes_as_json_is_not_changed(chat):
     row = {"prompt": ASK, "chosen": [make_call({"at": 'a "skÿ"'}), {**RESULT, "content": '"A"\n'}, *SKY]}
     template = AS_JSON.replace("{{ m.content }}", "{{ m.content | tojson }}")
-    [_, note] = get_custom([{**row, "rejected": SKY}], "mine", chat(template)).notes
-    assert "is a prefix" in note
+    notes = get_custom([{**row, "rejected": SKY}], "mine", chat(template)).notes
+    assert not any("leaves out" in note or note.startswith("warning:") for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -538,13 +528,15 @@ def test_texts_of_every_kind_get_the_chat_template(row, trains_on, said, chat):
      "<|im_start|>assistant\n", f"{EOS}assistant\n", "<turn>model\n"],
 )  # fmt: skip
 def test_a_dataset_whose_prompts_end_in_an_answers_header_stays_text_unless_told(end, chat):
+    """Most of its prompts do: a few may end so by chance."""
     tokenizer = chat(WITH_TOOLS)
     tokenizer.add_tokens(["<turn>"])
-    rows = [{**TEXT, "prompt": f"{i}?{end if i == 70 else ''}"} for i in range(80)]
+    rows = [{**TEXT, "prompt": f"{i}?{end if i > 38 else ''}"} for i in range(80)]
     data = get_custom(rows, "mine", tokenizer)
     assert (data.rendered, [*data]) == (False, [row["prompt"] for row in rows])
     assert any("texts are used as they are, without the chat template (chat=auto; chat=always" in n for n in data.notes)
     assert get_custom(rows, "mine", tokenizer, chat="always").rendered
+    assert get_custom(rows[:70], "mine", tokenizer).rendered
     assert get_custom([{**TEXT, "prompt": "Say: a"}, {**TEXT, "prompt": "Assistant:"}], "mine", tokenizer).rendered
 
 
