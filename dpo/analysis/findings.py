@@ -12,7 +12,6 @@ RULES = (  # in the order of the page: the rule, the kinds of data it is for, wh
     Rule(on_training.skipped_updates, ANY),
     Rule(on_training.collapse, PAIRS | ONLINE),
     Rule(on_training.best_checkpoint, ANY),
-    Rule(on_training.spikes, ANY),
     Rule(on_answers.empty_samples, ANY, ("samples",)),
     Rule(on_answers.cut_off_samples, ANY, ("samples",)),
     Rule(on_answers.sample_lengths, PAIRS | ONLINE, ("samples",)),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from statistics import NormalDist
+from statistics import NormalDist, fmean, median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dpo.analysis.instability import Means, updates_at_start
 from dpo.analysis.runs import Log, Run, first_tenth, number
 
 USEFUL = 0.55  # below this accuracy nothing useful was learned
@@ -19,6 +19,14 @@ PAIR_COLUMNS = (  # columns of the ledger that `evaluated_pairs` reads
     "policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected",
 )  # fmt: skip
 Z_95, Z_98 = 1.959964, 2.326348  # half the width of a 95 % and a 98 % interval, in standard errors
+UPDATES_AT_START = 10  # updates averaged as the start of a loss without a reference: a single one says too little
+COLLAPSED_UPDATES = ((16, 5.0), (50, 3.0))  # last updates, and the multiple of the start's loss that is too high
+COLLAPSED_EVALUATION = 20.0  # the same multiple for an evaluation, whose pairs may be few
+LEAST_START_LOSS = 0.5  # a multiple of a start's loss near 0 would be near 0 too, so this is multiplied instead
+COLLAPSED = (
+    "By its own loss the policy is worse than before training, and seldom recovers by itself: stop, and start again "
+    "with a tenth of lr, more warmup_steps or a larger batch_size."
+)
 
 
 def wilson_interval(share: float, n: float) -> tuple[float, float]:
@@ -147,6 +155,23 @@ def evaluation_loss_error(run: Run) -> float:
     return example_deviation / math.sqrt(n_effective(run))
 
 
+class Means(NamedTuple):
+    """Mean loss and margin."""
+
+    loss: float
+    margin: float
+
+
+def is_collapsed(start: Means, losses: Sequence[float], margins: Sequence[float], factor: float) -> bool:
+    """Return whether the policy's loss is far above the start's.
+
+    Half of the losses are above `factor` times the start's, which counts as at least LEAST_START_LOSS, while the mean
+    margin, which grows in nearly all runs, is not above the start's.
+    """
+    too_high = start.loss + (factor - 1) * max(abs(start.loss), LEAST_START_LOSS)  # above a negative start, too
+    return median(losses) > too_high and fmean(margins) <= start.margin
+
+
 def find_start(run: Run) -> Means | None:
     """Find the mean loss and margin before training.
 
@@ -157,7 +182,7 @@ def find_start(run: Run) -> Means | None:
         start = _average_first_rows(run.eval, "eval", 1)
         if start is not None:
             return start
-    n = updates_at_start(run.has_reference)
+    n = 1 if run.has_reference else UPDATES_AT_START
     is_logged = len(run.train) >= n and run.train.updates[n - 1] == n  # a log may begin later
     return _average_first_rows(run.train, "train", n) if is_logged else None
 

@@ -1,4 +1,4 @@
-"""Rules on NaN, spikes, collapse, loss, accuracy and learning rate."""
+"""Rules on NaN, collapse, loss, accuracy and learning rate."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means
 from dpo.analysis.measures import (
+    COLLAPSED,
+    COLLAPSED_EVALUATION,
+    COLLAPSED_UPDATES,
     USEFUL,
     accuracy_error,
     best_of_many_quantile,
@@ -18,6 +20,7 @@ from dpo.analysis.measures import (
     evaluation_loss_error,
     find_start,
     is_above,
+    is_collapsed,
     is_inconclusive,
     mean_error,
     mean_near,
@@ -37,7 +40,7 @@ GROWN_NORM = 5.0  # last median of grad_norm, as a multiple of the first
 NEGLIGIBLE_RISE, CLEAR_RISE = 0.05, 0.25  # of a loss, as a share of it: the second if its error is unknown
 ENOUGH_PAIRS = 400  # an accuracy of 0.60 is then four standard errors above chance
 
-# --- NaN, spikes, collapse --------------------------------------------------------------------------------------------
+# --- NaN, collapse ----------------------------------------------------------------------------------------------------
 
 
 def skipped_updates(run: Run) -> Iterator[Finding]:
@@ -69,66 +72,30 @@ def _list_first(names: list[str], n: int) -> str:
     return ", ".join(names[:n]) + (", ..." if len(names) > n else "")
 
 
-def spikes(run: Run) -> Iterator[Finding]:
-    for name, title in (("grad_norm", "Gradient spikes"), ("loss/train", "Loss spikes")):
-        detector = InstabilityDetector(number(run.setting("batch_size", 1)), find_start(run))
-        values, ratios_and_rows = run.train[name].tolist(), []
-        for row, value in enumerate(values):
-            ratio = detector.find_spike(name, value)
-            if ratio is not None:
-                ratios_and_rows.append((ratio, row))
-        if not ratios_and_rows:
-            continue
-        largest_ratio, row = max(ratios_and_rows, key=lambda spike: spike[0])
-        limit = run.setting("max_grad_norm") if name == "grad_norm" else None
-        clipping = f" Gradients are clipped to {limit}, so no step was that large." if limit else ""
-        yield warning(
-            title,
-            f"{name} {figure(values[row])} at update {run.train.updates[row]:,.0f}, "
-            f"{figure(largest_ratio, 2)} times the median before; {count(len(ratios_and_rows), 'spike')} in all",
-            f"One batch was far from what the model had seen just before.{clipping} If the loss does not come back "
-            "after a spike, lower lr or lengthen the warmup.",
-        )
-
-
 def collapse(run: Run) -> Iterator[Finding]:
+    """The last updates or the last evaluation, if they show a collapse."""
     start = find_start(run)
     # under loss.wpo the weights of losses change with the policy, so a higher loss means nothing
     if start is None or run.setting("loss.wpo"):
         return
-    value = _describe_collapse(run, start)
-    if value is not None:
-        yield warning("The run has collapsed", value, WHAT_TO_TRY)
-
-
-def _describe_collapse(run: Run, start: Means) -> str | None:
-    """Describe the first updates, or the first evaluation, that show a collapse."""
-    # a margin that is 0 up to rounding is shown as 0; adding 0.0 turns -0.0 into 0.0
-    start_margin = figure(round(start.margin, 3) + 0.0)
-
-    def describe(split: str, means: Means, when: str, last_loss: str) -> str:
-        return (
-            f"loss/{split} {figure(means.loss)} {when}, {last_loss}, {figure(start.loss)} at the start; "
-            f"rewards_{split}/margins {figure(means.margin)} {when}, {start_margin} at the start"
-        )
-
-    detector = InstabilityDetector(number(run.setting("batch_size", 1)), start)
-    losses, margins = run.train["loss/train"], run.train["rewards_train/margins"]  # (updates,) each
-    for update, loss, margin in zip(run.train.updates, losses.tolist(), margins.tolist(), strict=True):
-        window = detector.find_collapse(loss, margin)
-        if window is not None:
-            means, n = window
-            last = losses[np.isfinite(losses) & np.isfinite(margins)][-n:].mean()
-            when = f"over the {n} updates up to {update:,.0f}"
-            return describe("train", means, when, f"{figure(last)} over the last {n}")
-    if run.online:  # the policy follows the scorer, which may contradict the labels of held-out pairs
-        return None
-    for row, examples in enumerate(run.eval.examples):
-        means = Means(run.eval["loss/eval"][row], run.eval["rewards_eval/margins"][row])
-        if examples > 0 and detector.is_collapsed(means):
-            last = f"{figure(run.eval.last('loss/eval'))} at the last evaluation"
-            return describe("eval", means, f"at {count(examples, 'example')}", last)
-    return None
+    windows = [(run.train, "train", n, factor) for n, factor in COLLAPSED_UPDATES]
+    if not run.online:  # the policy follows the scorer, which may contradict the labels of held-out pairs
+        windows.append((run.eval, "eval", 1, COLLAPSED_EVALUATION))
+    for log, split, n, factor in windows:
+        losses, margins = log[f"loss/{split}"], log[f"rewards_{split}/margins"]
+        is_known = np.isfinite(losses + margins)
+        losses, margins = losses[is_known][-n:], margins[is_known][-n:]
+        if len(losses) == n and is_collapsed(start, losses, margins, factor):
+            now = f"over the last {count(n, 'update')}" if split == "train" else "at the last evaluation"
+            # a margin that is 0 up to rounding is shown as 0; adding 0.0 turns -0.0 into 0.0
+            start_margin = figure(round(start.margin, 3) + 0.0)
+            yield warning(
+                "The run has collapsed",
+                f"loss/{split} {figure(losses.mean())} {now}, {figure(start.loss)} at the start; "
+                f"rewards_{split}/margins {figure(margins.mean())}, {start_margin} at the start",
+                COLLAPSED,
+            )
+            return
 
 
 # --- accuracy and loss ------------------------------------------------------------------------------------------------

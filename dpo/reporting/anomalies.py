@@ -1,14 +1,23 @@
-"""Guard against NaN, and warnings about spikes and collapse."""
+"""Guard against NaN, and a warning about collapse."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from dpo.analysis.instability import WHAT_TO_TRY, InstabilityDetector, Means, updates_at_start
+from dpo.analysis.measures import (
+    COLLAPSED,
+    COLLAPSED_EVALUATION,
+    COLLAPSED_UPDATES,
+    UPDATES_AT_START,
+    Means,
+    is_collapsed,
+)
 from dpo.data.tokenization import unescape
 from dpo.errors import RunError
 from dpo.losses import TRAINS_ON
@@ -105,70 +114,69 @@ class NonFiniteGuard(Callback):
         self.skipped = state["skipped"]
 
 
-class InstabilityWarner(Callback):
-    """Warnings about each spike, and one about a collapse."""
+class CollapseWarner(Callback):
+    """One warning, when the loss is far above the start's."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
-        loss = context.plan.loss
-        # `loss.wpo` (needs_squares) weights losses by the policy, so a loss is not comparable with one at the start
-        self._checks_collapse = loss.has_margins and not loss.needs_squares
-        self._updates_at_start = updates_at_start(loss.reference)
-        self._detector = InstabilityDetector(context.plan.data.batch_size)
+        self._start: Means | None = None
+        self._losses, self._margins = (deque[float](maxlen=max(n for n, _ in COLLAPSED_UPDATES)) for _ in range(2))
         self._warned = False
 
+    @classmethod
+    def is_wanted(cls, context: RunContext) -> bool:
+        # `loss.wpo` (needs_squares) weights losses by the policy, so a loss is not comparable with one at the start
+        loss = context.plan.loss
+        return context.rank == 0 and loss.has_margins and not loss.needs_squares
+
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        if not self._checks_collapse:
+        means = Means(*(evaluation.metrics.get(name, math.nan) for name in ("loss/eval", "rewards_eval/margins")))
+        if not all(map(math.isfinite, means)):  # also an online run on prompts without pairs
             return
-        loss, margin = evaluation.metrics.get("loss/eval"), evaluation.metrics.get("rewards_eval/margins")
-        if loss is None or margin is None:  # an online run on prompts without pairs
-            return
-        means = Means(loss, margin)
         if evaluation.n_updates == 0:
-            self._detector.start = means if math.isfinite(loss) and math.isfinite(margin) else None
+            self._start = means
         # an online run follows its scorer, which may contradict the labels of the evaluation's pairs
-        elif self.context.plan.online is None and self._detector.is_collapsed(means):
-            self._warn_about_collapse(f"evaluation after {evaluation.n_examples} examples", "", "eval", means)
+        elif self.context.plan.online is None:
+            when = f"evaluation after {evaluation.n_examples} examples"
+            self._warn_if_collapsed([means.loss], [means.margin], COLLAPSED_EVALUATION, "eval", when)
 
     def on_update(self, update: Update) -> None:
-        for name in ("loss/train", "grad_norm"):
-            value = update.metrics[name]
-            ratio = self._detector.find_spike(name, value)
-            if ratio is not None:
-                spike = f"{name} {value:.4g} is {ratio:.0f} times the median of the updates before"
-                self.context.log(f"warning: update {update.number}: {spike}")
-        if not self._checks_collapse:
-            return
         loss, margin = update.metrics["loss/train"], update.metrics["rewards_train/margins"]
-        collapse = self._detector.find_collapse(loss, margin)
-        if collapse is not None:
-            means, n_updates = collapse
-            window = f"over the last {n_updates} updates "
-            self._warn_about_collapse(f"update {update.number}", window, "train", means)
-        if update.number == self._updates_at_start:
-            self._detector.take_start(self._updates_at_start)
+        if not math.isfinite(loss + margin):
+            return
+        self._losses.append(loss)
+        self._margins.append(margin)
+        n_at_start = 1 if self.context.plan.loss.reference else UPDATES_AT_START
+        if self._start is None and update.number == n_at_start:
+            self._start = Means(fmean(self._losses), fmean(self._margins))
+        for n, factor in COLLAPSED_UPDATES:
+            if len(self._losses) >= n:
+                losses, margins = list(self._losses)[-n:], list(self._margins)[-n:]
+                when = f"update {update.number}, over the last {n}"
+                self._warn_if_collapsed(losses, margins, factor, "train", when)
 
-    def _warn_about_collapse(self, when: str, window: str, split: str, means: Means) -> None:
-        """Log a warning, once in a run.
-
-        `window` names the updates that `means` are over; "" for an evaluation.
-        """
-        start = self._detector.start
-        if self._warned or start is None:
+    def _warn_if_collapsed(
+        self, losses: list[float], margins: list[float], factor: float, split: str, when: str
+    ) -> None:
+        start = self._start
+        if self._warned or start is None or not is_collapsed(start, losses, margins, factor):
             return
         self._warned = True
         # a margin that is 0 up to rounding is shown as 0; adding 0.0 turns -0.0 into 0.0
         start_margin = round(start.margin, 3) + 0.0
         self.context.log(
-            f"warning: {when}: the run has collapsed: {window}loss/{split} is {means.loss:.4g} (at the start "
-            f"{start.loss:.4g}) and rewards_{split}/margins is {means.margin:.3g} (at the start "
-            f"{start_margin:.3g}). {WHAT_TO_TRY}"
+            f"warning: {when}: the run has collapsed: loss/{split} is {fmean(losses):.4g} (at the start "
+            f"{start.loss:.4g}) and rewards_{split}/margins is {fmean(margins):.3g} (at the start {start_margin:.3g}). "
+            f"{COLLAPSED}"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"warned": self._warned, "detector": self._detector.state_dict()}
+        start = None if self._start is None else list(self._start)
+        return {"warned": self._warned, "start": start, "losses": [*self._losses], "margins": [*self._margins]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            self._warned = state["warned"]
-            self._detector.load_state_dict(state["detector"])
+            self._warned, start = state["warned"], state["start"]
+            self._start = None if start is None else Means(*start)
+            self._losses.extend(state["losses"])
+            self._margins.extend(state["margins"])

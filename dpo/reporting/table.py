@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpo.reporting.anomalies import InstabilityWarner, NonFiniteGuard
+from dpo.reporting.anomalies import CollapseWarner, NonFiniteGuard
 from dpo.reporting.files import FileLogger
 from dpo.reporting.ledger import Ledger
 from dpo.reporting.report import ReportWriter
@@ -16,6 +16,6 @@ CALLBACKS = {
     "report": ReportWriter,
     "tensorboard": TensorBoardLogger,
     "wandb": WandbLogger,
-    "course": InstabilityWarner,
+    "collapse": CollapseWarner,
 }
 LOGS = tuple(name for callback in CALLBACKS.values() for name in (*callback.files, *callback.derived))

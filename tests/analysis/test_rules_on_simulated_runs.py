@@ -209,27 +209,6 @@ def with_collapse(rng: Rng, loss: float, deviation: float = 3.0) -> Run:
     return train_pairs(np.minimum(1.0, 10 * rise(SHORT)) * margins)
 
 
-def with_loss_spike(rng: Rng, drop: float, n: int = LONG) -> Run:
-    """A run that is confident late; margins of ten updates drop."""
-    margins = rise(n) * (5 + 3 * rng.standard_normal((n, BATCH)))
-    start = rng.integers(n // 4, n - 10)
-    margins[start : start + 10] -= drop
-    return train_pairs(margins)
-
-
-def with_gradient_spike(rng: Rng, factor: float, n: int = LONG, high_start: float = 1.0) -> Run:
-    """A run whose gradients come from the few pairs that are ranked wrong; one is `factor` times as large.
-
-    Those of the first 50 updates are `high_start` times as large.
-    """
-    margins = rise(n) * (5 + 3 * rng.standard_normal((n, BATCH)))
-    weights = 1 / (1 + np.exp(margins))
-    norms = np.sqrt((weights**2 * np.exp(rng.standard_normal(margins.shape))).mean(axis=1))
-    norms[:50] *= high_start
-    norms[rng.integers(n // 2, n)] *= factor
-    return make_run({"grad_norm": norms})
-
-
 def with_chosen_rewards(rng: Rng, chosen: float, margin: float) -> Run:
     """Nats by which chosen responses changed, and the margin; both vary by 5 nats from pair to pair."""
     metrics: dict[str, dict[str, np.ndarray]] = {"train": {}, "eval": {"updates": np.array([0.0, SHORT])}}
@@ -494,22 +473,7 @@ RATES = [
     Rates(
         on_training.collapse, WARNING, "The run has collapsed",
         "loss/train rises to twice its start", partial(with_collapse, loss=2 * 0.693147),
-        "to three times its start", partial(with_collapse, loss=3 * 0.693147), SMALL, 0.5,
-    ),
-    Rates(
-        on_training.spikes, WARNING, "Loss spikes",
-        "margins N(5, 3)", partial(with_loss_spike, drop=0.0),
-        "10 updates with margins lower by 15", partial(with_loss_spike, drop=15.0), LARGE, 0.5,
-    ),
-    Rates(
-        on_training.spikes, WARNING, "Gradient spikes",
-        "margins N(5, 3)", partial(with_gradient_spike, factor=1.0),
-        "a gradient 100 times as large", partial(with_gradient_spike, factor=100.0), LARGE, 0.4,
-    ),
-    Rates(
-        on_training.spikes, WARNING, "Gradient spikes",
-        "the first 50 are 30 times as large", partial(with_gradient_spike, factor=1.0, n=SHORT, high_start=30.0),
-        "and one later 100 times", partial(with_gradient_spike, factor=100.0, n=SHORT, high_start=30.0), SMALL, 0.3,
+        "to four times its start", partial(with_collapse, loss=4 * 0.693147), SMALL, 0.5,
     ),
     Rates(
         on_pairs.margin_sides, WARNING, "Chosen responses become less likely",
