@@ -29,6 +29,7 @@ from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.problems import BadRecords
+from dpo.data.rows import store_rows
 from dpo.data.schema import PreferenceData, get_field
 from dpo.data.sources import HUB_IDS, identify_source, iterate_places, load_rows
 from dpo.data.table import iterate_prompts
@@ -225,13 +226,13 @@ def get_dataset(
 
     Responses are a list of str, pairs are (better, worse) as indices into that list, and the SFT target is a str.
 
-    `dataset_sources[name]` says where a dataset is; built-in datasets need no such entry. For custom data, `tokenizer`
-    renders chat messages, and texts as `chat` says (`config/config.yaml`); `trains_on` says what kind of examples the
-    columns must provide, and `with_margins` whether a column `margin` is read. The test split of a source without
-    splits, such as one file, is a tenth of its prompts, at least one, drawn with seed 42. Raises InputError for an
-    unknown name, a missing split, a row without a field, and empty data.
+    `dataset_sources[name]` says where a dataset is, or has its rows; built-in datasets need no such entry. For custom
+    data, `tokenizer` renders chat messages, and texts as `chat` says (`config/config.yaml`); `trains_on` says what kind
+    of examples the columns must provide, and `with_margins` whether a column `margin` is read. The test split of a
+    source without splits, such as one file, is a tenth of its prompts, at least one, drawn with seed 42. Raises
+    InputError for an unknown name, a missing split, a row without a field, and empty data.
     """
-    configured_source = (dataset_sources or {}).get(name)
+    configured_source = store_rows({"dataset_sources": dataset_sources or {}})["dataset_sources"].get(name)
     if name == "demo" and configured_source is not None:
         raise InputError(
             f"dataset_sources.demo={configured_source}: the demo data is generated; choose another name for custom data"

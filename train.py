@@ -372,11 +372,12 @@ def worker_main(
     """
     import torch
 
+    from dpo.data.rows import store_rows
     from dpo.models.loading import unwrap
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.launching import get_open_port, init_distributed
 
-    config = with_defaults(config)
+    config = with_defaults(store_rows(config))
     plan = resolve(config, world_size=world_size)
     if plan.trainer.multi_process:
         config.world_size = world_size

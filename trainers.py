@@ -21,6 +21,7 @@ from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import TrainingData
+from dpo.data.rows import store_rows
 from dpo.errors import InputError
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models import adapters
@@ -82,7 +83,7 @@ class Trainer:
         data: TrainingData | None = None,
         resume_from: Path | None = None,
     ) -> None:
-        config = with_defaults(config, run_dir=run_dir)
+        config = with_defaults(store_rows(config), run_dir=run_dir)
         check_values(config)
         # the reference implementation's trainer has these five attributes
         self.config, self.seed, self.run_dir = config, seed, Path(run_dir)

@@ -50,8 +50,8 @@ class Source:
         keys = {"path", "revision", "columns", "format"}
         if not isinstance(value, Mapping) or not value.get("path") or set(value) - keys:
             raise InputError(
-                f"{key}={value} must be a directory, file or Hub id, or {{path: ..., revision: ..., columns: ..., "
-                f"format: ...}}"
+                f"{key}={value!s:.200} must be a directory, file or Hub id, or {{path: ..., revision: ..., columns: "
+                f"..., format: ...}}"
             )
         columns, data_format = value.get("columns") or {}, value.get("format")
         if (columns or data_format) and name in list_built_in():

@@ -1,0 +1,137 @@
+"""Rows in memory become files that a config can name."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import partial
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from support.runs import GOLDEN, read_metrics
+
+import train
+from dpo.data.rows import FOLDER, store_rows
+from dpo.data.sources import load_rows
+from dpo.errors import InputError
+from dpo.settings.places import Source
+from preference_datasets import get_dataset
+from trainers import BasicTrainer
+
+PAIRS = [{"prompt": f"Is {i} even?", "chosen": f"It is {i}.", "rejected": "Who knows?"} for i in range(20)]
+TRAIN, TEST = PAIRS[:16], PAIRS[16:]
+DATASET = datasets.Dataset.from_list(PAIRS)
+
+
+def store(tmp_path: Path, **values: object) -> dict:
+    return {**store_rows({"local_dirs": [str(tmp_path)], **values})}
+
+
+def read(values: dict, name: str) -> dict[str, set[str]]:
+    """The prompts of both splits of a dataset that a config names."""
+    return {
+        split: set(get_dataset(name, split, silent=True, dataset_sources=values["dataset_sources"]))
+        for split in ("train", "test")
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_test"),
+    [
+        (PAIRS, 2),  # a tenth
+        (DATASET, 2),
+        (DATASET.with_format("torch").select(range(20)), 2),
+        ({"train": TRAIN, "test": TEST}, 4),
+        (datasets.DatasetDict({"train": DATASET.select(range(16)), "validation": DATASET.select(range(16, 20))}), 4),
+        (datasets.DatasetDict({"train": DATASET}), 2),
+    ],
+    ids=["list", "Dataset", "view", "lists", "DatasetDict", "train alone"],
+)
+def test_rows_are_read_as_those_of_files_under_a_name_or_without(rows, n_test, tmp_path):
+    whole = {row["prompt"] for row in PAIRS}
+    for name, values in {
+        "mine": store(tmp_path, dataset_sources={"mine": rows, "hh": None}, datasets=["mine"]),
+        "other": store(tmp_path, dataset_sources={"other": {"path": rows, "columns": {"prompt": "prompt"}}}),
+        "rows": store(tmp_path, datasets=rows),
+        "rows_2": store(tmp_path, datasets=["demo", rows]),
+    }.items():
+        splits = read(OmegaConf.to_container(OmegaConf.create(values)), name)
+        assert splits["train"] | splits["test"] == whole
+        assert (len(splits["train"]), len(splits["test"])) == (20 - n_test, n_test)
+        assert name in values.get("datasets", [name])
+    assert len(list(tmp_path.glob(f"*/{FOLDER}/*"))) == 1  # written once
+
+
+def test_values_and_classes_are_kept_as_they_are(tmp_path):
+    odd = {
+        "prompt": "é\u2028 ${b}",
+        "chosen": [{"role": "user", "content": None}],
+        "weight": np.float32(0.5),
+        "x": None,
+    }
+    [row, *_] = load_rows(Source(store(tmp_path, datasets=[[odd]])["dataset_sources"]["rows"]), "train")
+    assert row == {**odd, "weight": 0.5}
+    labels = DATASET.add_column("label", [i % 2 for i in range(20)])
+    labels = labels.cast_column("label", datasets.ClassLabel(names=["good", "bad"]))
+    [row, *_] = load_rows(Source(store(tmp_path, datasets=labels)["dataset_sources"]["rows"]), "train")
+    assert row == {**PAIRS[0], "label": "good"}
+
+
+def test_paths_stay_and_so_does_a_config_of_paths(tmp_path):
+    config = OmegaConf.create({"datasets": ["mine"], "dataset_sources": {"mine": {"path": "/x.csv"}, "hh": None}})
+    assert store_rows(config) is config
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (PAIRS, "does not hold the rows that it is named after: move it away"),  # once they are changed
+        ([PAIRS[0], "x"], "row 2 of dataset_sources.mine is str, not a mapping of columns to values"),
+        ([{"prompt": object()}], "row 1 of dataset_sources.mine: 'object' object has no attribute 'tolist'"),
+        (DATASET.to_pandas(), "dataset_sources.mine is DataFrame: give a list of records, a datasets.Dataset, or"),
+        ({"train": "x.csv", "test": PAIRS}, "dataset_sources.mine is str: give a list of records"),
+    ],
+    ids=["foreign", "text", "object", "DataFrame", "path"],
+)
+def test_what_cannot_be_rows_is_refused_in_a_sentence(rows, message, tmp_path):
+    path = Path(store(tmp_path, datasets=PAIRS)["dataset_sources"]["rows"])
+    path.write_text("{}\n")
+    with pytest.raises(InputError, match=re.escape(message)):
+        store(tmp_path, dataset_sources={"mine": rows})
+    assert path.read_text() == "{}\n"
+    assert [entry.name for entry in path.parents[1].iterdir()] == [path.parent.name]
+
+
+def test_a_run_on_rows_continues_and_refuses_an_unknown_key(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = {
+        **{
+            "exp_name": "test",
+            "datasets": PAIRS,
+            "local_dirs": [str(tmp_path)],
+            "local_run_dir": str(tmp_path / "run"),
+        },
+        **{"loss": {"name": "sft"}, "model": {"name_or_path": str(GOLDEN / "tiny-llama")}, "export": False},
+        **{
+            "batch_size": 4,
+            "sample_during_eval": False,
+            "wandb": {"enabled": False},
+            "max_length": 64,
+            "max_prompt_length": 32,
+        },
+    }
+    for n_examples in (4, 8):
+        change = {"n_examples": n_examples, "resume": "auto"}
+        train.worker_main(0, 1, {**config, **change}, copy.deepcopy(tiny_llama))
+    assert [line["examples"] for line in read_metrics(tmp_path / "run", "train")] == [4, 8]
+    assert set(get_dataset("x", "train", silent=True, dataset_sources={"x": DATASET})) < {p["prompt"] for p in PAIRS}
+    for make in (
+        partial(train.worker_main, 0, 1),
+        lambda config, model: BasicTrainer(model, config, 0, tmp_path / "r"),
+    ):
+        with pytest.raises(InputError, match="unknown key learning_rate: here it is lr"):
+            make({**config, "learning_rate": 1}, tiny_llama)
