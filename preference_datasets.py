@@ -29,7 +29,6 @@ from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
 from dpo.data.problems import BadRecords
-from dpo.data.rows import store_rows
 from dpo.data.schema import PreferenceData, get_field
 from dpo.data.sources import HUB_IDS, identify_source, iterate_places, load_rows
 from dpo.data.table import iterate_prompts
@@ -37,6 +36,7 @@ from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.settings.places import Source
 from dpo.settings.plan import Plan
+from dpo.settings.rows import store_rows
 
 if TYPE_CHECKING:
     import datasets

@@ -372,9 +372,9 @@ def worker_main(
     """
     import torch
 
-    from dpo.data.rows import store_rows
     from dpo.models.loading import unwrap
     from dpo.parallel.mesh import from_rank_0
+    from dpo.settings.rows import store_rows
     from dpo.system.launching import get_open_port, init_distributed
 
     config = with_defaults(store_rows(config))

@@ -21,7 +21,6 @@ from dpo.checkpoint.resume import record_config, record_inputs
 from dpo.checkpoint.saver import Checkpoints
 from dpo.data.collation import PaddedBatch, concatenated_inputs, find_examples  # noqa: F401
 from dpo.data.preflight import TrainingData
-from dpo.data.rows import store_rows
 from dpo.errors import InputError
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models import adapters
@@ -44,6 +43,7 @@ from dpo.settings import choices
 from dpo.settings.choices import TrainerSpec
 from dpo.settings.files import with_defaults
 from dpo.settings.plan import resolve
+from dpo.settings.rows import store_rows
 from dpo.settings.validation import check_values
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0

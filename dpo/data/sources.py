@@ -23,17 +23,13 @@ from dpo.data.problems import BadRecords
 from dpo.data.schema import drop_nulls, is_message
 from dpo.errors import InputError, one_sentence
 from dpo.settings.choices import NUMBER_FIELDS, TOOLS
-from dpo.settings.places import METADATA, SAVED, SUFFIXES, Source, find_suffix, seen_from
+from dpo.settings.places import METADATA, SAVED, SPLIT_NAMES, SUFFIXES, Source, find_suffix, seen_from
 from dpo.system.plain_files import check_depth, check_readable
 
 HUB_IDS = {
     "hh": "Anthropic/hh-rlhf",
     "shp": "stanfordnlp/SHP",
     "se": "HuggingFaceH4/stack-exchange-preferences",
-}
-SPLIT_NAMES = {  # names that a split may have; the first one present is used
-    "train": ("train", "train_prefs", "train_sft"),
-    "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
 }
 UNKNOWN_SPLIT = re.compile("(Unknown|Bad) split")  # the message of `datasets` about a missing split begins so
 ROWS_PER_BATCH = 1000  # of a saved dataset: so many are in memory twice

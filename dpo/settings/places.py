@@ -18,6 +18,10 @@ from dpo.settings.keys import Problem, is_text
 
 SUFFIXES = (*(f"{kind}{packed}" for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in ("", ".gz")), ".parquet")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+SPLIT_NAMES = {  # names that a split may have; the first one present is used
+    "train": ("train", "train_prefs", "train_sft"),
+    "test": ("test", "validation", "valid", "val", "dev", "eval", "test_prefs", "test_sft"),
+}
 SAVED = "state.json"  # a file in every directory that `datasets.Dataset.save_to_disk` writes
 METADATA = ("dataset_dict.json", "dataset_info.json", SAVED)  # files that `datasets` saves beside the data
 

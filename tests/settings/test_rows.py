@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from support.runs import GOLDEN, read_metrics
 
 import train
-from dpo.data.rows import FOLDER, store_rows
 from dpo.data.sources import load_rows
 from dpo.errors import InputError
 from dpo.settings.places import Source
+from dpo.settings.rows import FOLDER, store_rows
 from preference_datasets import get_dataset
 from trainers import BasicTrainer
 

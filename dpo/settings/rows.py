@@ -1,4 +1,4 @@
-"""Rows that Python code has in memory, written to files that a config can name.
+"""Rows in memory, written to files that a config can name.
 
 So processes, tables and a resumed run find them as they find all other data.
 """
@@ -19,9 +19,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpo.data.sources import SPLIT_NAMES
 from dpo.errors import InputError, explaining, explaining_library, one_sentence
 from dpo.settings.files import load_defaults
+from dpo.settings.places import SPLIT_NAMES
 from dpo.system.run_directory import get_local_dir
 
 FOLDER = "dpo-rows"  # in the local directory
@@ -29,9 +29,9 @@ SPLITS = frozenset(chain(*SPLIT_NAMES.values()))
 
 
 def store_rows(config: DictConfig | Mapping[str, Any]) -> DictConfig | Mapping[str, Any]:
-    """Replace rows in `datasets` and `dataset_sources` by the paths of files with them.
+    """Replace rows in a config by the paths of files.
 
-    Rows in `datasets` get the names `rows`, `rows_2` and so on. Raises InputError for what cannot be rows.
+    They are in `datasets` or `dataset_sources`. Rows in `datasets` get the names `rows`, `rows_2` and so on. Raises InputError for what cannot be rows.
     """
     values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
     datasets, sources = values.get("datasets"), values.get("dataset_sources")
@@ -52,12 +52,12 @@ def store_rows(config: DictConfig | Mapping[str, Any]) -> DictConfig | Mapping[s
 
 
 def _are_splits(value: Any) -> bool:
-    """Return whether a value maps names of splits to rows, as a `DatasetDict`."""
+    """Return whether a value maps splits to rows, as a `DatasetDict` does."""
     return isinstance(value, Mapping) and not SPLITS.isdisjoint(value)
 
 
 def _store_source(source: Any, key: str, folder: Path) -> Any:
-    """Store the rows in a value of `dataset_sources`, and return it with their path."""
+    """Replace the rows in a value of `dataset_sources` by their path."""
     if source is None or isinstance(source, (str, int, float)):
         return source
     if isinstance(source, Mapping) and not _are_splits(source):
