@@ -38,16 +38,6 @@ LEDGER_PAIRS = 5  # pairs in each list
 TITLE_END = "· training report</title>".encode()  # in each page, which is known by it
 
 
-class Lead(NamedTuple):
-    """A picture that opens the page."""
-
-    title: str
-    png: bytes
-    png_dark: bytes
-    alt: str
-    text: str
-
-
 class Section(NamedTuple):
     """The page's content for one run."""
 
@@ -68,7 +58,6 @@ def write_report(
     runs: Sequence[Path],
     out: Path,
     *,
-    lead: Lead | None = None,
     find_texts: FindTexts | None = None,
     ended: bool = False,
 ) -> Path:
@@ -76,7 +65,7 @@ def write_report(
 
     Returns the page's path.
 
-    `lead` is a picture above everything else. `find_texts` finds the texts of a ledger's pairs. `ended` says that the
+    `find_texts` finds the texts of a ledger's pairs. `ended` says that the
     runs have ended, though they may still hold their locks.
 
     Raises InputError for a path that is not a run's, and if `out` cannot be written or has other files of these names.
@@ -90,7 +79,7 @@ def write_report(
         taken = [name for name in (page.name, *files) if os.path.lexists(out / name)]
         if taken and not _is_report(page):
             raise InputError(f"{out} has {', '.join(taken)}, not of a report: give another directory with --out")
-        html = render(contents, pictures, lead, find_texts)
+        html = render(contents, pictures, find_texts)
         # the page first, as it says whose the other files are
         for name, content in {page.name: html.encode("utf-8", "replace"), **files}.items():
             with replacing(out / name) as unfinished:
@@ -108,13 +97,12 @@ def _is_report(page: Path) -> bool:
 def render(
     runs: Sequence[Run],
     pictures: Sequence[Picture],
-    lead: Lead | None = None,
     find_texts: FindTexts | None = None,
 ) -> str:
     """Render the page of runs as HTML."""
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    jinja.filters["data_uri"] = lambda image, kind: f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+    jinja.filters["svg_uri"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
     jinja.filters |= {"shortened": shortened, "figure": figure, "signed": signed}
     costs = [measure_cost(run) for run in runs]
     sections = [_make_section(i, run, costs[i], find_texts) for i, run in enumerate(runs)]
@@ -122,7 +110,6 @@ def render(
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         "sections": sections,
         "columns": dict.fromkeys(label for section in sections for label in section.tiles),
-        "lead": lead,
         "colors": COLORS,
         "pictures": pictures,
         "samples": summary.collect_samples(runs),

@@ -18,7 +18,7 @@ from support.ledgers import row, with_ledger
 from support.records import drawn, evaluation, rewards, sample, update, write_run
 
 from dpo.analysis.curves import draw_all, find_extremes, list_charts, make_lines, smooth
-from dpo.analysis.page import Lead, render, write_report
+from dpo.analysis.page import render, write_report
 from dpo.analysis.runs import read_runs
 from dpo.analysis.summary import setting_rows
 
@@ -69,9 +69,9 @@ class Page(HTMLParser):
             self.texts[tag] = self.texts.get(tag, "") + data
 
 
-def page_of(*runs: Path, lead: Lead | None = None) -> Page:
+def page_of(*runs: Path) -> Page:
     """The page without curves."""
-    page = Page(render(read_runs(runs), [], lead))
+    page = Page(render(read_runs(runs), []))
     assert page.open == []
     return page
 
@@ -130,14 +130,12 @@ def test_every_text_of_a_run_is_escaped(tmp_path):
     )
     other = made(tmp_path / "other", name=f"other {EVIL}", config={"lr": 1})
 
-    page = page_of(run, other, lead=Lead(EVIL, PNG, PNG, EVIL, EVIL))
+    page = page_of(run, other)
 
     assert {tag for tag, _ in page.elements} & {"script"} == set()
     assert all(attributes["src"].startswith("data:") for tag, attributes in page.elements if tag == "img")
     assert page.texts["body"].count(EVIL) > 10
     assert "49" not in re.findall(r"\d+", page.texts["h1"])
-    [first, *_] = [attributes for tag, attributes in page.elements if tag == "img"]
-    assert (first["alt"], page.texts["figcaption"]) == (EVIL, EVIL)  # the lead opens the page
 
 
 def test_last_drawn_answers_are_shown_with_scores_the_best_first(tmp_path):
