@@ -1,0 +1,237 @@
+"""What records of all kinds become.
+
+The table was made by the code of af2ec09b, which recognized formats by writing records: what reads them may change, and
+what they become may not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+from support.formats import CALL, LOOK, RESULT, TOOLS, WITH_TOOLS, assistant, gpt, human, system, user
+
+from dpo.data.custom import get_custom
+
+Q, YES, NO = "Which colour?", "Blue.", "Green."
+TEXTS = {"chosen": YES, "rejected": NO}
+ASK, BLUE, GREEN = [user(Q)], [assistant(YES)], [assistant(NO)]
+ANSWERS = {"chosen": BLUE, "rejected": GREEN}
+WHOLE = {"chosen": ASK + BLUE, "rejected": ASK + GREEN}
+SAID = {"chosen": gpt(YES), "rejected": gpt(NO)}
+TALK = [user("Hi!"), assistant("Yes?"), *ASK]
+HH = "\n\nHuman: Hi!\n\nAssistant: Yes?\n\nHuman: Which colour?\n\nAssistant:"
+DIALOGUES = {"chosen": f"{HH} Blue.", "rejected": f"{HH} Green."}
+SWIFT = [{"role": "tool_call", "content": LOOK}, {"role": "tool_response", "content": "A clear day"}]
+OBSERVED = [{"from": "function_call", "value": LOOK}, {"from": "observation", "value": "A clear day"}]
+AGAIN = [user("Why?"), assistant("So.")]
+
+ASKED, KIND, TALKED = f"<user>{Q};<assistant>", f"<system>Be kind.;<user>{Q};", f"<user>Hi!;<assistant>Yes?;<user>{Q};"
+CALLED = f"(look)\n<user>{Q};<assistant>[look];<tool>A clear day;<assistant>"
+LOOKED = "[look];<tool>A clear day;<assistant>Blue.;"  # the result and the header after it are not scored
+COLOURS = ("Blue.;", "Green.;")
+PAIR = [{"chosen": 0, "rejected": 1}]
+KINDS = {  # what is trained on, and the examples that are made
+    "pair": ("pairs", PAIR),
+    "target": ("targets", [{"chosen": 0}]),
+    "good": ("labels", [{"chosen": 0}]),
+    "bad": ("labels", [{"rejected": 0}]),
+    "prompt": ("prompts", []),
+    "list": ("lists", [{"chosen": 1, "rank2": 0, "rejected": 2}]),
+    "list of two": ("lists", PAIR),
+    "list with a tie": ("pairs", [{"chosen": 0, "rejected": 2}, {"chosen": 1, "rejected": 2}]),
+}
+
+
+class Frozen(NamedTuple):
+    """Rows, and what each of them becomes."""
+
+    kind: str
+    texts: tuple[str, ...]  # the prompt and its responses
+    rows: list[dict[str, Any]]
+    chat: str = "auto"
+    others: Mapping[str, Any] = {}
+
+
+TABLE = [
+    Frozen(
+        "pair",
+        (ASKED, *COLOURS),
+        [
+            {"prompt": Q, **TEXTS},
+            {"prompt": Q, "chosen": " Blue.", "rejected": " Green.", "id": 3},
+            {"question": Q, "preferred": YES, "dispreferred": NO},
+            {"instruction": Q, "input": "", **TEXTS},
+            {"Instruction": Q, "chosen_response": YES, "rejected_response": NO},
+            {"input": Q, "good_answer": YES, "bad_answer": NO},
+            {"query": Q, "winner": YES, "loser": NO},
+            {"question": Q, "response_a": NO, "response_b": YES, "winner": "b"},
+            {"prompt": Q, **TEXTS, "system": "gpt-4"},
+            {"prompt": ASK, **ANSWERS},
+            {"prompt": ASK, **TEXTS},
+            {"prompt": Q, **ANSWERS},
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": Q}]}], **ANSWERS},
+            WHOLE,
+            {"prompt": Q, "prompt_id": "f0", **WHOLE, "messages": ASK + BLUE, "score_chosen": 8.5},
+            {"messages": ASK, "chosen": BLUE[0], "rejected": GREEN[0]},
+            {"conversations": [human(Q)], **SAID},
+            {"conversations": ASK, **SAID},
+        ],
+    ),
+    Frozen(
+        "pair",
+        (f"{KIND}<assistant>", *COLOURS),
+        [
+            {"prompt": [system("Be kind."), *ASK], **ANSWERS},
+            {"chosen": [system("Be kind."), *ASK, *BLUE], "rejected": [system("Be kind."), *ASK, *GREEN]},
+            {"prompt": Q, **TEXTS, "system": "Be kind."},
+            {"question": Q, **TEXTS, "system_prompt": "Be kind."},
+            {"prompt": ASK, **ANSWERS, "system": "Be kind."},
+            {"prompt": [system("Be kind."), *ASK], **ANSWERS, "system": "Be short."},
+            {"prompt": Q, **WHOLE, "system": "Be kind."},
+            {"conversations": [human(Q)], **SAID, "system": "Be kind."},
+            {"conversations": [{"from": "system", "value": "Be kind."}, human(Q)], **SAID},
+        ],
+    ),
+    Frozen(
+        "pair",
+        (f"{TALKED}<assistant>", *COLOURS),
+        [
+            {"prompt": TALK, **ANSWERS},
+            {"chosen": TALK + BLUE, "rejected": TALK + GREEN},
+            {"prompt": "Hi!", "chosen": TALK + BLUE, "rejected": TALK + GREEN},
+            {"instruction": Q, "history": [["Hi!", "Yes?"]], **TEXTS},
+            {"conversations": [human("Hi!"), gpt("Yes?"), human(Q)], **SAID},
+        ],
+    ),
+    Frozen(
+        "pair",
+        (CALLED, *COLOURS),
+        [
+            {"prompt": [*ASK, CALL, RESULT], **ANSWERS, "tools": TOOLS},
+            {"prompt": [*ASK, *SWIFT], **ANSWERS, "tools": json.dumps(TOOLS)},
+            {"conversations": [human(Q), *OBSERVED], **SAID, "tools": [TOOLS[0]["function"]]},
+        ],
+    ),
+    Frozen(
+        "pair",
+        (ASKED, LOOKED, "Green.;"),
+        [
+            {"prompt": ASK, "chosen": [CALL, RESULT, *BLUE], "rejected": GREEN},
+            {"prompt": Q, "chosen": [*ASK, CALL, RESULT, *BLUE], "rejected": ASK + GREEN},
+            {"conversations": [human(Q)], "chosen": [*OBSERVED, gpt(YES)], "rejected": [gpt(NO)]},
+        ],
+        others={"cuts": {LOOKED: [7, 36]}},
+    ),
+    Frozen(
+        "pair",
+        (ASKED, "Blue.;<user>Why?;<assistant>So.;", "Green.;"),
+        [
+            {"prompt": ASK, "chosen": BLUE + AGAIN, "rejected": GREEN, "weight": 0.5, "margin": 2},
+            {"chosen": ASK + BLUE + AGAIN, "rejected": ASK + GREEN, "weight": "0.5", "margin": "2"},
+        ],
+        others={"cuts": {"Blue.;<user>Why?;<assistant>So.;": [6, 28]}, "weights": [0.5], "margins": [2.0]},
+    ),
+    Frozen(
+        "pair",
+        (f"{ASKED}It is", " blue.;", " green.;"),
+        [{"prompt": [*ASK, assistant("It is")], "chosen": [assistant(" blue.")], "rejected": [assistant(" green.")]}],
+    ),
+    Frozen(
+        "pair",
+        (HH, " Blue.", " Green."),
+        [DIALOGUES, {**DIALOGUES, "id": "a7", "note": "It is so."}],
+        others={"apart": True},
+    ),
+    Frozen("target", (HH, " Blue."), [DIALOGUES], others={"apart": True}),
+    Frozen("pair", (f"{TALKED}<assistant>", *COLOURS), [{"prompt": HH, **TEXTS}], chat="always"),
+    Frozen(
+        "pair",
+        (HH, " Blue.", " Green."),
+        [
+            {"good": DIALOGUES["chosen"], "bad": DIALOGUES["rejected"]},
+            {"prompt": HH, "chosen": " Blue.", "rejected": " Green."},
+        ],
+    ),
+    Frozen("pair", ("It is", " blue.", " green."), [{"chosen": "It is blue.", "rejected": "It is green."}]),
+    Frozen("pair", (f"{Q}\nAnswer:", " A", " B"), [{"prompt": f"{Q}\nAnswer:", "chosen": " A", "rejected": " B"}]),
+    Frozen(
+        "pair",
+        ("Be kind.\n\nHi!\n\nYes?\n\nSum up.\n\nA long text.", "Blue.", "Green."),
+        [
+            {
+                "instruction": "Sum up.",
+                "input": "A long text.",
+                "history": [["Hi!", "Yes?"]],
+                "system": "Be kind.",
+                **TEXTS,
+            }
+        ],
+        chat="never",
+    ),
+    Frozen(
+        "good",
+        (ASKED, "Blue.;"),
+        [
+            {"prompt": Q, "completion": YES, "label": True},
+            {"Question": Q, "response": YES, "thumbs_up": "up"},
+            {"instruction": Q, "input": "", "output": YES, "kto_tag": "true"},
+            {"prompt": ASK, "completion": BLUE, "label": 1},
+            {"messages": ASK + BLUE, "label": "good"},
+            {"conversations": [human(Q), gpt(YES)], "kto_tag": True},
+        ],
+    ),
+    Frozen(
+        "bad",
+        (Q, "Blue."),
+        [{"prompt": Q, "completion": YES, "label": 0}, {"question": Q, "answer": YES, "desirable": "no"}],
+        chat="never",
+    ),
+    Frozen(
+        "target",
+        (ASKED, "Blue.;"),
+        [
+            {"prompt": Q, "completion": YES},
+            {"question": Q, "answer": YES, "label": "spam"},
+            {"instruction": Q, "output": YES},
+            {"prompt": ASK, "completion": YES},
+            {"messages": ASK + BLUE},
+            {"conversation": [human(Q), gpt(YES)]},
+            {"prompt": Q, **TEXTS},
+            {"prompt": Q, "responses": [NO, YES], "scores": [0, 1]},
+        ],
+    ),
+    Frozen("target", (CALLED, "Blue.;"), [{"messages": [*ASK, *SWIFT, *BLUE], "tools": TOOLS}]),
+    Frozen("prompt", (ASKED,), [{"prompt": Q}, {"question": Q}, {"prompt": ASK}]),
+    Frozen(
+        "list",
+        (ASKED, "Green.;", "Blue.;", "Red.;"),
+        [
+            {"prompt": Q, "responses": [NO, YES, "Red."], "scores": [1, 2, 0], "weight": 0.5},
+            {"prompt": ASK, "responses": [GREEN, BLUE[0], [assistant("Red.")]], "scores": [1.5, 8, -1], "weight": 0.5},
+        ],
+        others={"weights": [0.5]},
+    ),
+    Frozen("list of two", (Q, "Blue.", "Green."), [{"prompt": Q, "responses": [YES, NO]}], chat="never"),
+    Frozen(
+        "list with a tie",
+        (Q, "Blue.", "Green.", "Red."),
+        [{"prompt": Q, "responses": [YES, NO, "Red."], "scores": [1, 1, 0]}],
+        chat="never",
+    ),
+]
+
+
+@pytest.mark.parametrize("frozen", TABLE)
+def test_a_record_becomes_the_prompt_and_responses_that_it_always_became(frozen, chat):
+    template = chat(WITH_TOOLS.replace("{{ eos_token }}\n", ";"))
+    trains_on, expected = KINDS[frozen.kind]
+    for row in frozen.rows:
+        data = get_custom([row], "mine", template, trains_on=trains_on, chat=frozen.chat, with_margins=True)
+        parts = {"cuts": data.cuts, "weights": data.weights, "margins": data.margins}
+        others = {name: by_prompt[prompt] for name, by_prompt in parts.items() for prompt in by_prompt}
+        assert others | ({"apart": True} if data.apart else {}) == frozen.others, row
+        [(prompt, responses, examples, _)] = data.take(trains_on)
+        assert ((prompt, *responses), examples) == (frozen.texts, expected), row
