@@ -1,12 +1,9 @@
 """TRL's DPOTrainer on given pairs, set up like our trainer.
 
-`benchmarks.compare` and `benchmarks.hh_smollm2` run `python -m benchmarks.trl_runs FOLDER` with the Python of TRL's
-environment, so this file imports nothing of the project. FOLDER has `train.json`, perhaps `test.json`, and
-`settings.json` with the model and arguments of DPOConfig. TRL trains on the rows in their order, with RMSprop, our
-clipping and our warm-up. Prints a line of JSON: seconds and loss of each update but the first, and the peak memory.
-
-With `test.json` a stopped run continues from its last checkpoint. FOLDER then gets the policy in `hf`, and `trl.json`:
-the margin of each training pair before its update, the seconds of each update, and TRL's evaluation of the test rows.
+`benchmarks.compare` runs `python -m benchmarks.trl_runs FOLDER` with the Python of TRL's environment, so this file
+imports nothing of the project. FOLDER has `train.json`, and `settings.json` with the model and arguments of DPOConfig.
+TRL trains on the rows in their order, with RMSprop, our clipping and our warm-up. Prints a line of JSON: seconds and
+loss of each update but the first, and the peak memory.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ import torch
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl import DPOConfig, DPOTrainer
 
 LIKE_OURS = {
@@ -50,7 +46,7 @@ class Stopwatch(TrainerCallback):
 
 
 class LikeOurs(DPOTrainer):
-    """TRL's trainer with our order and warm-up, and more in its log."""
+    """TRL's trainer with our order and warm-up, and the seconds of updates in its log."""
 
     watch: Stopwatch
 
@@ -65,17 +61,15 @@ class LikeOurs(DPOTrainer):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        margins = self._metrics["train"].get("rewards/margins")  # one per microbatch
-        if self.model.training and margins:
-            logs |= {"margins": list(margins), "seconds": self.watch.seconds}
+        if "loss" in logs:  # an update, not the summary at the end
+            logs["seconds"] = self.watch.seconds
         super().log(logs, start_time)
 
 
 def main(folder: Path) -> None:
     settings = json.loads((folder / "settings.json").read_text())
     name = settings.pop("model")
-    files = {split: folder / f"{split}.json" for split in ("train", "test")}
-    rows = {split: Dataset.from_list(json.loads(file.read_text())) for split, file in files.items() if file.exists()}
+    rows = Dataset.from_list(json.loads((folder / "train.json").read_text()))
     tokenizer = AutoTokenizer.from_pretrained(name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = DPOConfig(output_dir=str(folder / "checkpoints"), **{**LIKE_OURS, **settings})
@@ -87,26 +81,16 @@ def main(folder: Path) -> None:
         model=policy,
         ref_model=reference,
         args=config,
-        train_dataset=rows["train"],
-        eval_dataset=rows.get("test"),
+        train_dataset=rows,
         processing_class=tokenizer,
         callbacks=[watch],
     )
     trainer.watch = watch
-    was_stopped = "test" in rows and Path(config.output_dir).is_dir()
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(config.output_dir) if was_stopped else None)
-    updates = [line for line in trainer.state.log_history if "margins" in line]
+    trainer.train()
+    updates = [line for line in trainer.state.log_history if "seconds" in line]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
-    if "test" in rows:
-        results = {
-            "margins": [margin for line in updates for margin in line["margins"]],
-            "seconds": [line["seconds"] for line in updates],
-            "evaluation": trainer.evaluate(),
-        }
-        trainer.save_model(str(folder / "hf"))
-        (folder / "trl.json").write_text(json.dumps(results, indent=1))
     timed = [{key: line[key] for key in ("seconds", "loss")} for line in updates[1:]]
     pairs = config.per_device_train_batch_size * config.gradient_accumulation_steps
     print(f"\n{json.dumps({'rows': timed, 'pairs': pairs, 'memory_gb': peak / 1e9})}")

@@ -116,8 +116,7 @@ def test_a_module_that_is_run_is_there_and_takes_the_flags(page, command):
     if spec.submodule_search_locations:
         spec = importlib.util.find_spec(f"{module}.__main__")
     if module.startswith(("scripts.", "benchmarks.", "experiments.")):
-        files = [Path(spec.origin), *([ROOT / "experiments" / "runs.py"] if module.startswith("experiments.") else [])]
-        source = "".join(file.read_text(encoding="utf-8") for file in files)  # runs.py makes the parser of two
+        source = Path(spec.origin).read_text(encoding="utf-8")
         assert [flag for flag in re.findall(r"(?<= )--[\w-]+", arguments) if f'"{flag}"' not in source] == []
         compose([word for word in shlex.split(arguments) if re.match(r"[a-z_.]+=", word)])
 

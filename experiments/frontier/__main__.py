@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.frontier.jobs import Row, check_overrides, run_command, write_rows, write_whole
 from experiments.frontier.methods import NOISE
 from experiments.frontier.sweep import Size, Sweep, list_runs, list_tuning_runs
 from experiments.frontier.task import Task
-from experiments.runs import Row, check_overrides, run_command, write_rows, write_whole
 
 OUT = Path(__file__).resolve().parents[2] / ".cache" / "frontier"
 SIZES = {

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from dpo.analysis.curves import DARK, LIGHT, Theme
+from experiments.frontier.jobs import Row
 from experiments.frontier.methods import find_label
 from experiments.frontier.reading import collect_curve, list_methods, select
-from experiments.reading import add_legend, new_picture, style_axis, to_png
-from experiments.runs import Row
 
 SOLID, DASHED, DOTTED = "-", (0, (5, 1.5)), (0, (1, 1.5))
 STYLES = {  # colour's index in the theme, marker, line; other methods are only in the tables
@@ -46,7 +50,7 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
     end_rows = select(rows, fixed_length=fixed_length)
     methods = [method for method in STYLES if method in list_methods(end_rows)]
     along = [row for row in rows if "share" in row and row["fixed_length"] == fixed_length]
-    with new_picture(2 * WIDTH, HEIGHT, theme) as picture:
+    with _new_picture(2 * WIDTH, HEIGHT, theme) as picture:
         axes: Any = picture.subplots(1, 2)
         highest_kl = max(row["kl"] for row in end_rows if row["method"] in methods)
         _draw_limit(axes[0], end_rows, theme)
@@ -56,11 +60,11 @@ def draw(rows: Sequence[Row], *, dark: bool) -> bytes:
             _draw_method(axes, end_rows, method_along, method, theme)
         for axis, title in zip(axes, ("expected true reward", "gap to the optimum"), strict=True):
             axis.set_title(title, loc="left", fontsize=10, color=theme.ink)
-            style_axis(axis, theme)
+            _style_axis(axis, theme)
             axis.set_xlim(-0.02 * highest_kl, 1.04 * highest_kl)
         _set_reward_ranges(axes, end_rows, methods, highest_kl)
-        add_legend(picture, axes[0], theme)
-        return to_png(picture)
+        _add_legend(picture, axes[0], theme)
+        return _to_png(picture)
 
 
 def _set_reward_ranges(axes: Any, rows: Sequence[Row], methods: Sequence[str], highest_kl: float) -> None:
@@ -116,3 +120,34 @@ def _draw_method(axes: Any, rows: Sequence[Row], along: Sequence[Row], method: s
     ):
         axis.plot(curve.kl.mean(0), values.mean(0), **style, label=find_label(method))
         axis.plot(kls, dot_values, **dots)
+
+
+@contextmanager
+def _new_picture(width: float, height: float, theme: Theme) -> Iterator[Figure]:
+    """Make a figure of this width and height in inches."""
+    with mpl.rc_context({"font.size": 10, "font.family": "sans-serif"}):
+        picture = Figure(figsize=(width, height), dpi=200, facecolor=theme.background, layout="constrained")
+        FigureCanvasAgg(picture)
+        yield picture
+
+
+def _style_axis(axis: Any, theme: Theme) -> None:
+    """Style a panel whose horizontal axis is KL."""
+    axis.set_xlabel("KL(policy || reference) in nats", color=theme.ink)
+    axis.set_facecolor(theme.background)
+    axis.grid(True, color=theme.grid, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.tick_params(colors=theme.muted, length=0)
+    axis.spines[:].set_visible(False)
+
+
+def _add_legend(picture: Figure, axis: Any, theme: Theme) -> None:
+    """Put the legend of a panel below all panels."""
+    handles, labels = axis.get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, labelcolor=theme.ink)
+
+
+def _to_png(picture: Figure) -> bytes:
+    file = io.BytesIO()
+    picture.savefig(file, format="png", facecolor=picture.get_facecolor(), metadata={"Software": None})
+    return file.getvalue()

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.frontier.jobs import Row
 from experiments.frontier.methods import METHODS, PLANNED, PLANNED_FALLS, PLANNED_KLS, PlannedFall
-from experiments.reading import format_table
-from experiments.runs import Row
 
 REWARD_KLS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)  # columns of the table of rewards at equal KL
 BUDGETS = np.linspace(0, 5, 51)  # of KL; --tune averages over them
@@ -260,3 +259,9 @@ def format_trials(rows: Sequence[Row]) -> str:
         cells = (f"**{score:.3f}**" if score == best else f"{score:.3f}" for score in ordered)
         lines.append([f"`{method}`", *cells])
     return format_table(lines)
+
+
+def format_table(lines: Sequence[Sequence[str]]) -> str:
+    """Make a Markdown table; the first line is its header."""
+    header, *rows = [f"| {' | '.join(cells)} |" for cells in lines]
+    return "\n".join([header, f"|{'---|' * len(lines[0])}", *rows])

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.frontier.jobs import QUIET, write_records
 from experiments.frontier.task import SYMBOLS, Pairs, Task
-from experiments.runs import QUIET, write_records
 
 EOS = "<eos>"
 COLUMNS = ("prompt", "chosen", "rejected")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.frontier import exact, runs
+from experiments.frontier.jobs import Job, Row, import_all, iterate_rows, keep_settings, run_all, write_whole
 from experiments.frontier.methods import (
     BATCH,
     METHODS,
@@ -28,7 +29,6 @@ from experiments.frontier.methods import (
     Method,
 )
 from experiments.frontier.task import Pairs, Task, draw_pairs
-from experiments.runs import Job, Row, import_all, iterate_rows, keep_settings, run_all, write_whole
 
 SFT = ("loss=sft", "lr=3e-3", "batch_size=32", "warmup_steps=50")
 DRAWS = tuple(2**k for k in range(1, 13))  # the N of best-of-N

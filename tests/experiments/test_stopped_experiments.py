@@ -14,7 +14,7 @@ from support.runs import ROOT
 SWEEP = """
 import os, sys, time
 from pathlib import Path
-from experiments.runs import Job, run_all, run_command
+from experiments.frontier.jobs import Job, run_all, run_command
 
 folder = Path(sys.argv[1])
 

@@ -25,9 +25,8 @@ from support.gpu import (
     pick,
     wait_until,
 )
-from support.runs import GOLDEN, distance, golden_command
+from support.runs import GOLDEN, distance, find_differences, golden_command
 
-from benchmarks.soak import find_differences
 from dpo.errors import InputError
 from dpo.models.quantization import check_bitsandbytes
 from dpo.system.launching import get_open_port

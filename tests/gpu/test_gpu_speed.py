@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.gpu import GPU, TINY, Process, build, describe, limit, measure_seconds, pick, random_pairs, write_model
+from support.gpu import (
+    GPU,
+    TINY,
+    Process,
+    build,
+    describe,
+    limit,
+    measure_seconds,
+    pick,
+    random_pairs,
+    write_model,
+    write_pairs,
+)
 
 from dpo.models.answers import Answer, Sampling, answer
 from dpo.settings.choices import VARLEN
@@ -30,7 +42,6 @@ SHAPES = {  # of published models
 }  # fmt: skip
 PART_OF_MEMORY = 0.5  # for weights, gradients and optimizer state; the rest is for activations
 BYTES = 8  # per parameter in bfloat16: policy, gradient, RMSprop's state, reference
-WORDS_SHORTER = 2.5 / 4.3  # `write_pairs` assumes 2.5 tokens per word; with the golden runs' tokenizer it is 4.3
 LEAST_MFU = 0.2  # a guess: set without a GPU
 LOSS_TOLERANCE = 0.02  # relative, between the layouts
 TIMES_FASTER = 1.2
@@ -64,11 +75,10 @@ COLUMNS = ("pairs/s", "MFU", "GiB", "tokens/pair", "reference", "forward", "back
 def test_speed_of_shared_prefixes_and_of_padded_rows(name, tmp_path, record):
     """In processes of their own, by `benchmarks.compare`."""
     from benchmarks.compare import measure_peak
-    from benchmarks.growth import write_pairs
 
     batch, length, updates = pick((16, 512, 3), (16, 512, 2), (8, 128, 2))
     for split, n in (("train", (updates + 2) * batch), ("test", 8)):
-        write_pairs(tmp_path / f"{split}.jsonl", n, tokens=int(length * WORDS_SHORTER), pairs_per_prompt=1)
+        write_pairs(tmp_path / f"{split}.jsonl", n, tokens=length)
     settings = cut_to_memory(SHAPES[name]) if name in SHAPES else describe("llama", 3, 128, 4)
     common = ["loss=dpo", "loss.beta=0.1", "datasets=[made]", f"dataset_sources.made={tmp_path}",
               f"max_length={length}", f"max_prompt_length={length // 2}", f"batch_size={batch}",

@@ -1,6 +1,6 @@
 """Whatever ends a run, what was saved continues bit for bit.
 
-Every fault happens to a real process. `python -m benchmarks.soak` does the same at random, many times.
+Every fault happens to a real process.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from support.faults import (
     start_interpreter,
     start_run,
 )
-from support.runs import assert_gone, read_metrics, train
+from support.runs import assert_gone, find_differences, find_workers, read_metrics, train
 from support.warm import Python
 
-from benchmarks.soak import find_differences, find_workers
 from dpo.checkpoint import saver
 from dpo.checkpoint.files import check_complete, find_checkpoints
 

@@ -22,6 +22,8 @@ from support.formats import WITH_TOOLS
 from support.models import save_reward_model
 from support.runs import (
     assert_alike,
+    find_differences,
+    read_log,
     read_metrics,
     train_here,
     write_chats,
@@ -30,7 +32,6 @@ from support.runs import (
     write_weighted,
 )
 
-from benchmarks.soak import find_differences, read_log
 from dpo.analysis.ledger_file import PARQUET, read_ledger
 from dpo.losses import LOSSES
 

@@ -22,10 +22,9 @@ import transformers
 from support import runs
 from support.faults import kill_after_update, start_run
 from support.models import save_reward_model
-from support.runs import GOLDEN, read_metrics, train, train_here
+from support.runs import GOLDEN, WALL_CLOCK, find_differences, read_metrics, train, train_here
 from support.trainers import compose, make, next_batch, updates
 
-from benchmarks.soak import WALL_CLOCK, find_differences
 from dpo.analysis.page import write_report
 from dpo.analysis.runs import rank_answers, read_run
 from dpo.checkpoint.files import read_state

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import GOLDEN, read_metrics, write_rows
+from support.runs import GOLDEN, find_differences, read_log, read_metrics, write_rows
 from transformers import LlamaForCausalLM
 
-from benchmarks.soak import find_differences, read_log
 from dpo.checkpoint.files import MANIFEST, find_checkpoints, hash_manifest, read_state
 from dpo.errors import InputError, RunError
 from dpo.system.plain_files import read_yaml

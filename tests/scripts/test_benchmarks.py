@@ -47,24 +47,17 @@ def slow(*values: object):
 @pytest.mark.parametrize(
     ("module", "arguments", "said"),
     [
-        ("ledger", ("--updates=20",), "appending 64 pairs"),
-        slow("online", (*TINY, "--rounds=1", "batch_size=2", "eval_batch_size=2", "n_eval_examples=2"), "ours / bare"),
-        slow("losses", ("aot",), "| aot | "),
         slow("profile", (*TINY, "n_examples=12", "batch_size=4", "n_eval_examples=4"), "of it in no phase"),
         slow("compare", (*TINY, "--updates=1", "--only=padded;ours", "batch_size=4"), "losses of the counted updates"),
-        slow("communication", (), "| `lora=lora fsdp_frozen_weights=whole` | "),
         slow("compare", (*TINY, "--updates=1", "--table=processes", "batch_size=4"), "TensorParallelTrainer"),
         slow(
             "compare",
             (*TINY, "--updates=1", "--table=adapters", "--only=lora=none;lora.reference=adapter", "batch_size=4"),
             "lora.reference=adapter",
         ),
-        slow("growth", (*LLAMA, "--updates=1", "--only=pairs per prompt"), "of padded"),
         slow("startup", ("--answers", "--repeats=1"), "refused config"),
         slow("startup", (*LLAMA, "--pairs=200", "batch_size=4"), "200 pairs, second run:"),
         slow("startup", (*LLAMA, "--pairs=200", "batch_size=4", "--processes=2"), "second run, rank 1: own"),
-        slow("loading", LLAMA[:1], "FSDPTrainer, 2 processes    resumed"),
-        slow("soak", (*TINY, "--kills=1", "batch_size=4", "n_examples=16", "n_eval_examples=4"), "0 different"),
     ],
 )
 def test_it_runs(module, arguments, said):

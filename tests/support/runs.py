@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import DictConfig
 
-from benchmarks.soak import read_log
-from dpo.checkpoint.files import read_state
+from dpo.checkpoint.files import find_checkpoints, read_state
 from support import warm
 from support.warm import ROOT
 
 PARTS = ("policy", "optimizer", "scheduler", "trainer", "random")  # of a run's checkpoint, each a NAME.pt
+WALL_CLOCK = (  # metrics that differ between equal runs
+    "examples_per_second", "tokens_per_second", "memory/peak_gb", "online/sampling_share", "online/scoring_share",
+    "online/seconds_per_token",
+)  # fmt: skip
 GOLDEN = ROOT / "tests" / "golden"
 SHARED = ROOT.parent / "shared"  # real data and more golden runs, on the maintainers' machines only
 
@@ -236,3 +241,68 @@ def golden_command(golden: dict, data: str, run_dir: str) -> list[str]:
         f"local_run_dir={run_dir}",
         f"local_dirs=[{Path(run_dir).parent}]",
     ]
+
+
+# --- comparing two runs ----------------------------------------------------------------------------------------------
+
+
+def read_log(run_dir: Path) -> list[dict]:
+    """Read the lines of `metrics.jsonl` without values that depend on time."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in WALL_CLOCK} for line in lines]
+
+
+def find_differences(expected: Path, actual: Path) -> list[str]:
+    """List the bitwise differences between the directories of two complete runs."""
+    differences = [] if read_log(expected) == read_log(actual) else ["metrics.jsonl"]
+    for name in ("samples.jsonl", "samples.txt"):
+        if _read_text(expected / name) != _read_text(actual / name):
+            differences.append(name)
+    expected_last, *_ = find_checkpoints(expected)  # newest first
+    actual_last, *_ = find_checkpoints(actual)
+    if expected_last.name != actual_last.name:
+        return [*differences, f"the last checkpoint is {expected_last.name} and {actual_last.name}"]
+    for part in sorted(path.name for path in expected_last.glob("*.pt")):
+        keys = _find_unequal_keys(read_state(expected_last / part), read_state(actual_last / part))
+        differences += [f"{part.removesuffix('.pt')}{key}" for key in keys]
+    for link in ("LATEST", "BEST"):
+        if os.readlink(expected / link) != os.readlink(actual / link):
+            differences.append(link)
+    return differences
+
+
+def _read_text(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
+
+
+def _find_unequal_keys(a: Any, b: Any, key: str = "") -> list[str]:
+    """Find the dotted keys at which two nested states differ.
+
+    The sizes of logs do not count: they depend on the digits of times.
+    """
+    if key.endswith(".log_bytes"):
+        return []
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return [key]
+        both_nan = (a != a) & (b != b)
+        return [] if ((a == b) | both_nan).all() else [key]
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        names = [*a]
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        names = [*range(len(a))]
+    else:
+        return [] if repr(a) == repr(b) else [key]
+    return [unequal for name in names for unequal in _find_unequal_keys(a[name], b[name], f"{key}.{name}")]
+
+
+def find_workers(parent: int) -> list[int]:
+    """List the process ids of the ranks that a run has started."""
+    workers = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # the fields after the name: state, parent, ...
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent and b"spawn_main" in (folder / "cmdline").read_bytes():
+                workers.append(int(folder.name))
+    return workers

@@ -1,4 +1,4 @@
-"""Runs of all experiments: processes, results, and continued sweeps.
+"""Jobs of a sweep: processes, results, and what is continued.
 
 A policy is trained by the command line of train.py, in a process that is forked after all imports, and measured in the
 same process.
@@ -6,7 +6,6 @@ same process.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -25,7 +24,7 @@ from dpo.errors import InputError, RunError
 from dpo.numbers import duration
 from dpo.system.signals import handling_signals
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 QUIET = (
     "do_first_eval=false", "sample_during_eval=false", "export=false", "wandb.enabled=false", "num_workers=0",
     "optimizer=AdamW", "schedule=cosine",
@@ -37,7 +36,6 @@ IMPORTED = (
 BAD_INPUT = 2  # exit status of train.py
 LAST_LINES = 15  # number of lines shown of a failed run's log
 OUTPUT = "output.txt"  # in a job's directory: what its process prints
-CONTINUE = "resume=auto"  # for long runs: a killed run goes on from its newest checkpoint
 Row = dict[str, Any]
 
 
@@ -53,7 +51,7 @@ class Job(NamedTuple):
         return self.directory / "rows.json"
 
 
-def import_all(*more: str) -> None:
+def import_all() -> None:
     """Import modules before runs are forked from this process."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # every core has a run
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -62,7 +60,7 @@ def import_all(*more: str) -> None:
     from dpo.system.host import silence_bitsandbytes
 
     silence_bitsandbytes()
-    for name in (*IMPORTED, *more):
+    for name in IMPORTED:
         importlib.import_module(name)
     import torch
 
@@ -167,7 +165,7 @@ def _make_error(job: Job, status: int) -> Exception:
 
 def _run_job(job: Job, finish: Callable[[Job], None]) -> None:
     """Run a job in this process, with its output in `OUTPUT`."""
-    if CONTINUE not in job.overrides and (job.directory / OUTPUT).exists():
+    if (job.directory / OUTPUT).exists():
         shutil.rmtree(job.directory, ignore_errors=True)  # left by a run that was killed
     job.directory.mkdir(parents=True, exist_ok=True)
     with (job.directory / OUTPUT).open("ab") as log:
@@ -210,40 +208,8 @@ def run_command(command: Callable[[], None], out: Path | None = None) -> int:
     return 0
 
 
-def make_parser(name: str, document: str) -> argparse.ArgumentParser:
-    """Make the parser of an experiment on a language model."""
-    parser = argparse.ArgumentParser(prog=f"python -m experiments.{name}", description=document.split("\n")[0])
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a transformers model with weights")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: .cache/{name}, or .cache/{name}-quick")
-    parser.add_argument("--quick", action="store_true", help="a trial of minutes, too small to conclude anything from")
-    parser.add_argument("--methods", help="the methods to run, with commas between them (default: all)")
-    parser.add_argument("overrides", nargs="*", help="of train.py for all runs, such as lr=1e-4")
-    return parser
-
-
 def check_overrides(overrides: Sequence[str]) -> None:
     """Exit, before the first run, if train.py would refuse these overrides."""
     from dpo.settings.command_line import check_command_line
 
     check_command_line(["exp_name=experiment", "model.name_or_path=MODEL", *overrides])
-
-
-def choose_directory(name: str, options: argparse.Namespace) -> Path:
-    default = ROOT / ".cache" / (f"{name}-quick" if options.quick else name)
-    return (options.out or default).expanduser().resolve()
-
-
-def select_jobs(runs: Mapping[Job, Any], names: Sequence[str]) -> list[Job]:
-    """Select the jobs of the methods in `names`, and all finished jobs.
-
-    `runs` maps each job to a tuple that begins with the job's method.
-    """
-    return [job for job, (method, *_) in runs.items() if method in names or job.result.exists()]
-
-
-def choose_methods(parser: argparse.ArgumentParser, methods: Sequence[str], wanted: str | None) -> list[str]:
-    """Choose the methods that `--methods` names, all by default."""
-    names = wanted.split(",") if wanted else [*methods]
-    if unknown := [name for name in names if name not in methods]:
-        parser.error(f"--methods: unknown {', '.join(unknown)}; the methods are {', '.join(methods)}")
-    return names
