@@ -46,7 +46,7 @@ class Stopwatch(TrainerCallback):
 
 
 class LikeOurs(DPOTrainer):
-    """TRL's trainer with our order and warm-up, and the seconds of updates in its log."""
+    """TRL's trainer with our order and warm-up, which logs seconds."""
 
     watch: Stopwatch
 
