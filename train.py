@@ -149,12 +149,10 @@ def dry_run(plan: Plan) -> None:
     Raises InputError wherever the run would. Writes nothing.
     """
     from dpo.checkpoint.resume import check_inputs, fix_template_date, look_at_run
-    from dpo.models.layouts import Padded
     from dpo.models.loading import check_parts, find_model_config
     from dpo.models.scoring import check_scorer
     from dpo.reporting.table import LOGS
-    from dpo.training.batches import Batches
-    from dpo.training.first_update import FirstUpdate
+    from dpo.training.evaluation import notes_on_first_work
     from dpo.training.memory import print_prediction
     from dpo.training.optimization import notes_on_scaling
 
@@ -166,9 +164,8 @@ def dry_run(plan: Plan) -> None:
     data = read_data(plan)
     check_inputs(resume_point, data, find_model_config(plan))
     if resume_point is None:  # a resumed run keeps its first learning rate, and its first update is done
-        batch_sizes = Batches(plan, data, Padded(), seed=plan.run.seed).test_sizes()  # the same in either layout
         lr_notes = notes_on_scaling(plan.training, plan.dims.data_size)
-        notes = [*lr_notes, *scorer_notes, *FirstUpdate.of(plan, data, batch_sizes).messages]
+        notes = [*lr_notes, *scorer_notes, *notes_on_first_work(plan, data)]
     else:
         notes = scorer_notes
     for note in notes:

@@ -29,7 +29,7 @@ from dpo.models.layouts import Microbatch
 from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_base
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
 from dpo.models.scoring import ScorerFailed
-from dpo.numbers import clock_time, count
+from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
 from dpo.parallel.state import clip_gradient, step_optimizer
@@ -47,9 +47,8 @@ from dpo.settings.rows import store_rows
 from dpo.settings.validation import check_values
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
-from dpo.training.batches import Batch, Batches, with_mismatched
-from dpo.training.evaluation import Evaluator, Interval, notes_on_interval
-from dpo.training.first_update import FirstUpdate
+from dpo.training.batches import Batch, Batches
+from dpo.training.evaluation import Evaluator, Interval, notes_on_first_work, notes_on_interval
 from dpo.training.memory import Communication, decide_communication, notes_on_disk, notes_on_free_memory
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, peak_memory_gb
 from dpo.training.objective import BatchContext, NamedTensors, make_objective
@@ -59,8 +58,6 @@ from dpo.training.reference import Reference, ReferenceLogps
 from dpo.training.self_test import self_test
 from dpo.training.stop import StopRequest
 from preference_datasets import load_data
-
-LONG_EVALUATION_SECS = 5  # the first evaluation is announced if it is predicted to take longer
 
 
 class Trainer:
@@ -114,7 +111,6 @@ class Trainer:
         self.eval_batches = list(self.batches.test())  # prepared once, as every evaluation uses all of them
         # an online run may have no evaluation batches: samples are then of held-out prompts
         self.eval_examples = [batch.examples for batch in self.eval_batches] or self.batches.held_out_examples()
-        self.first_update = FirstUpdate.of(plan, data, [len(batch.examples) for batch in self.eval_batches])
         self.evaluator = Evaluator(
             plan, data, objective, self.eval_batches, self.eval_examples, progress, stop, seed=seed
         )
@@ -225,7 +221,7 @@ class Trainer:
             for note in notes_on_disk(self.plan, self.interval, self.data.report.updates, self.policy, self.run_dir):
                 self.progress.line(note)
         if self.state.batch_counter == 0:
-            for note in self.first_update.messages:
+            for note in notes_on_first_work(self.plan, self.data):
                 self.progress.line(note)
         self.check_and_score_reference()
         n_updates, n_done = self.data.report.updates, self.state.batch_counter
@@ -331,9 +327,7 @@ class Trainer:
         """
         # the self-test expects equal models: after an update the policy differs from the reference
         if self.state.batch_counter == 0 and self.plan.training.self_test:
-            start = time.perf_counter()
             self.self_test()
-            self._predict_evaluation(time.perf_counter() - start)
         if self.plan.caches_reference_first:
             path = self.reference.logps.find_path(self.plan.run.local_dir, self.reference.digest)
             if self.rank == 0 and (obstacle := self.reference.logps.find_obstacle(path)):
@@ -351,22 +345,6 @@ class Trainer:
             notes = self_test(self.objective, self.eval_examples[0], self.plan)
         for note in notes:
             self.progress.line(note)
-
-    def _predict_evaluation(self, seconds: float) -> None:
-        """Log the predicted time of the first evaluation, if long.
-
-        `seconds` is the time of the self-test.
-        """
-        # an online evaluation spends most of its time on sampling, whose speed is not known yet
-        if self.plan.online or not self.plan.evaluation.do_first_eval:
-            return
-        lengths = [example.n_tokens for batch in with_mismatched(self.eval_batches) for example in batch.examples]
-        n_tested_tokens = sum(lengths[: self.first_update.n_tested])
-        n_forwards = 2 if self.loss.reference else 1  # per example of an evaluation: the policy, and the reference
-        n_test_forwards = n_forwards + 1  # the self-test runs the policy twice, in train and in eval mode
-        predicted = seconds * n_forwards / n_test_forwards * sum(lengths) / n_tested_tokens
-        if predicted > LONG_EVALUATION_SECS:
-            self.progress.line(f"the evaluation takes about {clock_time(predicted)}, at the speed of the self-test")
 
     @contextmanager
     def _finishing(self) -> Iterator[None]:
@@ -421,7 +399,7 @@ class Trainer:
         metrics = {**self.batches.evaluate(), **means}
         draws_samples = self.plan.evaluation.sample_during_eval and self.interval.samples_after(state.example_counter)
         if state.batch_counter == 0:
-            draws_samples = self.first_update.draws_samples
+            draws_samples = self.plan.evaluation.samples_first
         evaluation = Evaluation(
             state.batch_counter, state.example_counter, metrics, examples, evaluated.examples, draws_samples
         )

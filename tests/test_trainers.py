@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import sys
 import weakref
@@ -216,6 +217,32 @@ def test_metrics_have_the_references_names_and_samples_are_written(loss, sides, 
     # one sample was asked for: rounded up to a whole evaluation batch of 4, at 0 and at the end
     assert len((trainer.run_dir / "samples.jsonl").read_text().splitlines()) == 8
     assert ("--- reference ---" in (trainer.run_dir / "samples.txt").read_text()) == (loss is DPO)
+
+
+CHECKED = "self-test (self_test), evaluation of 4 examples (do_first_eval, n_eval_examples)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "announced", "sampled"),
+    [
+        (("do_first_sampling=true",), f"{CHECKED}, 1 sample (do_first_sampling, n_eval_model_samples)", {0, 4}),
+        (("do_first_sampling=false",), CHECKED, {4}),
+        (
+            ("do_first_eval=false", "cache_reference_logps=all"),
+            "self-test (self_test), the reference scores all examples (cache_reference_logps)",
+            {4},
+        ),
+        (("do_first_eval=false", "self_test=false"), None, {4}),
+    ],
+)
+def test_a_line_says_what_is_done_before_the_first_update(overrides, announced, sampled, make_trainer, capsys):
+    trainer = make_trainer(*DPO, "n_examples=4", "max_length=36", *SAMPLED, *overrides)
+    trainer.train()
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("before the first update")]
+    assert lines == ([] if announced is None else [f"before the first update: {announced}"])
+    samples = [json.loads(line) for line in (trainer.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {sample["examples"] for sample in samples} == sampled
 
 
 def test_rewards_and_margins_of_a_batch_belong_together(make_trainer, data):

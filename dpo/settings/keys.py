@@ -253,7 +253,7 @@ KEYS: dict[str, Key] = {
     "sample_top_p": Key("number (0, 1] or null", CHANGE),
     "sample_top_k": Key("int >= 0 or null", CHANGE),
     "do_first_eval": Key("flag", CHANGE),
-    "do_first_sampling": Key("flag or null", CHANGE),
+    "do_first_sampling": Key("flag", CHANGE),
     "lr": Key("number > 0", KEEP),
     "lr_scaling": Key("name", KEEP, LR_SCALINGS),
     "gradient_accumulation_steps": Key("int >= 1", CHANGE),

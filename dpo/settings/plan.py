@@ -202,13 +202,18 @@ class EvaluationPlan:
 
     eval_every: int | None
     do_first_eval: bool
-    do_first_sampling: bool | None
+    do_first_sampling: bool
     sample_during_eval: bool
     n_eval_model_samples: int
     n_eval_tokens: int | None
     sample_temperature: float | None
     sample_top_p: float | None
     sample_top_k: int | None
+
+    @property
+    def samples_first(self) -> bool:
+        """Return whether samples are drawn before the first update."""
+        return self.do_first_eval and self.sample_during_eval and self.do_first_sampling
 
 
 @dataclass(frozen=True)

@@ -154,14 +154,6 @@ class Batches:
 
         Each example comes once, and the last batch may be partial.
         """
-        return self._iterate_test(partial(self._prepare, self.data.test, self._first_test_rows, n_microbatches=1))
-
-    def test_sizes(self) -> list[int]:
-        """The number of examples in each evaluation batch, without preparing them."""
-        return list(self._iterate_test(len))
-
-    def _iterate_test(self, prepare: Callable[..., Result]) -> Iterator[Result]:
-        """Yield `prepare(example_ids)` for each evaluation batch."""
         plan = self.plan
         batches = iterate_once(
             self.data.test.counts.tolist(),
@@ -169,6 +161,7 @@ class Batches:
             n_examples=plan.data.n_eval_examples,
             seed=self.seed,
         )
+        prepare = partial(self._prepare, self.data.test, self._first_test_rows, n_microbatches=1)
         return prefetch(batches, prepare, workers=plan.data.num_workers)
 
     def read_prompts(self, example_ids: Sequence[tuple[int, int]]) -> list[Prompt]:

@@ -21,6 +21,7 @@ from dpo.models.generation import (
     sample,
     sample_batches,
 )
+from dpo.numbers import count
 from dpo.parallel.sharding import release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
@@ -66,6 +67,26 @@ def notes_on_interval(plan: Plan, interval: Interval) -> list[str]:
         f"warning: eval_every={eval_every} is not a multiple of batch_size={plan.data.batch_size}; evaluating every "
         f"{interval.n_examples} examples"
     ]
+
+
+def notes_on_first_work(plan: Plan, data: TrainingData) -> list[str]:
+    """A line about the work before the first update, with its keys."""
+    evaluation, test, n_most = plan.evaluation, data.report.test, plan.data.n_eval_examples
+    tasks = {
+        "self-test (self_test)": plan.training.self_test,
+        "the reference scores all examples (cache_reference_logps)": plan.caches_reference_first,
+        f"evaluation of {count(min(n_most, test.examples), 'example')} (do_first_eval, n_eval_examples)": (
+            evaluation.do_first_eval and test.examples > 0
+        ),
+        f"answers to {count(min(n_most, test.prompts), 'held-out prompt')} (do_first_eval, n_eval_examples)": (
+            evaluation.do_first_eval and plan.online is not None
+        ),
+        f"{count(evaluation.n_eval_model_samples, 'sample')} (do_first_sampling, n_eval_model_samples)": (
+            evaluation.samples_first
+        ),
+    }
+    wanted = [task for task, is_wanted in tasks.items() if is_wanted]
+    return [f"before the first update: {', '.join(wanted)}"] if wanted else []
 
 
 def limit_new_tokens(plan: Plan, n_prompt_tokens: int) -> int:
