@@ -23,8 +23,8 @@ from dpo.data.collation import (
     padded_batch,
     tokenize_batch_element,  # noqa: F401  (the reference code has it here)
 )
-from dpo.data.columns import ColumnsError, find_columns
-from dpo.data.custom import get_custom
+from dpo.data.columns import N_INSPECTED, ColumnsError, find_columns
+from dpo.data.custom import get_custom, recognize
 from dpo.data.demo import get_demo
 from dpo.data.examples import iterate_examples, read_examples
 from dpo.data.preflight import TrainingData
@@ -289,6 +289,30 @@ def _load_custom(
             f"{origin} has the columns {', '.join(columns)}, and the train split has {', '.join(train_columns)}: name "
             f"the columns of both splits alike"
         ) from error
+
+
+def check_columns(plan: Plan) -> None:
+    """Raise ColumnsError if the columns of local data lack what the loss needs.
+
+    The first records are read, and all of them only if these lack it.
+    """
+    trains_on, bad = "prompts" if plan.online else plan.loss.trains_on, BadRecords(skip=True)
+    for name in plan.data.datasets:
+        value = plan.data.dataset_sources.get(name)
+        source = None if value is None or name in LOADERS else Source.parse(name, value)
+        if source is None or source.local is None:
+            continue
+        for limit in (N_INSPECTED, None):
+            rows = load_rows(source, "train", bad=bad, limit=limit)
+            origin = source.path if source.has_no_splits else f"{source.path} (train)"
+            options = {"data_format": source.format, "trains_on": trains_on, "with_margins": plan.loss.needs_margins}
+            try:
+                if rows:
+                    recognize(rows, origin, source.columns, name=name, **options)
+                break
+            except ColumnsError:
+                if limit is None:
+                    raise
 
 
 def _hold_out(data: PreferenceData, name: str, split: str, source: Source) -> PreferenceData:

@@ -155,9 +155,11 @@ def dry_run(plan: Plan) -> None:
     from dpo.training.evaluation import notes_on_first_work
     from dpo.training.memory import print_prediction
     from dpo.training.optimization import notes_on_scaling
+    from preference_datasets import check_columns
 
     resume_point = look_at_run(plan, LOGS)
     plan = fix_template_date(plan, resume_point)
+    check_columns(plan)
     check_parts(plan)
     scorer_notes = list(check_scorer(plan)) if plan.online else []
     set_up_torch(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
@@ -212,6 +214,7 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
     from dpo.models.loading import check_model, find_model_config
     from dpo.parallel.mesh import from_rank_0
     from dpo.system.waiting import meet_rank_0
+    from preference_datasets import check_columns
 
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
     resume_from = from_rank_0(run.checkpoint if run else None)
@@ -227,8 +230,10 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
         transformers.utils.logging.disable_progress_bar()
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
 
-    if run is not None and run.resume_point is None and models is None:
-        check_model(plan)  # raises now if weights are missing or of no use, as loading the data may take minutes
+    if run is not None and run.resume_point is None:
+        check_columns(plan)  # before a model is fetched
+        if models is None:
+            check_model(plan)  # raises now if weights are missing or of no use, as loading the data may take minutes
     data = read_data(plan, silent=rank != 0)
     if run is not None:
         model_config = models[0].config if models else find_model_config(plan)

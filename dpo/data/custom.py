@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import tqdm
 
 from dpo.data.asking import ends_in_header
-from dpo.data.columns import find_columns, recognize_columns
+from dpo.data.columns import RecognizedColumns, find_columns, recognize_columns
 from dpo.data.problems import BadRecords
 from dpo.data.records import (
     FORMATS,
@@ -84,16 +84,8 @@ def get_custom(
     bad = bad or BadRecords()
     if not rows:
         bad.finish(name, is_empty=True)
-    present = find_columns(rows)
-    verdicts = None if data_format else find_verdicts(rows, present, columns)
-    recognized = recognize_columns(
-        verdicts.rename(present) if verdicts else present,
-        columns,
-        name=name,
-        origin=origin,
-        trains_on=trains_on,
-        format_columns=FORMATS[data_format].columns if data_format else None,
-        with_margins=with_margins,
+    recognized, verdicts = recognize(
+        rows, origin, columns, name=name, data_format=data_format, trains_on=trains_on, with_margins=with_margins
     )
     used = recognized.used
     if trains_on == "prompts":  # a weight is for a record's responses, and an online run draws others
@@ -140,6 +132,31 @@ def get_custom(
             f"train with loss=sft"
         )
     return data
+
+
+def recognize(
+    rows: Sequence[Mapping[str, Any]],
+    origin: str,
+    columns: Mapping[str, str | None],
+    *,
+    name: str,
+    data_format: str | None,
+    trains_on: str,
+    with_margins: bool,
+) -> tuple[RecognizedColumns, Verdicts | None]:
+    """Recognize the columns of rows; the arguments are those of `get_custom`."""
+    present = find_columns(rows)
+    verdicts = None if data_format else find_verdicts(rows, present, columns)
+    recognized = recognize_columns(
+        verdicts.rename(present) if verdicts else present,
+        columns,
+        name=name,
+        origin=origin,
+        trains_on=trains_on,
+        format_columns=FORMATS[data_format].columns if data_format else None,
+        with_margins=with_margins,
+    )
+    return recognized, verdicts
 
 
 class _Item(NamedTuple):

@@ -89,9 +89,13 @@ def _name_place(file: Path, number: int, line: int) -> str:
 
 
 def load_rows(
-    source: Source, split: str, cache_dir: str | None = None, bad: BadRecords | None = None
+    source: Source,
+    split: str,
+    cache_dir: str | None = None,
+    bad: BadRecords | None = None,
+    limit: int | None = None,
 ) -> Sequence[Mapping[str, Any]]:
-    """Load the records of a split.
+    """Load the records of a split, or the first `limit` of each local file.
 
     A source without splits gives all its records. Raises InputError for a source without records, and for a record that
     cannot be parsed, unless `bad` collects such records.
@@ -106,7 +110,7 @@ def load_rows(
     files = _split_files(path, split) if path.is_dir() and not source.has_no_splits else [path]
     rows = FileRows()
     for file in files:
-        _read(file, rows, bad)
+        _read(file, rows, bad, limit)
     if not rows and not (bad and bad.found):
         raise InputError(f"{', '.join(map(str, files))} holds no records")
     return rows
@@ -190,12 +194,12 @@ def _suggest_file(entries: Sequence[Path]) -> str:
     return f". datasets={path} takes both splits from one file: a tenth of its prompts is the test split"
 
 
-def _read(file: Path, rows: FileRows, bad: BadRecords | None) -> None:
+def _read(file: Path, rows: FileRows, bad: BadRecords | None, limit: int | None) -> None:
     """Add the records of a file or saved dataset to `rows`."""
     lines, n_before = array("q"), sum(len(lines) for _, lines in rows.files)
     rows.files.append((file, lines))
     try:
-        for number, (line, row) in enumerate(_read_values(file), start=1):
+        for number, (line, row) in enumerate(itertools.islice(_read_values(file), limit), start=1):
             if isinstance(row, Mapping):
                 rows.append(row)
                 lines.append(line)
@@ -250,7 +254,8 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
             import datasets
 
             features = datasets.Features.from_arrow_schema(table.schema)
-        yield from ((0, _name_classes(row, features)) for row in table.to_pylist())
+        batches = table.to_batches(ROWS_PER_BATCH)
+        yield from ((0, _name_classes(row, features)) for batch in batches for row in batch.to_pylist())
         return
     if not suffix:
         raise InputError(

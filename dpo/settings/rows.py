@@ -31,7 +31,8 @@ SPLITS = frozenset(chain(*SPLIT_NAMES.values()))
 def store_rows(config: DictConfig | Mapping[str, Any]) -> DictConfig | Mapping[str, Any]:
     """Replace rows in a config by the paths of files.
 
-    They are in `datasets` or `dataset_sources`. Rows in `datasets` get the names `rows`, `rows_2` and so on. Raises InputError for what cannot be rows.
+    They are in `datasets` or `dataset_sources`. Rows in `datasets` get the names `rows`, `rows_2` and so on. Raises
+    InputError for what cannot be rows.
     """
     values: Any = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
     datasets, sources = values.get("datasets"), values.get("dataset_sources")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
+import datasets
 import pytest
 from support.formats import assistant, user
+from support.runs import train, write_rows
 
 from dpo.data.columns import OTHER, find_columns, recognize_columns
 from dpo.data.custom import get_custom
@@ -366,3 +368,27 @@ def test_pairs_go_before_a_column_of_winners(tokenizer):
     assert get_custom([row], "mine", tokenizer)["Q:"]["responses"] == [" c", " d"]
     arena = {f"conversation_{side}": [user("Hi"), assistant(side)] for side in "ab"} | {"winner": "model_b"}
     assert find_verdicts([arena], find_columns([arena]), {}).responses == ("conversation_a", "conversation_b")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "late_keys", "message"),
+    [
+        ("pairs.csv", "prompt text", "prompt text", "training on pairs needs the columns chosen and rejected"),
+        ("pairs.parquet", "prompt text", "prompt text", "training on pairs needs the columns chosen and rejected"),
+        ("pairs.jsonl", "prompt chosen", "prompt chosen rejected", "no/such"),  # a column may come late
+    ],
+)
+def test_columns_are_checked_before_a_model_is_fetched(name, keys, late_keys, message, tmp_path):
+    path, kinds = tmp_path / name, [keys] * 150 + [late_keys]
+    rows = [{key: f"It is {key} {i}." for key in kind.split()} for i, kind in enumerate(kinds)]
+    write_rows(path, rows)
+    if not name.endswith(".jsonl"):
+        frame = datasets.Dataset.from_list(rows)
+        (frame.to_csv if name.endswith(".csv") else frame.to_parquet)(path)
+    for dry_run in (True, False):
+        result = train(
+            *("loss=dpo", "loss.beta=0.1", "model.name_or_path=no/such", "exp_name=test", f"datasets=[{path}]"),
+            *(f"local_dirs=[{tmp_path}]", f"local_run_dir={tmp_path / 'run'}", f"dry_run={str(dry_run).lower()}"),
+        )
+        assert (result.returncode, result.stderr[:7]) == (2, "error: ")
+        assert message in result.stderr
