@@ -50,13 +50,15 @@ def explaining_library(make: Callable[[Exception], Exception]) -> Iterator[None]
     """Context that replaces whatever a library raises by what `make` returns.
 
     It is for a library's call that reads what is not ours: damaged or foreign content can make it raise anything, also
-    a MemoryError for a length that no file has. Errors that are explained already pass, and a GPU's out of memory.
+    a MemoryError for a length that no file has. Errors that are explained already pass, and those of torch that are no
+    fault of the content: too little memory of a GPU, or another process that has failed.
     """
     try:
         yield
     except (InputError, RunError):
         raise
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which takes seconds to import
+        classes = {base.__name__ for base in type(error).__mro__}  # torch's take seconds to import
+        if classes & {"OutOfMemoryError", "DistError"} or "/gloo/" in str(error):
             raise
         raise make(error) from error

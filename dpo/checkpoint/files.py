@@ -232,7 +232,8 @@ def read_file(path: Path) -> Mapping[str, Any]:
     """
     try:
         check_readable(path)
-        is_mapped = zipfile.is_zipfile(path)  # a file of torch before 1.6 is no zip archive, and cannot be mapped
+        # a file of torch before 1.6 is no zip archive, and cannot be mapped, nor can a path that is not UTF-8
+        is_mapped = zipfile.is_zipfile(path) and not any("\ud800" <= char <= "\udfff" for char in str(path))
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except (MemoryError, DamagedCheckpoint):
         raise

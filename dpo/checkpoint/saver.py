@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpo.checkpoint.files import WRONG_FORM, DamagedCheckpoint, point, prune, write_checkpoint
+from dpo.checkpoint.files import DamagedCheckpoint, point, prune, write_checkpoint
 from dpo.checkpoint.parts import Part
-from dpo.errors import InputError
+from dpo.errors import explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh
 from dpo.system.host import host_memory
 from dpo.system.run_directory import read_record
@@ -115,13 +115,8 @@ class Checkpoints:
         """
         for part in parts:
             file = checkpoint / f"{part.name}.pt"
-            try:
+            with explaining_library(partial(_explain_misfit, file)):
                 part.restore(file)
-            except InputError:  # is a ValueError too, but already has a message for the user
-                raise
-            except WRONG_FORM as error:
-                reason = f"{type(error).__name__} {error}"
-                raise DamagedCheckpoint(f"{file} does not hold the state of a run: {reason}") from error
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "best_at": self.best_at, "n_evaluated": self.n_evaluated}
@@ -154,3 +149,7 @@ class Checkpoints:
         self.wait()
         self._wait_for_rank_0()
         self.mesh.any(False)  # a barrier
+
+
+def _explain_misfit(file: Path, error: Exception) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{file} does not hold the state of a run: {type(error).__name__} {one_sentence(error)}")

@@ -8,13 +8,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jinja2
-
 from dpo.data.schema import ASSISTANT, Messages, check_unicode, read_message, read_tools
 from dpo.data.sources import HUB_IDS
 from dpo.data.table import Prompt
 from dpo.data.tokenization import ESCAPE, escape_control
-from dpo.errors import InputError
+from dpo.errors import InputError, one_sentence
 
 HUMAN = "\n\nHuman:"
 DATASETS_IN_HH_FORMAT = frozenset((*HUB_IDS, "demo"))
@@ -26,13 +24,14 @@ MEANINGS = {
     RAW: "plain text, as it is",
 }
 UserPrompt = str | list[Mapping[str, str]]  # a text, or chat messages {role, content}
-# what chat templates raise on content that they do not expect
-TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError)
-TEMPLATE_ERRORS += (RecursionError, TypeError, ValueError)
 MARK = "\ufdd1"  # a noncharacter, which no text has: marks a place in a text that is rendered
 HEADER = re.compile(r"#+ ?[^:：]{1,40}[:：]?|\W{0,2}\w[\w;./-]*( \w+)?[:：]\W{0,2}")  # the last line of a prompt
 CONTROL = re.compile(r"(<\|[^|<>\n]+\|>|\[/[A-Z]+\])\w*$")
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
+
+
+class TemplateRejects(Exception):
+    """A chat template cannot render messages; the message says why."""
 
 
 def ends_in_header(prompt: str, tokenizer: Any) -> bool:
@@ -115,7 +114,7 @@ def render(prompt: UserPrompt, prompt_format: str, tokenizer: Any, where: str, t
     messages, schemas = escape_texts(messages, tokenizer), escape_texts(schemas, tokenizer)
     try:
         return render_open(tokenizer, messages, tools=schemas or None, continued=is_prefilled(messages))
-    except TEMPLATE_ERRORS as error:
+    except TemplateRejects as error:
         raise InputError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
 
 
@@ -135,13 +134,17 @@ def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
     """Render messages, with the arguments of calls as the template wants them.
 
     Most templates want an object. Others, such as DeepSeek-V3's, append JSON to text; an object raises TypeError.
+    Raises TemplateRejects.
     """
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except TypeError:
-        if not any(message.get("tool_calls") for message in messages):
-            raise
-        return tokenizer.apply_chat_template(_write_arguments(messages), tokenize=False, **options)
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except TypeError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            return tokenizer.apply_chat_template(_write_arguments(messages), tokenize=False, **options)
+    except Exception as error:  # a template is a program, which may raise anything
+        raise TemplateRejects(one_sentence(error)) from error
 
 
 def is_prefilled(prompt: Messages) -> bool:
@@ -159,7 +162,7 @@ def render_open(tokenizer: Any, messages: Messages, *, tools: Any = None, contin
     marked = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + MARK}]
     text, mark, _ = apply_template(tokenizer, marked, tools=tools).partition(MARK)
     if not mark:
-        raise ValueError(f"it leaves out the beginning of the answer, {messages[-1]['content'][:80]!r}")
+        raise TemplateRejects(f"it leaves out the beginning of the answer, {messages[-1]['content'][:80]!r}")
     return text
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from dpo.data.asking import TEMPLATE_ERRORS, escape_texts, is_prefilled, render_open
+from dpo.data.asking import TemplateRejects, escape_texts, is_prefilled, render_open
 from dpo.data.examples import TextExample, list_examples, tokenize
 from dpo.data.schema import Messages
 from dpo.data.table import ROWS_PER_BATCH, Prompt
@@ -116,7 +116,7 @@ def shorten_chat(prompt: Prompt, encode: TextEncoder, limit: int) -> str | None:
         size = len(messages[starts[-1]]["content"])
         n_cut = bisect_left(range(size), True, key=lambda n: fits(keep(starts[-1], n)))
         return keep(starts[-1], n_cut) if n_cut < size else None
-    except TEMPLATE_ERRORS:
+    except TemplateRejects:
         return None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from dpo.data.asking import (
     MARK,
-    TEMPLATE_ERRORS,
+    TemplateRejects,
     apply_template,
     check_texts,
     escape_texts,
@@ -184,7 +184,7 @@ class _Conversation:
         """Render messages and tools; raise InputError if the template rejects them."""
         try:
             return render(self.tokenizer, messages, tools=self.tools or None, **options)
-        except TEMPLATE_ERRORS as error:
+        except TemplateRejects as error:
             what = "messages or tools" if self.tools else "messages"
             raise InputError(f"{self.where}: the tokenizer's chat template rejects these {what}: {error}") from error
 

@@ -14,7 +14,6 @@ from typing import Any
 import jinja2
 import transformers
 
-from dpo.data.asking import TEMPLATE_ERRORS
 from dpo.errors import InputError, explaining_library, one_sentence
 from dpo.settings.plan import TemplatePlan
 from dpo.system.plain_files import check_readable
@@ -109,7 +108,7 @@ def bind_template(tokenizer: Any, template: TemplatePlan, *, date: str | None = 
         except jinja2.TemplateSyntaxError as error:
             where = f"chat_template={template.file}" if template.file else "the tokenizer's chat template"
             raise InputError(f"{where} is not a template in Jinja's language: {one_sentence(error)}") from error
-        except TEMPLATE_ERRORS:  # a template may want other messages
+        except Exception:  # a template may want other messages, and may raise anything
             pass
 
 

@@ -15,11 +15,14 @@ from dpo.data.collation import PaddedBatch
 from dpo.data.examples import Example
 from dpo.data.table import Prompt
 from dpo.data.tokenization import find_control, unescape
-from dpo.errors import one_sentence
+from dpo.errors import RunError, one_sentence
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.settings.keys import KEYS, read_rule
 from dpo.system.arithmetic import without_compilation
+from dpo.system.waiting import all_arrive
+
+PATIENCE_SECS = 10  # of a process that cannot sample, for the others to fail too: more than a token takes
 
 
 class SamplingFailed(Exception):
@@ -211,7 +214,8 @@ def sample_batches(
 
     `sample_batch` returns the continuations of one process's part of a batch. Sharded weights are gathered once. As all
     processes take part in every forward pass, a process without prompts continues the first prompt and discards the
-    result. Raises SamplingFailed on every process if an error is raised on any.
+    result. Raises SamplingFailed on every process if an error is raised on all; RunError if others go on, as their next
+    collective would wait for this process.
     """
     continuations, device = [], next(model.parameters()).device
     with gathered_weights(model):
@@ -234,7 +238,14 @@ def _sample_or_explain(
 ) -> list[Continuation] | str:
     """Sample the first `n_kept` continuations; return the message of an error."""
     try:
-        return sample_batch(model, batch)[:n_kept]
+        outcome = sample_batch(model, batch)[:n_kept]
     except Exception as error:  # `generate`, and a model's own code, may raise anything
         release_gathered(model)  # the forward pass may not have ended
-        return f"{type(error).__name__} {one_sentence(error)}"
+        outcome = f"{type(error).__name__} {one_sentence(error)}"
+    has_failed = isinstance(outcome, str)
+    if not all_arrive("the end of sampling", patience_secs=PATIENCE_SECS if has_failed else 0):
+        raise RunError(
+            f"samples could not be drawn by this process alone, for which the others would wait: {outcome}; "
+            f"resume=auto continues, and sample_during_eval=false draws none"
+        )
+    return outcome

@@ -313,7 +313,7 @@ def layout_by_rules(name: str, model: Any, *, max_length: int) -> tuple[Layout, 
     """
     try:
         windows_or_reason = find_windows(model, max_length)
-    except (AttributeError, TypeError) as error:
+    except Exception as error:  # a foreign config may hold anything
         windows_or_reason = f"has a config unlike those of transformers: {one_sentence(error)}"
     # A model that the rules do not support may look at padding, so it gets a mask. Under flash_attention_2 the rules
     # support no model, so they do not show that this model looks at padding.
@@ -409,19 +409,20 @@ def _find_difference(model: Any, layout: SharedPrefix, longest: Longest, toleran
         with without_tf32():
             for pairs, sum_padded, row_length in cases:
                 [padded] = Padded().split(pairs, 1)
-                packed = layout.pack(pairs, length=row_length)
-                expected = sum_padded(model, padded.to(device).inputs)
-                actual = layout.forward(model, packed.map(lambda tensor: tensor.to(device))).logps.sum(-1)
+                packed = layout.pack(pairs, length=row_length).map(lambda tensor: tensor.to(device))
+                try:
+                    expected = sum_padded(model, padded.to(device).inputs)
+                    actual = layout.forward(model, packed).logps.sum(-1)
+                except (torch.OutOfMemoryError, InputError):  # not the layout's fault
+                    raise
+                except Exception as error:  # an unsuitable model may raise anything
+                    return f"refuses shared prefixes: {one_sentence(error)}"
                 error, size = (actual - expected).abs(), expected.abs()
                 if layout.gives_rewards:  # a reward may be near 0, and is not a sum, whose rounding errors would cancel
                     size = 5 * size.max()
                 if not (error <= tolerance * size).all():  # also if an error is NaN
                     what = "rewards" if layout.gives_rewards else "log-probabilities"
                     return f"gives {what} with shared prefixes that are off by {(error / size).max().item():.2g}"
-    except (torch.OutOfMemoryError, InputError):  # also a RuntimeError and a ValueError, but not the layout's fault
-        raise
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # raised by unsuitable models
-        return f"refuses shared prefixes: {one_sentence(error)}"
     finally:
         model.train(was_training)
     return None

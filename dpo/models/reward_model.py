@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from dpo.data.asking import TEMPLATE_ERRORS, apply_template, as_messages, escape_texts
+from dpo.data.asking import TemplateRejects, apply_template, as_messages, escape_texts
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, unescape
 from dpo.data.tokenizer import explaining_load_errors
@@ -115,7 +115,7 @@ class RewardModel:
         try:
             chat, tools = (escape_texts(value, self.tokenizer) for value in (as_messages(prompt, answer), prompt.tools))
             return apply_template(self.tokenizer, chat, tools=tools)
-        except TEMPLATE_ERRORS as error:
+        except TemplateRejects as error:
             raise InputError(
                 f"online.reward_model={self.model.name_or_path}: its tokenizer's chat template rejects the prompt "
                 f"{prompt.text[:200]!r}: {error}"

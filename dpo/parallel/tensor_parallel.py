@@ -269,7 +269,7 @@ def explaining_cut_weights(model: Any) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:  # torch's, of whatever class
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise InputError(

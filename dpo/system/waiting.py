@@ -150,6 +150,26 @@ def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
     return wait_for(keys, silence_secs)[own_maker].removeprefix("done ")
 
 
+def all_arrive(place: str, *, patience_secs: float) -> bool:
+    """Record that this rank is at a place; return whether all ranks get there.
+
+    Every rank must call this function as often as the others. With `patience_secs` of 0 it does not wait; else until
+    another rank has sent no heartbeat for so long.
+    """
+    if not is_shared():
+        return True
+    rank, store = dist.get_rank(), default_store()
+    call = store.add(f"calls of {rank} at {place}", 1)
+    keys = {other: f"{place}, call {call}, rank {other}" for other in range(dist.get_world_size())}
+    store.set(keys[rank], "")
+    try:
+        for other, key in keys.items() if patience_secs else ():
+            wait_for({other: key}, patience_secs)
+    except dist.DistError:
+        return False
+    return True
+
+
 def check_alike(facts: Mapping[str, str]) -> None:
     """Raise InputError, on every rank, for facts in which ranks differ."""
     if not is_shared():

@@ -274,6 +274,11 @@ def test_a_state_is_mapped_and_not_read_where_the_format_allows(tmp_path):
         assert read_state(path)["a"][0] == 0
 
 
+def test_a_state_in_a_directory_whose_name_is_not_utf_8_is_read(tmp_path):
+    [saved] = write(tmp_path / os.fsdecode(b"\xff"), 8)
+    assert torch.equal(read_state(saved / "policy.pt")["a"], torch.arange(50.0))
+
+
 def test_checkpoints_come_newest_first_by_number(tmp_path):
     for name in ("step-8", "step-128", "step-16", "step-x", ".step-256.tmp", "step-8.old", "LATEST"):
         (tmp_path / name).mkdir()

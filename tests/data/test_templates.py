@@ -104,6 +104,14 @@ def test_errors_of_a_template_are_explained_in_training_and_sampling(failing, ch
     with pytest.raises(InputError, match=rejected):
         render(ASK, "chat", tokenizer, "here")
 
+    class OwnError(Exception):
+        """As code of a library, or of a model, may raise."""
+
+    tokenizer.apply_chat_template = lambda *_, **__: (_ for _ in ()).throw(OwnError("oh"))
+    with pytest.raises(InputError, match=rejected + "oh") as caught:
+        render(ASK, "chat", tokenizer, "here")
+    assert isinstance(caught.value.__cause__.__cause__, OwnError)
+
 
 @pytest.mark.parametrize(("end", "eos"), [("<|call|>", "|"), (";", EOS), ("\n", EOS), (EOS, EOS)])
 def test_eos_after_a_call_is_not_scored_if_another_token_ends_calls(end, eos, chat):

@@ -226,6 +226,23 @@ def test_a_model_that_computes_otherwise_in_long_rows_is_padded(longest, layout)
     assert layout is SharedPrefix or "off by" in note
 
 
+def test_a_model_whose_code_raises_an_error_of_its_own_is_padded():
+    class OwnError(Exception):
+        pass
+
+    class Refusing(type(build("llama").model)):
+        def forward(self, input_ids, attention_mask=None, **kwargs):
+            if attention_mask is not None:
+                raise OwnError("no masks")
+            return super().forward(input_ids, **kwargs)
+
+    model = build("llama")
+    model.model.__class__ = Refusing
+    layout, note = choose_layout("shared_prefix", model, max_length=LONG, compute_dtype=torch.float32)
+    assert isinstance(layout, Padded)
+    assert note.endswith("refuses shared prefixes: no masks")
+
+
 @pytest.mark.parametrize(("example", "n_examples", "row"), [(20, 1, 40), (20, 2, 80), (20, 64, 4 * LONG)])
 def test_no_row_is_longer_than_the_longest(example, n_examples, row):
     assert Longest.of(example, n_examples, LONG) == (example, row)

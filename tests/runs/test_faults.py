@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.faults import (
     at_update,
+    fail_to_sample,
     kill_after_update,
     kill_at_step_of_saving,
     limit_file_size,
@@ -91,6 +92,25 @@ def test_killed_again_and_again_while_it_continues(start, whole, tmp_path):
         run = start("resume=auto", "save_every=4", fault=partial(kill_after_update, update))
         assert run.wait() == -signal.SIGKILL, run.text
     assert_continues(start, whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize("ranks", [(1,), pytest.param((0,), marks=SLOW), (0, 1)], ids=str)
+def test_a_failing_sample_is_a_warning_on_all_ranks_alike_or_ends_the_run_soon(ranks, start, tmp_path):
+    options = (*SHARDED, "sample_during_eval=true", "do_first_sampling=false", "n_examples=8", "export=false")
+    begin = time.monotonic()
+    run = start(*options, "collective_timeout_secs=300", fault=partial(fail_to_sample, *ranks))
+    status = run.wait()
+    assert time.monotonic() - begin < 150  # not as long as a collective may take
+    check_complete(tmp_path / "run" / "step-8")
+    if len(ranks) == 2:
+        assert status == 0, run.text
+        assert "warning: no samples after 8 examples, as they could not be drawn: ArithmeticError" in run.text
+        return
+    assert status == 1
+    said = f"rank {ranks[0]}: samples could not be drawn by this process alone, for which the others would wait: "
+    assert f"{said}ArithmeticError no such token; resume=auto continues, and sample_during_eval=false" in run.text
+    again = start(*options, "resume=auto", "sample_during_eval=false")
+    assert again.wait() == 0, again.text
 
 
 def test_a_full_disk_is_one_sentence_and_costs_nothing_that_was_saved(start, whole, tmp_path, run):

@@ -446,6 +446,13 @@ def test_a_part_that_is_something_else_ends_the_run_in_words(part, checkpoint, r
         run("run", "resume=auto")
 
 
+@pytest.mark.parametrize("forged", [torch.zeros(3, dtype=torch.uint8), torch.zeros(5056), [1]], ids=["short", "f", "l"])
+def test_a_random_state_of_another_form_ends_the_run_in_words(forged, checkpoint, run):
+    replace_state(checkpoint / "random.pt", lambda state: {"states": [{**state["states"][0], "torch": forged}]})
+    with pytest.raises(InputError, match=r"random\.pt does not hold the state of a run: \w+Error "):
+        run("run", "resume=auto")
+
+
 @pytest.mark.parametrize("forged", [None, "8", -3, [1], torch.ones(2)], ids=str)
 @pytest.mark.parametrize("name", ["trainer.example_counter", "trainer.batch_counter", "scheduler._step_count"])
 def test_a_value_of_another_form_ends_the_run_in_words(name, forged, checkpoint, run):

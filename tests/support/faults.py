@@ -99,6 +99,20 @@ def run_out_of_memory_at(number: int) -> None:
     at_update(number, partial(torch.empty, 10**13))
 
 
+def fail_to_sample(*ranks: int) -> None:
+    """Let these ranks fail at the third token of every sample."""
+    from dpo.training.stop import StopRequest
+
+    check = StopRequest.raise_before_token
+
+    def failing(self: StopRequest, index: int) -> None:
+        if index == 2 and self._mesh.rank in ranks:
+            raise ArithmeticError("no such token")
+        check(self, index)
+
+    StopRequest.raise_before_token = failing
+
+
 def swallow_signal_in(place: str, number: int) -> None:
     """Let a signal come in `MODULE:NAME`, which swallows the handler's exception."""
     call_before(place, partial(signal.raise_signal, number))
