@@ -292,9 +292,9 @@ def _load_custom(
 
 
 def check_columns(plan: Plan) -> None:
-    """Raise ColumnsError if the columns of local data lack what the loss needs.
+    """Raise ColumnsError if columns of local data are missing.
 
-    The first records are read, and all of them only if these lack it.
+    The first records are read, and all of them only if these lack what the loss needs.
     """
     trains_on, bad = "prompts" if plan.online else plan.loss.trains_on, BadRecords(skip=True)
     for name in plan.data.datasets:
