@@ -95,9 +95,9 @@ def load_rows(
     bad: BadRecords | None = None,
     limit: int | None = None,
 ) -> Sequence[Mapping[str, Any]]:
-    """Load the records of a split, or the first `limit` of each local file.
+    """Load the records of a split.
 
-    A source without splits gives all its records. Raises InputError for a source without records, and for a record that
+    With `limit`, only so many of each local file. A source without splits gives all its records. Raises InputError for a source without records, and for a record that
     cannot be parsed, unless `bad` collects such records.
     """
     path = source.local

@@ -151,7 +151,7 @@ def once_per_machine(make: Callable[[], str], *, silence_secs: float) -> str:
 
 
 def all_arrive(place: str, *, patience_secs: float) -> bool:
-    """Record that this rank is at a place; return whether all ranks get there.
+    """Record arrival at a place; return whether all ranks get there.
 
     Every rank must call this function as often as the others. With `patience_secs` of 0 it does not wait; else until
     another rank has sent no heartbeat for so long.
