@@ -253,7 +253,7 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
     export_last(rank, plan)
     if rank == 0:
         from dpo.analysis.runs import read_run
-        from dpo.analysis.summary import describe_result
+        from dpo.analysis.verdict import describe_result
 
         print(f"run directory: {plan.run.local_run_dir}")
         print(describe_result(read_run(Path(plan.run.local_run_dir), ended=True)), flush=True)

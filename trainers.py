@@ -415,19 +415,25 @@ class Trainer:
     def sample_if_due(self) -> None:
         """Draw an evaluation's samples, once its checkpoint is saved.
 
-        A failure costs a warning. A resumed run draws the samples that are missing.
+        Before the first update and after the last one, the policy also answers some prompts, for the verdict on the
+        run. A failure costs a warning. A resumed run draws the samples that are missing.
         """
         state = self.state
-        if state.samples_due and self.plan.evaluation.sample_during_eval:
+        is_first, is_last = state.batch_counter == 0, state.batch_counter == self.data.report.updates
+        if self.plan.evaluation.sample_during_eval and (is_first or state.samples_due):
             n_examples, samples = state.example_counter, []
             try:
-                samples = self.evaluator.samples(n_examples=n_examples)
+                if is_first or is_last:
+                    self.callbacks.emit("answers", n_examples, self.evaluator.answers())
+                if state.samples_due:
+                    samples = self.evaluator.samples(n_examples=n_examples)
             except SamplingFailed as error:
                 self.progress.line(
                     f"warning: no samples after {count(n_examples, 'example')}, as they could not be drawn: {error}; "
                     f"training goes on (sample_during_eval=false draws none)"
                 )
-            self.callbacks.emit("samples", n_examples, samples)
+            if state.samples_due:
+                self.callbacks.emit("samples", n_examples, samples)
         state.samples_due = False
 
     def save_if_due(self, *, metrics: dict[str, float] | None, is_last: bool = False) -> None:

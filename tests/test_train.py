@@ -285,7 +285,7 @@ def test_a_run_writes_all_it_promises_and_another_starts_from_it(main, tmp_path)
     assert directory == f"run directory: {run}"
     assert verdict.startswith("The model changed: ")
     files = {".lock", "config.yaml", "env.json", "preflight.json", "log.txt"}
-    files |= {"metrics.jsonl", "samples.jsonl", "samples.txt"}
+    files |= {"metrics.jsonl", "samples.jsonl", "samples.txt", "answers.jsonl"}
     assert {p.name for p in run.iterdir()} == files | {"step-8", "step-16", "LATEST", "BEST"}
     config = yaml.safe_load((run / "config.yaml").read_text())
     own = {"name": "dpo", "beta": 0.1, "label_smoothing": 0, "reference_free": False}

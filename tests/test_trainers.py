@@ -219,7 +219,8 @@ def test_metrics_have_the_references_names_and_samples_are_written(loss, sides, 
     assert ("--- reference ---" in (trainer.run_dir / "samples.txt").read_text()) == (loss is DPO)
 
 
-CHECKED = "self-test (self_test), evaluation of 4 examples (do_first_eval, n_eval_examples)"
+ANSWERED = "4 answers for comparison at the end (sample_during_eval)"
+CHECKED = f"self-test (self_test), evaluation of 4 examples (do_first_eval, n_eval_examples), {ANSWERED}"
 
 
 @pytest.mark.parametrize(
@@ -229,10 +230,10 @@ CHECKED = "self-test (self_test), evaluation of 4 examples (do_first_eval, n_eva
         (("do_first_sampling=false",), CHECKED, {4}),
         (
             ("do_first_eval=false", "cache_reference_logps=all"),
-            "self-test (self_test), the reference scores all examples (cache_reference_logps)",
+            f"self-test (self_test), the reference scores all examples (cache_reference_logps), {ANSWERED}",
             {4},
         ),
-        (("do_first_eval=false", "self_test=false"), None, {4}),
+        (("do_first_eval=false", "self_test=false"), ANSWERED, {4}),
     ],
 )
 def test_a_line_says_what_is_done_before_the_first_update(overrides, announced, sampled, make_trainer, capsys):
@@ -240,9 +241,11 @@ def test_a_line_says_what_is_done_before_the_first_update(overrides, announced, 
     trainer.train()
 
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("before the first update")]
-    assert lines == ([] if announced is None else [f"before the first update: {announced}"])
+    assert lines == [f"before the first update: {announced}"]
     samples = [json.loads(line) for line in (trainer.run_dir / "samples.jsonl").read_text().splitlines()]
     assert {sample["examples"] for sample in samples} == sampled
+    answers = [json.loads(line) for line in (trainer.run_dir / "answers.jsonl").read_text().splitlines()]
+    assert [answer["examples"] for answer in answers] == [0] * 4 + [4] * 4
 
 
 def test_rewards_and_margins_of_a_batch_belong_together(make_trainer, data):

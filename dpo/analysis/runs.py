@@ -107,6 +107,7 @@ class Run:
     eval: Log = field(default_factory=Log)
     samples: list[dict[str, Any]] = field(default_factory=list)
     drawn: list[dict[str, Any]] = field(default_factory=list)  # prompts with scored answers, by the last updates
+    answers: list[dict[str, Any]] = field(default_factory=list)  # the policy's most probable, before and after training
     nonfinite: list[int] = field(default_factory=list)  # updates with NaN or infinity, whose examples were saved
     saved: list[int] = field(default_factory=list)  # number of examples at each checkpoint
     best: int | None = None  # number of examples at the checkpoint that BEST names
@@ -271,6 +272,8 @@ def _read(path: Path, *, ended: bool) -> Run:
         lines = _read_lines(run, "samples.jsonl", lambda line: _is_sample(line) or _is_drawn(line))
         run.samples = [{"reference": None, **line} for line in lines if _is_sample(line)]
         run.drawn = [line for line in lines if _is_drawn(line)]
+    if (run.path / "answers.jsonl").exists():
+        run.answers = _read_lines(run, "answers.jsonl", lambda line: _has(line, ["examples"], prompt=str, answer=str))
     run.warnings = _read_warnings(run)
     run.ledger = _read_ledger(run)
     folders = [entry.name for entry in os.scandir(run.path) if entry.is_dir(follow_symlinks=False)]
@@ -418,7 +421,7 @@ def _read_ledger(run: Run) -> Any:
         return read_ledger(run.path) or None  # a table without rows is false
 
 
-def _has(value: Any, *, numbers: Sequence[str] = (), **types: Any) -> bool:
+def _has(value: Any, numbers: Sequence[str] = (), **types: Any) -> bool:
     """Return whether a value is a mapping with these numbers and types."""
     return (
         isinstance(value, Mapping)

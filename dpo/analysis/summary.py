@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dpo.analysis.measures import Cost, MarginParts, is_inconclusive, n_effective
 from dpo.analysis.rules import WARNING, Finding
 from dpo.analysis.runs import Run, number, rank_answers
-from dpo.analysis.verdict import describe_accuracy, describe_change
+from dpo.analysis.verdict import describe_result
 from dpo.losses import LOSSES
 from dpo.numbers import count, duration, figure, hours, large, percent, shortened, signed
 from dpo.settings.files import dotted, load_defaults
@@ -74,42 +74,6 @@ def give_verdict(run: Run, findings: Sequence[Finding]) -> str:
     else:
         judgement = "Nothing looks wrong."
     return f"{describe_result(run)} {run.state.text.capitalize()}. {judgement}".strip()
-
-
-def describe_result(run: Run) -> str:
-    """Say whether the model changed, and whether it is better."""
-    return f"{describe_change(run)} {_describe_answers(run) or _describe_evaluations(run)}".strip()
-
-
-def _describe_answers(run: Run) -> str:
-    """Say how well the policy's answers score; "" if none were drawn."""
-    first_scores, last_scores = run.ends("online/score")
-    if not len(first_scores):
-        return ""
-    before, after, nats = first_scores.mean(), last_scores.mean(), run.tail("train", "online/kl")
-    kl = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
-    text = f"The mean score of the policy's answers was {figure(before)} at first and is {figure(after)} now{kl}."
-    score, win_rate = run.eval.last("online_eval/score"), run.eval.last("online_eval/win_rate")
-    if math.isfinite(score):
-        wins = f", with a win rate of {percent(win_rate)} against the reference" if math.isfinite(win_rate) else ""
-        text += f" On held-out prompts it is {figure(score)}{wins}."
-    return text
-
-
-def _describe_evaluations(run: Run) -> str:
-    """Say how well held-out examples do."""
-    examples, losses = run.eval.points("loss/eval")
-    accuracy = run.eval.last("rewards_eval/accuracies")
-    if not len(losses) or examples[-1] == 0:
-        return "The run was not evaluated after an update yet."
-    if math.isfinite(accuracy):
-        return describe_accuracy(run)
-    if len(losses) == 1:
-        return f"The held-out loss is {figure(losses[0])}."
-    if losses[-1] == losses[0]:
-        return f"The held-out loss stayed at {figure(losses[0])}."
-    verb = "fell" if losses[-1] < losses[0] else "rose"
-    return f"The held-out loss {verb} from {figure(losses[0])} to {figure(losses[-1])}."
 
 
 def make_tiles(run: Run, cost: Cost) -> list[Tile]:
@@ -261,7 +225,7 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
         for i, sample in enumerate(newest):
             prompt = sample["prompt"]
             n_samples[prompt] += 1
-            shown = Prompted(_shorten_prompt(_write_turns(sample)), [], added=str(sample.get("added") or ""))
+            shown = Prompted(_shorten_prompt(sample), [], added=str(sample.get("added") or ""))
             card = cards.setdefault((prompt, n_samples[prompt]), shown)
             card.texts.append(_label_policy_sample(policy_name, sample, "policy"))
             has_earlier = earliest != newest and i < len(earliest) and earliest[i]["prompt"] == prompt
@@ -276,14 +240,6 @@ def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
             if beside.text not in references:  # compared runs may share a reference
                 card.texts.append(beside)
     return list(cards.values())[:MOST_SAMPLES]
-
-
-def _write_turns(sample: Mapping[str, Any]) -> str:
-    """Write a chat's turns, or the prompt as it is."""
-    messages = sample.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
-        return sample["prompt"]
-    return "\n".join(f"{message.get('role')}: {message.get('content') or ''}" for message in messages)
 
 
 def _label_policy_sample(policy_name: str, sample: Mapping[str, Any], role: str) -> Text:
@@ -315,11 +271,12 @@ def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
                 if not answer["ended"]:
                     label += ", cut off"
                 texts.append(Text(label, DRAWN_ROLES.get(rank, "other"), shortened(answer["text"])))
-            cards.append(Prompted(_shorten_prompt(record["prompt"]), texts))
+            cards.append(Prompted(_shorten_prompt(record), texts))
     return cards
 
 
-def _shorten_prompt(prompt: str) -> str:
+def _shorten_prompt(record: Mapping[str, Any]) -> str:
+    prompt = str(record.get("turns") or record["prompt"])
     return re.sub(r"\n\s*\n", "\n", shortened(prompt))  # no blank lines between the turns of a dialogue
 
 

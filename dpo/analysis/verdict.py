@@ -1,87 +1,200 @@
 """The verdict on a run: did the model change, is it better.
 
-The run's terminal ends with them, and its report begins with them. docs/metrics.md has the rules.
+The run's terminal ends with it, and its report begins with it. docs/metrics.md has the rules.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from dpo.analysis.measures import find_change, n_effective, n_evaluated, wilson_interval
+from dpo.analysis.measures import Z_95, n_effective, n_evaluated, wilson_interval
 from dpo.analysis.rules import EVAL_ACCURACY
 from dpo.analysis.runs import Run, number
-from dpo.numbers import count, percent, signed
+from dpo.numbers import count, figure, percent, signed
 
 # spacing of numbers near 1 in each dtype: smaller changes of a log-probability may be rounding
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 SMALL_CHANGE = 0.01  # nats: a token's probability changes by a hundredth of itself
-ENOUGH_PAIRS = 100  # tell an accuracy of 0.6 from 0.5
-FEWEST_PAIRS = 30  # fewer are too few whatever they say
+ENOUGH = 100  # pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
+FEWEST = 30  # fewer are too few whatever they say
+NAMES = {  # of the responses, by kind of example
+    "targets": {"chosen": "targets"},
+    "labels": {"chosen": "desirable", "rejected": "undesirable"},
+    "pairs": {"chosen": "chosen", "rejected": "rejected"},
+    "lists": {"chosen": "best", "rejected": "worst"},
+}
+
+
+def describe_result(run: Run) -> str:
+    """Say whether the model changed, and whether it is better."""
+    return f"{describe_change(run)} {_describe_scores(run) or _describe_evaluations(run)}".strip()
 
 
 def describe_change(run: Run) -> str:
-    """Say how held-out responses' likelihood changed; "" if unknown."""
-    changes, dtypes = _find_changes_per_token(run)
-    if not changes:
+    """Say how answers and likelihoods changed; "" if unknown."""
+    n_differ, n_answers = compare_answers(run)
+    changes, rounding = _find_changes_per_token(run)
+    facts = []
+    if n_answers:
+        differ = "differ" if n_differ > 1 else "differs"
+        answers = f"{n_differ or 'none'} of {count(n_answers, 'answer')} to held-out prompts"
+        facts.append(f"{answers} {differ} from {'the one' if n_answers == 1 else 'those'} before training")
+    if changes:
+        names = NAMES[run.trains_on or "pairs"]
+        moved = " and ".join(f"{signed(change)} ({names[side]})" for side, change in changes.items())
+        facts.append(f"the log-probability per token of held-out responses moved by {moved}")
+        if rounding:
+            facts[-1] += f", where rounding is {figure(rounding)}"
+    if not facts:
         return ""
-    rounding = max((ROUNDING.get(str(dtype), 0.0) for dtype in dtypes), default=0.0)
-    shown = " and ".join(f"{side} by {signed(change)}" for side, change in changes.items())
-    facts = f"the log-probability of held-out responses moved, per token: {shown}"
-    largest = max(map(abs, changes.values()))
-    if largest <= rounding:
-        return f"The model did not change beyond rounding: {facts}."
-    if largest < SMALL_CHANGE:
-        return f"The model hardly changed: {facts}; its answers are probably as before."
-    return f"The model changed: {facts}."
+    largest = max(map(abs, changes.values()), default=math.nan)
+    advice = ""
+    if not n_differ and largest <= rounding:
+        verb, advice = "did not change", ": raise lr, or train longer"
+    elif not n_differ and n_answers and largest >= SMALL_CHANGE:
+        verb = "changed, but not its answers"
+    elif not (n_differ or largest >= SMALL_CHANGE) or (largest < SMALL_CHANGE and 2 * n_differ < n_answers):
+        verb, advice = "hardly changed", ": raise lr, or train longer"
+    else:
+        verb = "changed"
+    return f"The model {verb}: {', and '.join(facts)}{advice}."
 
 
-def _find_changes_per_token(run: Run) -> tuple[dict[str, float], list[object]]:
-    """Mean changes by side, and the dtypes whose rounding they have.
+def compare_answers(run: Run) -> tuple[int, int]:
+    """Count the answers that differ from those before training, and all."""
+    before = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] == 0}
+    now = {line["prompt"]: line["answer"] for line in run.answers if line["examples"] > 0}  # the newest of each prompt
+    shared = before.keys() & now.keys()
+    return sum(before[prompt] != now[prompt] for prompt in shared), len(shared)
+
+
+def _find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
+    """Mean changes by side, and the rounding that they have.
 
     They are since the evaluation before the first update or, without one, against the reference.
     """
-    config = run.config.get("model")
-    model = config if isinstance(config, dict) else {}
-    dtypes: list[object] = [model.get("autocast"), model.get("policy_dtype")]
-    lengths = {side: run.count(f"test.mean_{side}_tokens") for side in ("chosen", "rejected")}
+    beta = number(run.setting("loss.beta"))
+    dtypes = [run.setting("model.autocast"), run.setting("model.policy_dtype")]
+    is_log_ratio = run.has_reference and beta > 0 and run.setting("loss.f_divergence", "reverse_kl") == "reverse_kl"
     changes: dict[str, float] = {}
-    change, beta = find_change(run), number(run.setting("loss.beta"))
-    if change is not None and change.split == "eval" and run.eval.updates[0] == 0 and run.has_pairs:
-        changes = {"chosen": change.chosen, "rejected": change.rejected}
-    elif len(run.eval) > 1 and run.eval.updates[0] == 0:
-        values = run.eval.points("logps_eval/chosen")[1]
-        changes = {"chosen": float(values[-1] - values[0])} if len(values) > 1 else {}
-    elif run.has_reference and beta > 0 and run.setting("loss.f_divergence", "reverse_kl") == "reverse_kl":
-        dtypes.append(model.get("reference_dtype"))
-        changes = {side: run.eval.last(f"rewards_eval/{side}") / beta for side in lengths}
-        if run.is_per_token:
-            lengths = dict.fromkeys(lengths, 1.0)
-    per_token = {side: change / lengths[side] for side, change in changes.items() if lengths[side] > 0}
-    return {side: change for side, change in per_token.items() if math.isfinite(change)}, dtypes
+    for side in ("chosen", "rejected"):
+        n_tokens = run.count(f"test.mean_{side}_tokens")
+        examples, logps = run.eval.points(f"logps_eval/{side}")
+        if not n_tokens > 0:
+            continue
+        if len(logps) > 1 and examples[0] == 0:
+            changes[side] = float(logps[-1] - logps[0]) / n_tokens
+        elif is_log_ratio and len(logps) and examples[-1] > 0:
+            dtypes.append(run.setting("model.reference_dtype"))
+            changes[side] = run.eval.last(f"rewards_eval/{side}") / beta / (1 if run.is_per_token else n_tokens)
+    rounding = max((ROUNDING.get(str(dtype), 0.0) for dtype in dtypes), default=0.0)
+    return {side: change for side, change in changes.items() if math.isfinite(change)}, rounding
 
 
-def describe_accuracy(run: Run) -> str:
-    """Say what the held-out accuracy proves; "" without one."""
-    accuracy = run.eval.last(EVAL_ACCURACY)
-    examples, values = run.eval.points(EVAL_ACCURACY)
-    if not len(examples) or examples[-1] == 0:
+def _describe_scores(run: Run) -> str:
+    """Say how well the policy's answers score; "" if none were drawn."""
+    first_scores, last_scores = run.ends("online/score")
+    if not len(first_scores):
         return ""
-    n_pairs, n = n_evaluated(run), n_effective(run)
-    n_prompts, n_examples = run.count("test.prompts"), run.count("test.examples")
-    if n_examples > n_prompts > 0:  # pairs of one prompt are alike, so that a prompt counts once
-        n *= n_prompts / n_examples
-    low, high = exact_interval(accuracy, n)
-    interval = f"95 % interval {percent(low)} to {percent(high)}"
-    right = f"{accuracy * n_pairs:,.0f} of {count(n_pairs, 'held-out pair')} are ranked right ({interval})"
+    before, after, nats = first_scores.mean(), last_scores.mean(), run.tail("train", "online/kl")
+    kl = f", at online/kl {figure(nats)}" if math.isfinite(nats) else ""
+    text = f"The mean score of the policy's answers was {figure(before)} at first and is {figure(after)} now{kl}."
+    score, win_rate = run.eval.last("online_eval/score"), run.eval.last("online_eval/win_rate")
+    if math.isfinite(score):
+        text += f" On held-out prompts it is {figure(score)}"
+        if math.isfinite(win_rate):
+            n = n_evaluated(run, "prompts")
+            shown = f", with a win rate of {percent(win_rate)} against the reference"
+            text += shown + _judge(exact_interval(win_rate, n), n, count(n, "prompt"))
+        text += "."
+    return text
+
+
+def _describe_evaluations(run: Run) -> str:
+    """Say how well held-out examples do."""
+    examples, losses = run.eval.points("loss/eval")
+    if not len(losses) or examples[-1] == 0:
+        return "The run was not evaluated after an update yet."
+    accuracy, auc = run.eval.last(EVAL_ACCURACY), run.eval.last("rewards_eval/auc")
+    if math.isfinite(accuracy):
+        return _describe_accuracy(run, accuracy)
+    if math.isfinite(auc):
+        return _describe_auc(run, auc)
+    loss, few, n_tokens = "loss", "", run.count("test.mean_chosen_tokens")
+    if run.trains_on == "targets" and n_tokens > 0:  # SFT's loss is a sum over tokens
+        loss, losses, n = "loss per token", losses / n_tokens, n_effective(run)
+        if n < FEWEST:
+            few = _say_too_few(count(n_evaluated(run), "target"))
+    if len(losses) == 1:
+        return f"The held-out {loss} is {figure(losses[0])}{few}."
+    if losses[-1] == losses[0]:
+        return f"The held-out {loss} stayed at {figure(losses[0])}{few}."
+    verb = "fell" if losses[-1] < losses[0] else "rose"
+    return f"The held-out {loss} {verb} from {figure(losses[0])} to {figure(losses[-1])}{few}."
+
+
+def _describe_accuracy(run: Run, accuracy: float) -> str:
+    """Say what the accuracy of pairs, or of pairs in lists, proves."""
+    n_examples, n = n_evaluated(run), n_effective(run)
+    n *= _measure_independence(run)  # pairs of one prompt are alike, so that a prompt counts once
+    interval = exact_interval(accuracy, n)
+    examples, values = run.eval.points(EVAL_ACCURACY)
+    if run.trains_on == "lists":
+        counted = count(n_examples, "list")
+        text = f"{percent(accuracy)} of the pairs in {count(n_examples, 'held-out list')} are ranked right"
+    else:
+        counted = count(n_examples, "pair")
+        text = f"{accuracy * n_examples:,.0f} of {count(n_examples, 'held-out pair')} are ranked right"
     if not run.has_reference and len(values) > 1 and examples[0] == 0:
-        right += f", before training {percent(values[0])} were"
-    if n < FEWEST_PAIRS or (low <= 0.5 <= high and n < ENOUGH_PAIRS):
-        prompts = "" if n == n_pairs else f" of {count(round(n), 'prompt')}"
-        are = "is" if n_pairs == 1 else "are"
-        return f"{right}: {count(n_pairs, 'pair')}{prompts} {are} too few to judge; about {ENOUGH_PAIRS} would do."
+        text += f", {percent(values[0])} before training"
+    if round(n) != n_examples:
+        counted += f", which count as {round(n):,},"
+    return f"{text}{_judge(interval, n, counted)}."
+
+
+def _describe_auc(run: Run, auc: float) -> str:
+    """Say what the ranking of held-out labels proves."""
+    text = f"By AUC, a desirable held-out response is rated above an undesirable one {percent(auc)} of the time"
+    share = n_effective(run) / max(run.count("test.examples"), 1)
+    numbers = {name: run.count(f"test.{name}") * share for name in ("desirable", "undesirable")}
+    if not min(numbers.values()) > 0:  # the counts are lost
+        return f"{text}."
+    n_prompts = n_evaluated(run) * _measure_independence(run)  # responses of one label to one prompt are alike
+    n_desirable, n_undesirable = (min(n, n_prompts) for n in numbers.values())
+    counted = " and ".join(f"{n:,.0f} {name}" for name, n in numbers.items()) + " responses"
+    interval = auc_interval(auc, n_desirable, n_undesirable)
+    return f"{text}{_judge(interval, 2 * min(n_desirable, n_undesirable), counted, f'{ENOUGH // 2} of each')}."
+
+
+def _measure_independence(run: Run) -> float:
+    """Measure prompts per held-out example, at most 1."""
+    n_prompts, n_examples = run.count("test.prompts"), run.count("test.examples")
+    return n_prompts / n_examples if n_examples > n_prompts > 0 else 1.0
+
+
+def _judge(interval: tuple[float, float], n: float, counted: str, enough: str = str(ENOUGH)) -> str:
+    """Give a share's interval, and what it proves against chance."""
+    low, high = interval
+    text = f" (95 % interval {percent(low)} to {percent(high)})"
+    if n < FEWEST or (low <= 0.5 <= high and n < ENOUGH):
+        return text + _say_too_few(counted, enough)
     if low > 0.5:
-        return f"{right}: better than by chance."
-    return f"{right}: {'worse than' if high < 0.5 else 'no better than'} by chance, as far as these pairs tell."
+        return f"{text}: better than by chance"
+    return f"{text}: {'worse' if high < 0.5 else 'no better'} than by chance, as far as they tell"
+
+
+def _say_too_few(counted: str, enough: str = str(ENOUGH)) -> str:
+    return f": {counted} {'is' if counted.startswith('1 ') else 'are'} too few to judge; about {enough} would do"
+
+
+def _find_zero(rises: Callable[[float], float]) -> float:
+    """Find where a rising function on [0, 1] crosses 0."""
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rises(middle) < 0 else (low, middle)
+    return round(low, 6)
 
 
 def exact_interval(share: float, n: float) -> tuple[float, float]:
@@ -98,11 +211,20 @@ def exact_interval(share: float, n: float) -> tuple[float, float]:
         """Probability that `first` or more pairs are right."""
         return sum(math.comb(n_whole, k) * p**k * (1 - p) ** (n_whole - k) for k in range(first, n_whole + 1))
 
-    def solve(first: int, probability: float) -> float:
-        low, high = 0.0, 1.0
-        for _ in range(30):
-            middle = (low + high) / 2
-            low, high = (middle, high) if tail(middle, first) < probability else (low, middle)
-        return low
+    low = _find_zero(lambda p: tail(p, right) - 0.025) if right else 0.0
+    return low, (_find_zero(lambda p: tail(p, right + 1) - 0.975) if right < n_whole else 1.0)
 
-    return (solve(right, 0.025) if right else 0.0), (solve(right + 1, 0.975) if right < n_whole else 1.0)
+
+def auc_interval(auc: float, n_chosen: float, n_rejected: float) -> tuple[float, float]:
+    """Compute the 95 % interval of an AUC by Newcombe's method 5.
+
+    It has the AUCs from which the observed one is 1.96 of their standard errors away, with the variance of Hanley and
+    McNeil for numbers of responses that are about equal. It is valid near 0 and 1, where theirs has no width.
+    """
+
+    def deviate(theta: float) -> float:
+        others = (n_chosen + n_rejected) / 2 - 1
+        factor = 1 + max(others, 0) * ((1 - theta) / (2 - theta) + theta / (1 + theta))
+        return (theta - auc) / math.sqrt(theta * (1 - theta) * factor / (n_chosen * n_rejected))
+
+    return _find_zero(lambda theta: deviate(theta) + Z_95), _find_zero(lambda theta: deviate(theta) - Z_95)

@@ -99,7 +99,7 @@ class DatasetOptions(NamedTuple):
     names: list[str]
     dataset_sources: Mapping[str, Any]
     trains_on: str
-    online: bool  # the table of an online run also has the messages of chats
+    online: bool  # whether pairs are drawn, so that prompts suffice
     max_length: int
     max_prompt_length: int
     unpair: bool = False
@@ -149,8 +149,6 @@ def build_table(
             **({} if options.bad_records == "refuse" else {"bad_records": options.bad_records}),
         )
         prompts = fit_prompts(prompts, encode, limits, counter.count_example)
-        if not options.online:
-            prompts = (prompt._replace(messages=None, tools=None) for prompt in prompts)
         write_prompts(path, counter.watch(prompts), trains_on=trains_on)
         counters[split] = counter
         if split == "test":

@@ -40,6 +40,7 @@ class Drawn(NamedTuple):
     # index of the last answer with the lowest score, among those whose tokens are not the best's if there are any
     worst: int
     is_flipped: bool = False  # true if a label drawn at random makes the worst answer the chosen one
+    turns: str = ""  # the prompt for readers, without control tokens
 
     @property
     def pair(self) -> tuple[Answer, Answer]:

@@ -190,6 +190,16 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], tokenize
     return texts
 
 
+def write_turns(prompt: Prompt, fed: str, tokenizer: Any) -> str:
+    """Write a prompt for readers, without control tokens.
+
+    The turns of a chat have their roles; a truncated chat is its text as `fed`.
+    """
+    if not prompt.messages or fed != unescape(prompt.text):
+        return find_control(tokenizer).sub("", fed).strip()
+    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt.messages)
+
+
 def find_added(prompt: Prompt, tokenizer: Any) -> str:
     """Find a template's own sentences, such as a system prompt."""
     if not prompt.messages:

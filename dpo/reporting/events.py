@@ -14,7 +14,6 @@ import torch
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
-from dpo.data.schema import Messages
 from dpo.models.adapters import ParameterCount
 from dpo.models.answers import Drawn
 from dpo.settings.plan import Plan
@@ -39,7 +38,7 @@ class Sample(NamedTuple):
     reference: str | None  # None without a reference, or if it was freed
     policy_ended: bool | None = None  # by an end token, not cut off; None if unknown
     reference_ended: bool | None = None
-    messages: Messages | None = None  # of a chat, which the prompt was rendered from
+    turns: str = ""  # the prompt for readers, without control tokens
     added: str = ""  # sentences of the prompt that are the template's
 
 
@@ -100,6 +99,9 @@ class Callback:
 
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
         """Handle an evaluation's samples; there are none if sampling failed."""
+
+    def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
+        """Handle the policy's most probable answers to a few held-out prompts."""
 
     def on_abort(self, reason: str) -> None:
         """Handle an abort on NaN, with its `reason`; `on_end` follows."""

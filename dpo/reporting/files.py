@@ -152,7 +152,7 @@ class FileLogger(LogWriter):
     It also records the parameter counts and the end of the run in `env.json`. NaN and infinite values become null.
     """
 
-    files = ("metrics.jsonl", "samples.jsonl", "samples.txt")
+    files = ("metrics.jsonl", "samples.jsonl", "samples.txt", "answers.jsonl")
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -177,6 +177,10 @@ class FileLogger(LogWriter):
     def on_samples(self, n_examples: int, samples: Sequence[Sample]) -> None:
         records = [{"examples": n_examples, **sample._asdict()} for sample in samples]
         self._append_records(records, self._describe_samples(n_examples, samples))
+
+    def on_answers(self, n_examples: int, answers: Mapping[str, str]) -> None:
+        records = [{"examples": n_examples, "prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
+        self.append("answers.jsonl", (json.dumps(record, ensure_ascii=False) for record in records))
 
     def _append_records(self, records: Sequence[Mapping[str, Any]], text: Iterable[str]) -> None:
         """Append to samples.jsonl and samples.txt, if there are records."""
@@ -233,7 +237,7 @@ def _make_record(n_examples: int, drawn: Drawn) -> dict[str, Any]:
         for answer in drawn.answers
     ]
     # best and worst are indices in `completions`
-    record = {"examples": n_examples, "prompt": drawn.prompt, "completions": answers}
+    record = {"examples": n_examples, "prompt": drawn.prompt, "turns": drawn.turns, "completions": answers}
     record |= {"best": drawn.best, "worst": drawn.worst}
     if drawn.is_flipped:
         record["flipped"] = True

@@ -12,6 +12,7 @@ from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.models.generation import (
     Continuation,
+    SampleBatch,
     Sampling,
     before_each_forward,
     choose_sampling,
@@ -20,6 +21,7 @@ from dpo.models.generation import (
     find_added,
     sample,
     sample_batches,
+    write_turns,
 )
 from dpo.numbers import count
 from dpo.parallel.sharding import release_gathered
@@ -32,6 +34,7 @@ from dpo.training.objective import Objective
 from dpo.training.stop import StopRequest
 
 EVAL_EVERY, FEWEST = 20_000, 8  # examples between evaluations, but about so many evaluations in a shorter run
+N_ASKED, N_ANSWER_TOKENS = 8, 32  # held-out prompts that are answered before and after training, and how long
 
 
 class Interval(NamedTuple):
@@ -80,6 +83,9 @@ def notes_on_first_work(plan: Plan, data: TrainingData) -> list[str]:
         ),
         f"answers to {count(min(n_most, test.prompts), 'held-out prompt')} (do_first_eval, n_eval_examples)": (
             evaluation.do_first_eval and plan.online is not None
+        ),
+        f"{count(min(N_ASKED, n_most, test.prompts), 'answer')} for comparison at the end (sample_during_eval)": (
+            evaluation.sample_during_eval
         ),
         f"{count(evaluation.n_eval_model_samples, 'sample')} (do_first_sampling, n_eval_model_samples)": (
             evaluation.samples_first
@@ -162,15 +168,11 @@ class Evaluator:
         policy was trained on, is part of the random seed. Raises SamplingFailed on every process.
         """
         batches = self._choose_prompts()
-        collated = [collate_prompts(examples, self.data.tokenizer) for examples in batches]
-        n_prompts = sum(len(examples) for examples in batches)
         continue_prompts = partial(self.continuations, n_examples=n_examples)
-        self.objective.policy.eval()
         by_model: list[list[Continuation]] = []  # of the policy, then of the reference if there is one
         with closing(self.sampled_models()) as models:
             for model in models:
-                prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
-                by_model.append(sample_batches(model, continue_prompts, prompts, self.mesh))
+                by_model.append(self._continue_all(model, batches, continue_prompts))
         texts = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.tokenizer)]
         shown = [self.data.test[example.id[0]] for examples in batches for example in examples]
         samples = [
@@ -179,7 +181,7 @@ class Evaluator:
                 continuation.text,
                 reference=None,
                 policy_ended=continuation.ended,
-                messages=prompt.messages,
+                turns=write_turns(prompt, text, self.data.tokenizer),
                 added=find_added(prompt, self.data.tokenizer),
             )
             for text, continuation, prompt in zip(texts, by_model[0], shown, strict=True)
@@ -190,6 +192,29 @@ class Evaluator:
             sample._replace(reference=continuation.text, reference_ended=continuation.ended)
             for sample, continuation in zip(samples, by_model[1], strict=True)
         ]
+
+    def answers(self) -> dict[str, str]:
+        """Answer the first N_ASKED held-out prompts, each token the most probable.
+
+        Raises SamplingFailed on every process.
+        """
+        # several examples may have one prompt
+        by_prompt = {example.prompt: example for examples in self.prompts for example in examples}
+        asked, size = [*by_prompt.values()][:N_ASKED], self.plan.data.eval_batch_size
+        batches = [asked[start : start + size] for start in range(0, len(asked), size)]
+        answers = self._continue_all(self.objective.policy, batches, self._answer)
+        texts = fed_prompts(asked, self.data.test, self.data.tokenizer)
+        return {text: answer.text for text, answer in zip(texts, answers, strict=True)}
+
+    def _continue_all(
+        self, model: Any, batches: Sequence[Sequence[Example]], sample_batch: SampleBatch
+    ) -> list[Continuation]:
+        """Continue the prompts of all batches, on all processes together."""
+        self.objective.policy.eval()
+        collated = [collate_prompts(examples, self.data.tokenizer) for examples in batches]
+        n_prompts = sum(map(len, batches))
+        prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
+        return sample_batches(model, sample_batch, prompts, self.mesh)
 
     def _choose_prompts(self) -> Sequence[Sequence[Example]]:
         n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
@@ -208,13 +233,17 @@ class Evaluator:
 
     def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[Continuation]:
         """Sample continuations of this process's collated prompts."""
+        return self._continue(model, prompts, seed=[self.seed, n_examples, self.mesh.data_rank], **self.sampling)
+
+    def _answer(self, model: Any, prompts: Any) -> list[Continuation]:
+        return self._continue(model, prompts, most=N_ANSWER_TOKENS, temperature=0)
+
+    def _continue(self, model: Any, prompts: Any, *, most: int | None = None, **settings: Any) -> list[Continuation]:
+        """Continue collated prompts with these settings of `Sampling`."""
         max_new_tokens = limit_new_tokens(self.plan, prompts["prompt_input_ids"].shape[1])
-        sampling = Sampling(
-            max_new_tokens,
-            seed=[self.seed, n_examples, self.mesh.data_rank],
-            cache_implementation=self.plan.model.cache_implementation,
-            **self.sampling,
-        )
+        max_new_tokens = min(max_new_tokens, most or max_new_tokens)
+        cache_implementation = self.plan.model.cache_implementation
+        sampling = Sampling(max_new_tokens, cache_implementation=cache_implementation, **settings)
 
         def before_token(index: int) -> None:
             self.stop.raise_before_token(index)

@@ -24,7 +24,7 @@ from dpo.data.tokenization import unescape
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.models.answers import Answer, Drawn, Sampling, Tokens, answer
-from dpo.models.generation import before_each_forward
+from dpo.models.generation import before_each_forward, write_turns
 from dpo.models.scoring import Scorer, ScorerFailed, load_scorer, seeded_generators
 from dpo.parallel.mesh import from_rank_0
 from dpo.parallel.sharding import gathered_weights, release_gathered
@@ -123,7 +123,8 @@ class OnlineBatches(Batches):
         scored = self._score(answered, seed=(self.seed, update, SCORING_STREAM))
         drawn, weights = {}, [1.0] * len(prompts)
         for (index, encoded_prompt), prompt_answers in zip(encoded_prompts.items(), scored, strict=True):
-            drawn[index] = choose_pair(prompts[index], prompt_answers)
+            pair = choose_pair(prompts[index], prompt_answers)
+            drawn[index] = pair._replace(turns=write_turns(prompts[index], pair.prompt, self.data.tokenizer))
             if self.online.labels == "bradley_terry":
                 seed = (self.seed, update, LABEL_STREAM, prompts[index].index_in_split)
                 drawn[index] = draw_label(drawn[index], seed)

@@ -175,7 +175,10 @@ def test_answers_to_held_out_prompts_are_shown_with_their_errors(tmp_path):
     flipped = drawn(160, "good", "bad") | {"flipped": True}
     run = write_run(tmp_path / "run", logged, samples=[flipped], config={"online": {"name": "online"}})
     text = page_of(run).texts["main"]
-    assert "is 1.5 now. On held-out prompts it is 0.75, with a win rate of 62 % against the reference." in text
+    assert (
+        "is 1.5 now. On held-out prompts it is 0.75, with a win rate of 62 % against the reference (95 % interval"
+        in text
+    )
     assert "standard error 0.0625, the reference has 0.25" in text
     assert "standard error 5 %, against the reference" in text
     assert "best, rejected: score" in text
@@ -202,7 +205,7 @@ def test_newest_samples_are_beside_the_references_or_the_first(tmp_path):
 
 def test_chats_are_shown_as_turns_and_what_a_template_adds_once(tmp_path):
     prompt = "<|im_start|>system\nYou are a lamp.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    chat = {"messages": [{"role": "user", "content": "Why?"}], "added": "You are a lamp."}
+    chat = {"turns": "user: Why?", "added": "You are a lamp."}
     samples = [{**sample(160, answer, None, prompt=prompt + answer), **chat} for answer in ("because", "so")]
     text = " ".join(page_of(made(tmp_path / "run", samples=samples)).texts["section"].split())
     assert "Prompt user: Why? Policy after 160 examples because" in text
@@ -262,30 +265,6 @@ def test_bold_is_the_best_among_comparable_runs(tmp_path):
     assert bold(one, run(0.7, 0.55), wide, elsewhere, few) == [["0.5"], [], ["80 %"], [], []]
     for model in ({"name_or_path": "another"}, {"name_or_path": "tiny", "archive": "sft/policy.pt"}):
         assert bold(one, run(0.7, 0.4, model=model)) == [[], []]  # rewards need equal references
-
-
-@pytest.mark.parametrize(
-    ("n", "prompts", "accuracy", "says"),
-    [
-        (5, 5, 1.0, "5 of 5 held-out pairs are ranked right (95 % interval 48 % to 100 %): 5 pairs are too few to"),
-        (256, 256, 2 / 3, "): better than by chance."),
-        (256, 20, 2 / 3, "256 pairs of 20 prompts are too few to judge; about 100 would do."),  # a prompt counts once
-        (256, 256, 0.5, "no better than by chance"),
-        (256, 256, 0.3, "worse than by chance"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("reward", "change"), [(0.1, "The model changed: "), (1e-4, "The model hardly changed"), (1e-9, "beyond rounding")]
-)
-def test_the_verdict_says_whether_the_model_changed_and_what_its_pairs_prove(
-    tmp_path, n, prompts, accuracy, says, reward, change
-):
-    logged = [update(1), evaluation(1, 0.6, **rewards("eval", reward, -reward, accuracy))]
-    test = {"examples": n, "prompts": prompts, "mean_chosen_tokens": 20.0, "mean_rejected_tokens": 20.0}
-    model = {"model": {"policy_dtype": "float32", "reference_dtype": "float32"}}
-    verdict = page_of(write_run(tmp_path, logged, config=model, preflight={"test": test})).texts["p"]
-    assert says in verdict
-    assert change in verdict
 
 
 def test_losses_of_different_kinds_are_different_pictures(tmp_path):

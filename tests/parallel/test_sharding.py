@@ -368,6 +368,7 @@ def sample_train_and_save(rank: int, world_size: int, run_dir: Path, overrides: 
     trainer = make_trainer(rank, world_size, run_dir, overrides)
     result = {
         "samples": trainer.evaluator.samples(n_examples=0),
+        "answers": trainer.evaluator.answers(),
         "models are equal": trainer.objective.models_are_equal,
     }
     result["metrics"] = [dict(trainer.train_step(next(trainer.train_iterator)).metrics) for _ in range(2)]
@@ -414,6 +415,7 @@ def test_samples_metrics_and_checkpoints_are_those_of_one_process(mesh, greedy_m
 
     ours, theirs = (json.loads((run / "result.json").read_text()) for run in (tmp_path, of_one_process))
     assert ours["models are equal"] is theirs["models are equal"] is True
+    assert ours["answers"] == theirs["answers"]
     assert ours["samples"] == theirs["samples"]  # token for token, in the order of the prompts
     assert len({len(policy) for _, policy, *_ in ours["samples"]}) > 2
     timings = ("examples_per_second", "tokens_per_second", "memory/peak_gb")

@@ -72,6 +72,7 @@ def test_what_the_last_update_drew_is_beside_the_samples_of_an_evaluation(tmp_pa
     assert drawn[1] == {
         "examples": 8,
         "prompt": "\n\nHuman: 1?\n\nAssistant:",
+        "turns": "",
         "completions": [
             {"text": " No.", "score": -2.0, "tokens": 2, "ended": True},
             {"text": " Hm.", "score": 1.5, "tokens": 1, "ended": True},

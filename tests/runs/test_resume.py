@@ -138,7 +138,8 @@ def test_samples_that_were_due_are_drawn_first_by_the_run_that_continues(run, fi
     for is_complete in (False, True):
         run("run", *settings, "resume=auto")
         assert ("already complete" in capsys.readouterr().out) == is_complete
-        assert (tmp_path / "run" / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+        for name in ("samples.jsonl", "answers.jsonl"):
+            assert (tmp_path / "run" / name).read_bytes() == (whole / name).read_bytes()
     assert find_differences(whole, tmp_path / "run") == []
 
 

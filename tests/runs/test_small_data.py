@@ -38,7 +38,7 @@ def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, tr
     ]
     result = train(
         "loss=dpo", "loss.beta=0.1", f"model.name_or_path={GOLDEN / 'tiny-llama'}", "exp_name=small", "ledger=true",
-        "do_first_sampling=true",
+        "do_first_sampling=true", "eval_every=1000",
         "datasets=[mine]", f"dataset_sources.mine={write_rows(tmp_path / 'mine.jsonl', rows)}", "max_length=48",
         "max_prompt_length=24", f"local_run_dir={tmp_path / 'run'}", f"local_dirs=[{tmp_path}]", *TRAINERS[trainer],
     )  # fmt: skip
@@ -56,5 +56,13 @@ def test_every_test_row_is_scored_and_sampled_once_at_each_evaluation(n_rows, tr
     )
     assert set(scored.values()) == {1}
     assert Counter(update for update, _ in scored) == {0: n_test, updates: n_test}
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples, answers = (
+        [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+        for name in ("samples.jsonl", "answers.jsonl")
+    )
     assert len({(sample["examples"], sample["prompt"]) for sample in samples}) == len(samples) == 2 * n_test
+    prompts = {sample["prompt"] for sample in samples}
+    assert Counter((answer["examples"], answer["prompt"]) for answer in answers) == Counter(
+        (n_examples, prompt) for n_examples in {sample["examples"] for sample in samples} for prompt in prompts
+    )
+    assert f" of {n_test} answer" in result.stdout.splitlines()[-1]

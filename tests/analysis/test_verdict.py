@@ -1,0 +1,128 @@
+"""The verdict says whether the model changed, and what its held-out examples prove."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.records import evaluation, rewards, update, write_run
+from support.runs import write_rows
+
+from dpo.analysis.runs import read_run
+from dpo.analysis.verdict import auc_interval, describe_result, exact_interval
+
+FLOAT32 = {"policy_dtype": "float32", "reference_dtype": "float32"}
+AUC = "By AUC, a desirable held-out response is rated above an undesirable one "
+
+
+def judge(folder: Path, *logged: dict[str, Any], answers: Sequence[tuple[int, str, str]] = (), **more: Any) -> str:
+    """The verdict on a run with these evaluations and answers."""
+    test = {"examples": 256, "prompts": 256, "mean_chosen_tokens": 20.0, "mean_rejected_tokens": 20.0}
+    config = {"model": FLOAT32, **more.pop("config", {})}
+    run = write_run(folder, [update(1), *logged], config=config, preflight={"test": test | more})
+    lines = [{"examples": n, "prompt": prompt, "answer": answer} for n, prompt, answer in answers]
+    write_rows(run / "answers.jsonl", lines)
+    return describe_result(read_run(run))
+
+
+@pytest.mark.parametrize(
+    ("n", "prompts", "accuracy", "says"),
+    [
+        (
+            5,
+            5,
+            1.0,
+            "5 of 5 held-out pairs are ranked right (95 % interval 48 % to 100 %): 5 pairs are too few to judge",
+        ),
+        (1, 1, 1.0, "1 pair is too few to judge; about 100 would do."),
+        (256, 256, 2 / 3, "171 of 256 held-out pairs are ranked right (95 % interval 61 % to 73 %): better than by"),
+        (256, 20, 2 / 3, "256 pairs, which count as 20, are too few to judge; about 100 would do."),  # of 20 prompts
+        (256, 256, 0.5, "no better than by chance"),
+        (256, 256, 0.3, "worse than by chance"),
+    ],
+)
+def test_few_pairs_are_too_few_and_many_have_an_interval(tmp_path, n, prompts, accuracy, says):
+    last = evaluation(1, 0.6, **rewards("eval", 0.1, -0.1, accuracy))
+    assert says in judge(tmp_path, last, examples=n, prompts=prompts)
+
+
+@pytest.mark.parametrize(
+    ("differ", "of", "change", "says"),
+    [
+        (7, 8, 0.05, "The model changed: 7 of 8 answers to held-out prompts differ from those before training, and the "
+         "log-probability per token of held-out responses moved by +0.05 (chosen) and \u22120.05 (rejected), where "
+         "rounding is 1.19e-07."),
+        (7, 8, 1e-4, "The model changed: 7 of 8 answers"),
+        (0, 8, 0.05, "The model changed, but not its answers: none of 8 answers to held-out prompts differs"),
+        (1, 8, 1e-4, "The model hardly changed: 1 of 8 answers to held-out prompts differs from those"),
+        (0, 8, 1e-4, "The model hardly changed: none of 8 answers"),
+        (0, 1, 1e-9, "The model did not change: none of 1 answer to held-out prompts differs from the one before"),
+        (0, 0, 0.05, "The model changed: the log-probability per token"),  # nothing was sampled
+        (0, 0, 1e-4, "The model hardly changed: the log-probability per token"),
+        (0, 0, 1e-9, "The model did not change: the log-probability per token"),
+        (3, 8, None, "The model changed: 3 of 8 answers to held-out prompts differ from those before training. "),
+        (0, 8, None, "The model hardly changed: none of 8 answers to held-out prompts differs from those before "
+         "training: raise lr, or train longer."),
+        (0, 0, None, "The held-out loss"),
+    ],
+)  # fmt: skip
+def test_the_verdict_says_how_much_the_model_changed(tmp_path, differ, of, change, says):
+    def answer(n_examples: int, n_changed: int) -> list[tuple[int, str, str]]:
+        return [(n_examples, f"{i}?", "new" if i < n_changed else "old") for i in range(of)]
+
+    answers = [*answer(0, 0), *answer(2, of), *answer(4, differ), (4, "another?", "new")]  # the newest count
+    chosen = [{} if change is None else {"logps_eval/chosen": -50.0 + 20 * k * change} for k in (0, 1)]
+    rejected = [{} if change is None else {"logps_eval/rejected": -50.0 - 20 * k * change} for k in (0, 1)]
+    evaluations = [evaluation(k, 0.7 - 0.1 * k, **chosen[k], **rejected[k]) for k in (0, 1)]
+    verdict = judge(tmp_path, *evaluations, answers=answers)
+    assert verdict.startswith(says)
+    assert ("raise lr" in verdict) == ("hardly" in says or "did not" in says)
+
+
+def test_without_an_evaluation_before_training_the_change_is_that_from_the_reference(tmp_path):
+    last = evaluation(1, 0.6, **rewards("eval", 0.1, -0.3), **{"logps_eval/chosen": -50.0, "logps_eval/rejected": -70})
+    model = {"policy_dtype": "float32", "reference_dtype": "bfloat16"}
+    assert "moved by +0.05 (chosen) and \u22120.15 (rejected), where rounding is 0.00781." in judge(
+        tmp_path, last, config={"model": model}
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "last", "counts", "says"),
+    [
+        ("kto", {"rewards_eval/auc": 1.0}, {"examples": 6, "prompts": 6, "desirable": 3, "undesirable": 3},
+         f"{AUC}100 % of the time (95 % interval 50 % to 100 %): 3 desirable and 3 undesirable responses are too "
+         "few to judge; about 50 of each would do."),
+        ("kto", {"rewards_eval/auc": 0.75}, {"desirable": 128, "undesirable": 128},
+         f"{AUC}75 % of the time (95 % interval 69 % to 80 %): better than by chance."),
+        ("kto", {"rewards_eval/auc": 0.9}, {"desirable": 246, "undesirable": 10}, "10 undesirable responses are too"),
+        ("kto", {}, {"desirable": 256, "undesirable": 0}, "The held-out loss fell from 40 to 30."),  # labels are alike
+        ("plackett_luce", {"rewards_eval/accuracies": 0.65}, {"examples": 40, "prompts": 40},
+         "65 % of the pairs in 40 held-out lists are ranked right (95 % interval 48 % to 79 %): 40 lists are too few"),
+        ("sft", {}, {}, "The held-out loss per token fell from 2 to 1.5."),
+        ("sft", {}, {"examples": 6, "prompts": 6},
+         "The held-out loss per token fell from 2 to 1.5: 6 targets are too few to judge; about 100 would do."),
+        ("simpo", {"rewards_eval/accuracies": 0.75}, {}, "to 80 %): better than by chance."),
+    ],
+)  # fmt: skip
+def test_every_loss_has_its_measure_of_what_is_better(tmp_path, loss, last, counts, says):
+    config = {"loss": {"name": loss, "beta": 0.1}}
+    verdict = judge(tmp_path, evaluation(0, 40.0), evaluation(1, 30.0, **last), config=config, **counts)
+    assert says in verdict
+
+
+def test_the_interval_of_an_auc_covers_it_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    for n, shift in ((8, 1.2), (30, 0.0), (30, 2.5)):
+        true, covered = 0.5 * (1 + math.erf(shift / 2)), 0
+        for _ in range(400):
+            chosen, rejected = rng.normal(shift, size=n), rng.normal(size=n)
+            low, high = auc_interval(float((chosen[:, None] > rejected).mean()), n, n)
+            covered += low <= true <= high
+        assert 0.93 < covered / 400 <= 1, (n, shift, covered)
+    # the exact one of shares: 5 of 5 begins at the fifth root of 0.025
+    assert exact_interval(1.0, 5) == (pytest.approx(0.025 ** (1 / 5), abs=1e-6), 1.0)
