@@ -97,8 +97,8 @@ def load_rows(
 ) -> Sequence[Mapping[str, Any]]:
     """Load the records of a split.
 
-    With `limit`, only so many of each local file. A source without splits gives all its records. Raises InputError for a source without records, and for a record that
-    cannot be parsed, unless `bad` collects such records.
+    With `limit`, only so many of each local file. A source without splits gives all its records. Raises InputError for
+    a source without records, and for a record that cannot be parsed, unless `bad` collects such records.
     """
     path = source.local
     if path is None:
