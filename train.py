@@ -221,9 +221,9 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
     # rank 0's, as the processes of a long start may see different days
     plan = plan.change(
         "chat_template_date",
-        from_rank_0(fix_template_date(plan, run.resume_point).template.date if run is not None else None),
+        from_rank_0(fix_template_date(plan, run.resume_point).chat.template_date if run is not None else None),
     )
-    config.chat_template_date = plan.template.date
+    config.chat_template_date = plan.chat.template_date
     transformers.set_seed(plan.run.seed)  # Python's, numpy's and torch's
     set_up_torch(plan)
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file

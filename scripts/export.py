@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import get_args
 
 from dpo.errors import InputError, RunError
-from dpo.settings.choices import DTYPES
+from dpo.settings.keys import Dtype
 from scripts.trust import add_trust_option
 
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("out", metavar="OUT", help="the directory to make")
     parser.add_argument("--merge", action="store_true", help="write an adapter and its base as one model")
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the exported weights (default: unchanged)")
+    parser.add_argument("--dtype", choices=get_args(Dtype), help="dtype of the exported weights (default: unchanged)")
     parser.add_argument("--model", metavar="DIR_OR_HUB_ID", help="the base model, instead of the run's own")
     add_trust_option(parser)
     options = parser.parse_args(arguments)

@@ -30,12 +30,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from dpo.data.asking import AUTO, CHAT, FORMATS, MEANINGS, RAW
 from dpo.errors import InputError
 from dpo.numbers import count
-from dpo.settings.keys import read_rule
+from dpo.settings.keys import read_key
 from dpo.system.host import set_allocators
 from scripts.trust import add_trust_option
 
@@ -54,8 +54,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option = parser.add_argument
-    at_least_1, at_least_0 = _make_parser(int, "int >= 1"), _make_parser(float, "number >= 0")
-    above_0, share = _make_parser(float, "number > 0"), _make_parser(float, "number (0, 1]")
+    at_least_1, at_least_0 = _make_parser(int, ">= 1"), _make_parser(float, ">= 0")
+    above_0, share = _make_parser(float, "> 0"), _make_parser(float, "(0, 1]")
     option("paths", nargs="+", metavar="CHECKPOINT_OR_DIR")
     option("--reference", metavar="DIR", help="reference, instead of the model that the run started from")
     option("--no-reference", action="store_true", help="show no answers of a reference, and no rewards")
@@ -65,8 +65,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--batch-size", "--batch_size", type=at_least_1, default=8, help="prompts of --file at a time (default: 8)")
     option("--temperature", type=at_least_0, help="0: the most probable token; see above")
     option("--top-p", "--top_p", type=share, help="0.9: only the most probable 90 percent; see above")
-    option("--top-k", "--top_k", type=_make_parser(int, "int >= 0"), help="tokens to draw from, 0: all; see above")
-    option("--seed", type=_make_parser(int, "int [0, 4294967295]"), default=0)
+    option("--top-k", "--top_k", type=_make_parser(int, ">= 0"), help="tokens to draw from, 0: all; see above")
+    option("--seed", type=_make_parser(int, "[0, 4294967295]"), default=0)
     option("--max-new-tokens", "--max_new_tokens", type=at_least_1, default=256, help="(default: 256)")
     option("--format", choices=FORMATS, default=AUTO, help="form of prompts; see above")
     option("--no-chat-template", dest="format", action="store_const", const=RAW, help="--format raw")
@@ -80,9 +80,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _make_parser(kind: type, spec: str) -> Callable[[str], Any]:
-    """Make the parser of an option from a config key's spec."""
-    rule = read_rule(spec)
+def _make_parser(kind: type, bounds: str) -> Callable[[str], Any]:
+    """Make the parser of an option whose value has bounds, as those of the config."""
+    rule = read_key(Annotated[kind, bounds]).rule
 
     def parse_value(text: str) -> Any:
         with contextlib.suppress(ValueError):

@@ -260,7 +260,7 @@ def _began_with(run_dir: Path, resume_point: ResumePoint) -> bool:
 def fix_template_date(plan: Plan, resume_point: ResumePoint | None) -> Plan:
     """Decide the date that a chat template writes, once for a run."""
     recorded = resume_point.manifest["config"].get("chat_template_date") if resume_point else None
-    return plan.change("chat_template_date", plan.template.date or recorded or date.today().isoformat())
+    return plan.change("chat_template_date", plan.chat.template_date or recorded or date.today().isoformat())
 
 
 def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where: Path) -> None:

@@ -260,10 +260,14 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
         plan.model.tokenizer,
         cache_dir=cache_dir,
         trust_remote_code=plan.model.trust_remote_code,
-        template=plan.template,
+        chat=plan.chat,
     )
-    if not silent and plan.template.date != date.today().isoformat() and DATE_MACRO in str(tokenizer.chat_template):
-        print(f"the chat template writes the date {plan.template.date}, with which the run began")
+    if (
+        not silent
+        and plan.chat.template_date != date.today().isoformat()
+        and DATE_MACRO in str(tokenizer.chat_template)
+    ):
+        print(f"the chat template writes the date {plan.chat.template_date}, with which the run began")
     options = DatasetOptions(
         plan.data.datasets,
         plan.data.dataset_sources,

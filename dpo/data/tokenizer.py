@@ -15,7 +15,7 @@ import jinja2
 import transformers
 
 from dpo.errors import InputError, explaining_library, one_sentence
-from dpo.settings.plan import TemplatePlan
+from dpo.settings.keys import ChatPlan
 from dpo.system.plain_files import check_readable
 
 # shadows transformers' function, which writes the time at which something is rendered
@@ -50,7 +50,7 @@ def explaining_load_errors(what: str, name: str):
 
 
 def load_tokenizer(
-    name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False, template: TemplatePlan | None = None
+    name: str, *, cache_dir: str | None = None, trust_remote_code: bool = False, chat: ChatPlan | None = None
 ) -> Any:
     """Load a tokenizer, which pads with EOS, with a run's chat template.
 
@@ -64,35 +64,35 @@ def load_tokenizer(
     if tokenizer.eos_token_id is None:
         raise InputError(f"tokenizer {name!r} has no EOS token, which ends every response; set one in its files")
     tokenizer.pad_token_id = tokenizer.eos_token_id
-    if template is not None:
-        bind_template(tokenizer, template, date=template.date)
+    if chat is not None:
+        bind_template(tokenizer, chat, date=chat.template_date)
     return tokenizer
 
 
-def bind_template(tokenizer: Any, template: TemplatePlan, *, date: str | None = None) -> None:
+def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) -> None:
     """Give a tokenizer a run's chat template, arguments and date.
 
     An argument has the run's value unless the caller gives another, in exports too. `date`, in ISO's form, is what
     `strftime_now` writes; without it, that is the time at which something is rendered.
     """
-    if template.file is not None:
-        path = Path(template.file).expanduser()
+    if chat.template is not None:
+        path = Path(chat.template).expanduser()
         try:
             check_readable(path)
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"chat_template={template.file} cannot be read: {one_sentence(error)}") from error
+            raise InputError(f"chat_template={chat.template} cannot be read: {one_sentence(error)}") from error
     texts = tokenizer.chat_template
     if not texts:
-        if template.arguments:
+        if chat.template_args:
             raise InputError(
-                f"chat_template_args={dict(template.arguments)} has no effect, as the tokenizer has no chat template: "
+                f"chat_template_args={dict(chat.template_args)} has no effect, as the tokenizer has no chat template: "
                 f"give chat_template=FILE, or remove the arguments"
             )
         return
     settings = [
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_write_literal(value)} %}}{{%- endif %}}"
-        for name, value in sorted(template.arguments.items())
+        for name, value in sorted(chat.template_args.items())
         if _check_argument(name)
     ]
 
@@ -102,11 +102,11 @@ def bind_template(tokenizer: Any, template: TemplatePlan, *, date: str | None = 
 
     is_named = isinstance(texts, dict)  # a tokenizer may have a template of its own for tools
     tokenizer.chat_template = {name: bind(text) for name, text in texts.items()} if is_named else bind(texts)
-    if template.file is not None or settings:
+    if chat.template is not None or settings:
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
         except jinja2.TemplateSyntaxError as error:
-            where = f"chat_template={template.file}" if template.file else "the tokenizer's chat template"
+            where = f"chat_template={chat.template}" if chat.template else "the tokenizer's chat template"
             raise InputError(f"{where} is not a template in Jinja's language: {one_sentence(error)}") from error
         except Exception:  # a template may want other messages, and may raise anything
             pass

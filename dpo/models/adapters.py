@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save
@@ -28,7 +28,7 @@ from dpo.models.scalar_head import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.models.text_part import rename_layers
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import full_state, local_tensor
-from dpo.settings.keys import read_rule
+from dpo.settings.keys import KEYS, read_key
 from dpo.system.host import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json
 
@@ -39,7 +39,7 @@ POLICY, REFERENCE = "policy", "reference"
 AUTO = "all-linear"  # PEFT's name for all linear layers but the head
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 PREFIX = "base_model.model."  # begins every name in PEFT's files
-SPECS = {"r": "int >= 1", "lora_alpha": "number > 0"}  # specs of the keys of PEFT's config that are used here
+USED_KEYS = {"r": read_key(Annotated[int, ">= 1"]), "lora_alpha": KEYS["lora.alpha"]}  # of PEFT's config
 # Keys of PEFT's config that are ignored, as they do not change what a trained adapter computes. The keys that name the
 # adapted layers are among them, because the file of weights names these layers too. An adapter with any other key set
 # is refused.
@@ -108,10 +108,9 @@ def read_adapter(directory: Path) -> StoredAdapter:
         weights = load_file(directory / WEIGHTS)
     if adapter_type != "LORA":
         raise InputError(f"{directory} holds an adapter of type {adapter_type}; only LORA is supported here")
-    for key, spec in SPECS.items():
-        rule = read_rule(spec)
-        if not rule.holds(config.get(key)):
-            raise InputError(f"{config_file}: {key}={json.dumps(config.get(key))[:100]} must be {rule.wanted}")
+    for key, entry in USED_KEYS.items():
+        if not entry.rule.holds(config.get(key)):
+            raise InputError(f"{config_file}: {key}={json.dumps(config.get(key))[:100]} must be {entry.rule.wanted}")
     if unsupported := _find_unsupported(config, weights):
         raise InputError(
             f"{directory} holds an adapter with {', '.join(unsupported)}, which is not supported here: merge it into "
@@ -134,7 +133,7 @@ def _find_unsupported(config: Mapping[str, Any], weights: Iterable[str]) -> list
     Returns texts `key=value` for PEFT's config, and up to three names of weights.
     """
     defaults, weights = vars(_import_peft().LoraConfig()), set(weights)
-    supported_keys = IGNORED_KEYS | SPECS.keys()
+    supported_keys = IGNORED_KEYS | USED_KEYS.keys()
     if PREFIX + HEAD_WEIGHT in weights and set(config.get("modules_to_save") or ()) <= {*SAVED_HEADS}:
         weights.remove(PREFIX + HEAD_WEIGHT)
         supported_keys |= {"modules_to_save"}

@@ -223,7 +223,7 @@ def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_gro
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
     if tokenizer._auto_class is None:  # transformers' class is used, not the model's code
         tokenizer.init_kwargs.pop("auto_map", None)
-    bind_template(tokenizer, origin.plan.template)
+    bind_template(tokenizer, origin.plan.chat)
     _set_pad_token(tokenizer, n_embeddings, scalar_head=origin.plan.loss.scalar_head, may_grow=may_grow)
     tokenizer.save_pretrained(folder)
     return tokenizer

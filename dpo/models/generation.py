@@ -18,7 +18,7 @@ from dpo.data.tokenization import find_control, unescape
 from dpo.errors import RunError, one_sentence
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import gathered_weights, release_gathered
-from dpo.settings.keys import KEYS, read_rule
+from dpo.settings.keys import KEYS
 from dpo.system.arithmetic import without_compilation
 from dpo.system.waiting import all_arrive
 
@@ -64,7 +64,7 @@ def choose_sampling(generation_config: Any, wanted: Mapping[str, Any], *, chat: 
     chosen = {}
     for name, default in (CHAT_DEFAULTS if chat else DEFAULTS).items():
         published = getattr(generation_config, name, None)
-        is_usable = published is not None and read_rule(KEYS[f"sample_{name}"].spec).holds(published)
+        is_usable = published is not None and KEYS[f"sample_{name}"].rule.holds(published)
         chosen[name] = wanted[name] if wanted[name] is not None else published if is_usable else default
     return chosen
 

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -20,10 +20,11 @@ from dpo.models.scalar_head import HEAD_WEIGHT, draw_head, install_scalar_head
 from dpo.models.text_part import is_text_part, name_in_class
 from dpo.models.weights import read_archive
 from dpo.numbers import percent
-from dpo.settings import choices
+from dpo.settings.choices import VARLEN
+from dpo.settings.keys import Dtype
 
 _use_gqa_in_sdpa = sdpa_attention.use_gqa_in_sdpa
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in choices.DTYPES}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 
 
 def load_config(
@@ -99,7 +100,7 @@ def choose_attention(config: transformers.PretrainedConfig, wanted: str) -> str:
             "available here: use sdpa"
         )
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None for a model with its own code
-    if wanted == choices.VARLEN:
+    if wanted == VARLEN:
         from dpo.models import varlen_attention  # its import takes 0.1 s
 
         varlen_attention.register()

@@ -206,9 +206,7 @@ def load_panel(paths: Sequence[str | Path], choices: Choices, *, log: Callable[[
 
 
 def _load_tokenizer(origin: Origin) -> Any:
-    return load_tokenizer(
-        **find_source(origin.plan) | {"name": origin.plan.model.tokenizer}, template=origin.plan.template
-    )
+    return load_tokenizer(**find_source(origin.plan) | {"name": origin.plan.model.tokenizer}, chat=origin.plan.chat)
 
 
 def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:

@@ -54,38 +54,12 @@ PACKAGE = TrainerSpec("PackageTensorParallelTrainer", cuts_layers=True)
 TRAINERS = {spec.name: spec for spec in (BASIC, FSDP, TENSOR_PARALLEL)}
 TENSOR_PARALLEL_BACKENDS = {"dtensor": TENSOR_PARALLEL, "tensor_parallel": PACKAGE}
 
-OPTIMIZERS = (  # classes of torch.optim
-    "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-)  # fmt: skip
 NEED_WHOLE_TENSORS = ("Adafactor", "Rprop")  # optimizers that fail on sharded tensors in torch 2.13
 STEPS_OF_LR = ("Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop")  # their steps are about as large as lr
-DTYPES = ("float32", "bfloat16", "float16")
-AUTOCAST_DTYPES = ("bfloat16",)
-REDUCE_DTYPES = ("float32", "bfloat16")
-FROZEN_WEIGHTS = ("whole", "sharded")
 VARLEN = "varlen"
-ATTENTION = ("eager", "sdpa", "flash_attention_2", "flex_attention", VARLEN)
-CACHES = ("static",)
-LAYOUTS = ("padded", "shared_prefix")
-CACHING = ("as_needed", "all")
-LORA = ("none", "lora", "qlora")
-ADAPTED = ("lora", "qlora")  # choices of LORA that train an adapter
-QUANTIZED = ("qlora",)  # choices of LORA with a 4-bit base
-REFERENCES = ("base", "adapter", "model")  # sources of the reference's log-probabilities under an adapter
-ONLINE = ("none", "online")
-SCORERS = ("reward_model", "function", "keyword", "shorter")
-TIES = ("skip", "keep")
-CHATS = ("auto", "always", "never")  # whether the chat template renders texts
-BAD_RECORDS = ("refuse", "skip")
-LIST_PAIRS = ("all", "best_worst")
-TRUNCATIONS = ("auto", "keep_end", "keep_start", "drop")
-LABELS = ("hard", "bradley_terry")
-REWARD_FORMATS = ("chat", "pair", "text_eos", "text", "policy")
+ADAPTED = ("lora", "qlora")  # choices of `lora` that train an adapter
+QUANTIZED = ("qlora",)  # choices of `lora` with a 4-bit base
 HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
-SCHEDULES = ("constant", "linear", "cosine")
-LR_SCALINGS = ("none", "linear", "sqrt")
-NAN_POLICIES = ("raise", "skip")
-DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 # the forms of custom data: each is the fields of one record
 PAIR_FIELDS = ("prompt", "chosen", "rejected")
 CHAT_PAIR_FIELDS = ("messages", "rejected")  # the messages end with the chosen response

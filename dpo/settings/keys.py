@@ -1,7 +1,7 @@
-"""Keys of the config: their values, and which a resume may change.
+"""The keys of the config, each declared once: type, bounds, choices, and whether a resume may change it.
 
-The meaning and default of each key are in `config/`, and conditions on several keys in `dpo/settings/validation.py`.
-Imports no torch.
+A key is a field of a section below, under the section's prefix in SECTIONS. Its default and its meaning are in
+`config/`, and conditions on several keys in `dpo/settings/validation.py`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,42 +9,62 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from dpo.losses import LOSSES
-from dpo.settings.choices import (
-    ATTENTION,
-    AUTOCAST_DTYPES,
-    BAD_RECORDS,
-    CACHES,
-    CACHING,
-    CHATS,
-    DIVERGENCES,
-    DTYPES,
-    FROZEN_WEIGHTS,
-    LABELS,
-    LAYOUTS,
-    LIST_PAIRS,
-    LORA,
-    LR_SCALINGS,
-    NAN_POLICIES,
-    ONLINE,
-    OPTIMIZERS,
-    REDUCE_DTYPES,
-    REFERENCES,
-    REWARD_FORMATS,
-    SCHEDULES,
-    SCORERS,
-    TENSOR_PARALLEL_BACKENDS,
-    TIES,
-    TRAINERS,
-    TRUNCATIONS,
-)
+from dpo.system.run_directory import get_cache_dir, get_local_dir
 
-LARGEST = 3.4e38  # of float32; the bound of a number whose spec has none
+LARGEST = 3.4e38  # of float32; the bound of a number that has no other
+
+
+class Resume(Enum):
+    """Permission of a resumed run to change a key."""
+
+    KEEP = "no: another value would make it another run"
+    CHANGE = "yes: where it runs, how it rounds, how long it trains, what it logs; changes are printed"
+    PER_RUN = "yes: names and paths, which differ from command to command; changes are not printed"
+
+
+KEEP, CHANGE, PER_RUN = Resume
+
+
+class Rule(NamedTuple):
+    """A test of a value, and its description, which completes "must be"."""
+
+    holds: Callable[[Any], bool]
+    wanted: str
+
+
+class Because(str):
+    """The reason for a key's bounds, for the message that refuses a value."""
+
+
+class HowToSet(str):
+    """Advice for a key that has no value."""
+
+
+class Key(NamedTuple):
+    """The values that a key may have, and whether they may change."""
+
+    rule: Rule
+    resume: Resume = KEEP
+    choices: Collection[str] = ()
+    how_to_set: str = ""  # "": give KEY=VALUE
+
+
+class Problem(NamedTuple):
+    """A problem of a config."""
+
+    key: str  # whose value is the problem; "" for a condition on several keys
+    sentence: str
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
 
 
 def is_int(value: Any) -> bool:
@@ -73,83 +93,380 @@ def _is_run_name(value: Any) -> bool:
     return _is_path(value) and not os.path.isabs(value) and ".." not in value.split("/")
 
 
-def _is_date(value: Any) -> bool:
-    return isinstance(value, str) and bool(re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])", value))
+def _is_wandb_name(value: Any) -> bool:
+    return is_text(value) and len(value) <= 128
 
 
-KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # kind: test of a value, and description for messages
-    "int": (is_int, "an integer"),
-    "number": (is_number, "a number"),
-    "flag": (lambda v: isinstance(v, bool), "true or false"),
-    "name": (lambda v: isinstance(v, str), "a name"),  # one of the key's choices
-    "text": (is_text, "a text"),
-    "path": (_is_path, "a path"),
-    "paths": (lambda v: isinstance(v, list) and bool(v) and all(map(_is_path, v)), "a list of paths"),
-    "datasets": (
+def _are_tags(value: Any) -> bool:
+    return value == [] or (_are_names(value) and all(len(tag) <= 64 for tag in value))
+
+
+def _matches(pattern: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value))
+
+
+PLAIN = {
+    int: Rule(is_int, "an integer"),
+    float: Rule(is_number, "a number"),
+    bool: Rule(lambda v: isinstance(v, bool), "true or false"),
+    str: Rule(lambda v: isinstance(v, str), "a name"),  # one of the key's choices
+}
+Text = Annotated[str, Rule(is_text, "a text")]
+LocalPath = Annotated[str, Rule(_is_path, "a path")]
+RunName = Annotated[str, Rule(_is_run_name, "a name for the run, relative and without '..'")]
+Paths = Annotated[
+    list[str], Rule(lambda v: isinstance(v, list) and bool(v) and all(map(_is_path, v)), "a list of paths")
+]
+Datasets = Annotated[
+    list[str],
+    Rule(
         lambda v: is_text(v) or _are_names(v),
         "a name, a path or a Hub id, or a list of different ones, such as hh, [hh,shp] or data/mine.csv",
     ),
-    "arguments": (
+]
+Arguments = Annotated[
+    Mapping[str, Any],
+    Rule(
         lambda v: isinstance(v, dict) and all(map(is_text, v)),
         "a mapping of names to values, such as {weight_decay: 0.01} or {enable_thinking: false}",
     ),
-    "layers": (
+]
+Layers = Annotated[
+    str | list[str],
+    Rule(
         lambda v: v in ("auto", "all-linear") or _are_names(v),
         "auto, or a list of different names of layers, such as [q_proj,v_proj]",
     ),
-    "run_name": (_is_run_name, "a name for the run, relative and without '..'"),
-    "function": (
-        lambda v: isinstance(v, str) and bool(re.fullmatch(r"[^\0]+\.py:[^\W\d]\w*", v)),
-        "a file and a function in it, such as rewards.py:score",
-    ),
-    "project": (
-        lambda v: is_text(v) and len(v) <= 128 and not set(v) & set("/\\#?%:"),
+]
+Function = Annotated[
+    str, Rule(_matches(r"[^\0]+\.py:[^\W\d]\w*"), "a file and a function in it, such as rewards.py:score")
+]
+Date = Annotated[
+    str, Rule(_matches(r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"), "a date in quotes, such as '2025-12-31'")
+]
+WandbProject = Annotated[
+    str,
+    Rule(
+        lambda v: _is_wandb_name(v) and not set(v) & set("/\\#?%:"),
         "a name of at most 128 characters without / \\ # ? % :, as W&B wants it",
     ),
-    "group": (lambda v: is_text(v) and len(v) <= 128, "a text of at most 128 characters, as W&B wants it"),
-    "tags": (
-        lambda v: v == [] or (_are_names(v) and all(len(tag) <= 64 for tag in v)),
-        "a list of different texts of at most 64 characters, as W&B wants them, such as [dpo,first]",
-    ),
-    "date": (_is_date, "a date in quotes, such as '2025-12-31'"),
-    "anything": (lambda v: True, "anything"),
+]
+WandbGroup = Annotated[str, Rule(_is_wandb_name, "a text of at most 128 characters, as W&B wants it")]
+WandbTags = Annotated[
+    list[str],
+    Rule(_are_tags, "a list of different texts of at most 64 characters, as W&B wants them, such as [dpo,first]"),
+]
+NotNegative = Annotated[float, "[0, 1e30]"]
+
+TrainerName = Literal["BasicTrainer", "FSDPTrainer", "TensorParallelTrainer"]
+Backend = Literal["dtensor", "tensor_parallel"]
+Optimizer = Literal[  # a class of torch.optim
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"
+]  # fmt: skip
+Dtype = Literal["float32", "bfloat16", "float16"]
+Schedule = Literal["constant", "linear", "cosine"]
+LRScaling = Literal["none", "linear", "sqrt"]
+Layout = Literal["padded", "shared_prefix"]
+Scorer = Literal["reward_model", "function", "keyword", "shorter"]
+
+
+# --- sections ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run's directories and checkpoints, and how its processes start."""
+
+    seed: Annotated[int, "[0, 4294967295]"]
+    exp_name: Annotated[RunName, PER_RUN, HowToSet("exp_name=NAME names the run")]
+    debug: Annotated[bool, CHANGE]
+    local_run_dir: Annotated[LocalPath, PER_RUN]
+    local_dirs: Annotated[Paths, PER_RUN]
+    resume: Annotated[LocalPath | None, PER_RUN]
+    save_every: Annotated[int | None, ">= 1", CHANGE]
+    keep_checkpoints: Annotated[int | None, ">= 2", CHANGE, Because("the newest may be corrupt")]
+    export: Annotated[bool, CHANGE]
+    dry_run: Annotated[bool, PER_RUN]
+    deterministic: Annotated[bool, CHANGE]
+    trainer: Annotated[TrainerName, CHANGE]
+    world_size: Annotated[int | None, ">= 1", CHANGE]
+    fsdp_port: Annotated[int | None, "[1, 65535]", CHANGE]
+    fsdp_shard_size: Annotated[int | None, ">= 1", CHANGE]
+    tensor_parallel_size: Annotated[int | None, ">= 1", CHANGE]
+    collective_timeout_secs: Annotated[float, "(0, 1e7]", CHANGE]
+
+    @property
+    def local_dir(self) -> str:
+        """The directory of this user's runs, caches and stored data."""
+        return get_local_dir(self.local_dirs)
+
+    @property
+    def cache_dir(self) -> str | None:
+        """The directory of downloaded models and datasets; None: the libraries' default."""
+        return get_cache_dir(self.local_dirs)
+
+
+@dataclass(frozen=True)
+class TensorParallelPlan:
+    """How layers are cut over processes or devices."""
+
+    backend: Annotated[Backend, CHANGE]
+
+
+@dataclass(frozen=True)
+class FSDPPlan:
+    """Communication of processes that share a model."""
+
+    frozen_weights: Annotated[Literal["whole", "sharded"] | None, CHANGE]
+    reshard_after_forward: Annotated[bool, CHANGE]
+    reduce_once: Annotated[bool, CHANGE]
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"], CHANGE]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The models: where they come from, and how they compute."""
+
+    name_or_path: Annotated[
+        Text,
+        HowToSet("choose model=pythia28 or another of config/model, or give model.name_or_path=DIR_OR_HUB_ID"),
+    ]
+    tokenizer_name_or_path: Text | None
+    archive: Annotated[
+        LocalPath | None,
+        CHANGE,
+        HowToSet("give model.archive=RUN_OF_SFT/LATEST, or null to start from the weights of model.name_or_path"),
+    ]
+    block_name: Annotated[Text | None, CHANGE]
+    policy_dtype: Dtype
+    fsdp_policy_mp: Dtype | None
+    reference_dtype: Dtype | None
+    autocast: Literal["bfloat16"] | None
+    attn_implementation: Annotated[Literal["eager", "sdpa", "flash_attention_2", "flex_attention", "varlen"], CHANGE]
+    cache_implementation: Annotated[Literal["static"] | None, CHANGE]
+    random_init: bool
+    trust_remote_code: bool
+
+    @property
+    def tokenizer(self) -> str:
+        return self.tokenizer_name_or_path or self.name_or_path
+
+
+@dataclass(frozen=True)
+class LossKeys:
+    """Options that a loss may have; `dpo.losses.find_loss` reads them."""
+
+    beta: Annotated[float, "> 0", HowToSet("loss.beta=0.1 is the DPO paper's choice")]
+    label_smoothing: Annotated[float, "[0, 0.5)", Because("the fraction of flipped pairs")]
+    reference_free: bool
+    average: bool
+    gamma: float
+    tau: Annotated[float, "> 0"]
+    penalty: NotNegative
+    alpha: float
+    momentum: Annotated[float, "[0, 1]"]
+    desirable_weight: NotNegative
+    undesirable_weight: NotNegative
+    centering: NotNegative
+    sft_weight: NotNegative
+    wpo: bool
+    offset_by_margin: bool
+    ld_alpha: Annotated[float, "[0, 1]"]
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"]
+    f_alpha: Annotated[float, "(0, 1)"]
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """The adapter that is trained in place of the model's weights."""
+
+    name: Literal["none", "lora", "qlora"]
+    r: Annotated[int, "[1, 65536]"]
+    alpha: Annotated[float, "> 0"]
+    dropout: Annotated[float, "[0, 1)"]
+    target_modules: Layers
+    reference: Literal["base", "adapter", "model"]
+
+
+@dataclass(frozen=True)
+class OnlinePlan:
+    """Settings of drawing pairs from the policy and scoring them."""
+
+    name: Literal["none", "online"]
+    n_samples: Annotated[
+        int, "[2, 1024]", Because("at least a best and a worst; all answers to a prompt are in one batch")
+    ]
+    scorer: Annotated[Scorer, HowToSet("give online.scorer=reward_model, function, keyword or shorter")]
+    reward_model: Text | None
+    reward_format: Literal["chat", "pair", "text_eos", "text", "policy"] | None
+    function: Function | None
+    keyword: Text | None
+    temperature: Annotated[float, "> 0"]
+    top_p: Annotated[float, "(0, 1]"]
+    max_new_tokens: Annotated[int, ">= 1"]
+    missing_eos_penalty: NotNegative
+    labels: Literal["hard", "bradley_terry"]
+    ties: Literal["skip", "keep"]
+    sync_reference_every: Annotated[int | None, ">= 1"]
+    mix_offline: Annotated[float, "[0, 1)"]
+    batch_size: Annotated[int | None, ">= 1", CHANGE]
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """A chat template in place of the tokenizer's, and what it reads."""
+
+    template: Annotated[LocalPath | None, CHANGE]
+    template_args: Arguments
+    template_date: Annotated[Date | None, PER_RUN]  # None: that of rendering
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """Datasets, and how their examples become batches."""
+
+    datasets: Datasets
+    dataset_sources: Mapping[str, Any]  # no key of KEYS: `places.py` checks it
+    bad_records: Literal["refuse", "skip"]
+    unpair: bool
+    list_pairs: Literal["all", "best_worst"]
+    chat: Literal["auto", "always", "never"]
+    batch_size: Annotated[int, ">= 1"]
+    eval_batch_size: Annotated[int, ">= 1", CHANGE]
+    gradient_accumulation_steps: Annotated[int, ">= 1", CHANGE]
+    max_length: Annotated[int, ">= 1"]
+    max_prompt_length: Annotated[int, ">= 1"]
+    truncation: Literal["auto", "keep_end", "keep_start", "drop"]
+    n_epochs: Annotated[int | None, ">= 1", CHANGE]
+    n_examples: Annotated[int | None, ">= 1", CHANGE]
+    n_eval_examples: Annotated[int, ">= 1", CHANGE]
+    num_workers: Annotated[int, ">= 0", CHANGE]
+    layout: Annotated[Layout, CHANGE]
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Settings of the updates, and of the checks before and during them."""
+
+    optimizer: Optimizer
+    optimizer_args: Arguments
+    lr: Annotated[float, "> 0"]
+    lr_scaling: LRScaling
+    warmup_steps: Annotated[int | None, ">= 0"]
+    schedule: Schedule
+    min_lr_ratio: Annotated[float, "[0, 1]"]
+    max_grad_norm: Annotated[float, "(0, inf]"]
+    cache_reference_logps: Annotated[Literal["as_needed", "all"], CHANGE]
+    activation_checkpointing: Annotated[bool, CHANGE]
+    compile: Annotated[bool, CHANGE]
+    self_test: Annotated[bool, CHANGE]
+    nan_policy: Annotated[Literal["raise", "skip"], CHANGE]
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Settings of evaluations and of the samples taken then."""
+
+    eval_every: Annotated[int | None, ">= 1", CHANGE]
+    do_first_eval: Annotated[bool, CHANGE]
+    do_first_sampling: Annotated[bool, CHANGE]
+    sample_during_eval: Annotated[bool, CHANGE]
+    n_eval_model_samples: Annotated[int, ">= 1", CHANGE]
+    n_eval_tokens: Annotated[int | None, ">= 1", CHANGE]
+    sample_temperature: Annotated[float | None, "[0, 1e30]", CHANGE]
+    sample_top_p: Annotated[float | None, "(0, 1]", CHANGE]
+    sample_top_k: Annotated[int | None, ">= 0", CHANGE]
+
+    @property
+    def samples_first(self) -> bool:
+        """Return whether samples are drawn before the first update."""
+        return self.do_first_eval and self.sample_during_eval and self.do_first_sampling
+
+
+@dataclass(frozen=True)
+class LoggingPlan:
+    """The logs that a run writes beside `metrics.jsonl`."""
+
+    minimum_log_interval_secs: Annotated[float, "[0, inf]", CHANGE]
+    ledger: Annotated[bool, CHANGE]
+    report: Annotated[bool, CHANGE]
+
+
+@dataclass(frozen=True)
+class WandbPlan:
+    """Settings of logging to Weights & Biases."""
+
+    enabled: Annotated[bool, CHANGE]
+    entity: Annotated[Text | None, CHANGE]
+    project: Annotated[WandbProject, CHANGE]
+    group: Annotated[WandbGroup | None, PER_RUN]
+    tags: Annotated[WandbTags, CHANGE]
+    notes: Annotated[Text | None, CHANGE]
+    artifacts: Annotated[bool, CHANGE]
+
+
+@dataclass(frozen=True)
+class TensorBoardPlan:
+    """Settings of logging to TensorBoard."""
+
+    enabled: Annotated[bool, CHANGE]
+
+
+SECTIONS: dict[type, str] = {  # each with the prefix of its keys
+    RunPlan: "",
+    DataPlan: "",
+    TrainingPlan: "",
+    EvaluationPlan: "",
+    LoggingPlan: "",
+    FSDPPlan: "fsdp_",
+    TensorParallelPlan: "tensor_parallel.",
+    ChatPlan: "chat_",
+    WandbPlan: "wandb.",
+    TensorBoardPlan: "tensorboard.",
+    ModelPlan: "model.",
+    LossKeys: "loss.",
+    AdapterPlan: "lora.",
+    OnlinePlan: "online.",
 }
 
 
-class Rule(NamedTuple):
-    """A test of a value, and its description, which completes "must be"."""
-
-    holds: Callable[[Any], bool]
-    wanted: str
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def read_rule(spec: str) -> Rule:
-    """Read a spec: a kind, bounds, "or null", and a reason.
+def read_key(annotation: Any) -> Key:
+    """Read the type of a field, such as `Annotated[int | None, ">= 1", CHANGE]`.
 
-    Only the kind, a key of KINDS, is required. Examples: `int >= 1`, `number [0, 1)`, `path or null`,
-    `int >= 2 or null: the newest may be corrupt`.
+    Its marks are bounds, such as `> 0` or `[0, 1)`, and a Rule, a Resume, a Because and a HowToSet, in any order.
     """
-    condition, colon, reason = spec.partition(":")
-    not_null_condition, or_null, _ = condition.partition(" or null")
-    kind, _, bounds = not_null_condition.partition(" ")
-    is_of_kind, description = KINDS[kind]
-    if kind in ("int", "number"):
-        in_bounds, bounds_description = _read_bounds(bounds)
-        description += bounds_description
-    else:
-        in_bounds = None
-    if or_null:
-        description += ", or null"
+    annotation, marks = _split(annotation)
+    may_be_null = get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
+    if may_be_null:
+        [annotation] = [option for option in get_args(annotation) if option is not NoneType]
+        annotation, more_marks = _split(annotation)
+        marks = (*more_marks, *marks)
+    choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+    given = {type(mark): mark for mark in marks}
+    type_rule = given.get(Rule) or PLAIN[str if choices else annotation]
+    in_bounds, bounds = _read_bounds(given.get(str, "")) if annotation in (int, float) else (None, "")
+    reason = f": {given[Because]}" if Because in given else ""
 
     def holds(value: Any) -> bool:
         if value is None:
-            return bool(or_null)
-        return is_of_kind(value) and (in_bounds is None or in_bounds(value))
+            return may_be_null
+        return type_rule.holds(value) and (in_bounds is None or in_bounds(value))
 
-    return Rule(holds, f"{description}{colon}{reason}")
+    wanted = f"{type_rule.wanted}{bounds}{', or null' if may_be_null else ''}{reason}"
+    return Key(Rule(holds, wanted), given.get(Resume, KEEP), choices, given.get(HowToSet, ""))
 
 
+def _split(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    if get_origin(annotation) is Annotated:
+        plain, *marks = get_args(annotation)
+        return plain, tuple(marks)
+    return annotation, ()
+
+
+@cache
 def _read_bounds(bounds: str) -> tuple[Callable[[float], bool], str]:
     """Read bounds such as `> 0` or `[0, 1)`.
 
@@ -172,189 +489,28 @@ def _read_bounds(bounds: str) -> tuple[Callable[[float], bool], str]:
     return lambda v: is_above(v, low) and is_below(v, high), description
 
 
-class Resume(Enum):
-    """Permission of a resumed run to change a key."""
-
-    KEEP = "no: another value would make it another run"
-    CHANGE = "yes: where it runs, how it rounds, how long it trains, what it logs; changes are printed"
-    PER_RUN = "yes: names and paths, which differ from command to command; changes are not printed"
-
-
-KEEP, CHANGE, PER_RUN = Resume
-
-
-class Key(NamedTuple):
-    """The values that a key may have, and whether they may change."""
-
-    spec: str  # of its values, for `read_rule`
-    resume: Resume
-    choices: Collection[str] = ()  # the values that a key of kind "name" may have
-    how_to_set: str = ""  # advice for a key without a value; "": give KEY=VALUE
-
-
-class Problem(NamedTuple):
-    """A problem of a config."""
-
-    key: str  # whose value is the problem; "" for a condition on several keys
-    sentence: str
-
-
 def make_option_key(default: Any) -> Key:
-    """Make the entry for a loss's option that KEYS lacks.
+    """Make the entry for a loss's option that LossKeys lacks.
 
     The option takes values of the type of its default in `config/loss`. An option without a default ('???') is a
     number.
     """
     if isinstance(default, bool):
-        return Key("flag", KEEP)
+        return read_key(bool)
     if is_number(default) or default == "???":
-        return Key("number", KEEP)
-    return Key("text" if isinstance(default, str) else "anything or null", KEEP)
+        return read_key(float)
+    return read_key(Text) if isinstance(default, str) else Key(Rule(lambda _: True, "anything"))
 
 
-KEYS: dict[str, Key] = {
-    "seed": Key("int [0, 4294967295]", KEEP),
-    "exp_name": Key("run_name", PER_RUN, how_to_set="exp_name=NAME names the run"),
-    "batch_size": Key("int >= 1", KEEP),
-    "eval_batch_size": Key("int >= 1", CHANGE),
-    "debug": Key("flag", CHANGE),
-    "fsdp_port": Key("int [1, 65535] or null", CHANGE),
-    "world_size": Key("int >= 1 or null", CHANGE),
-    "fsdp_shard_size": Key("int >= 1 or null", CHANGE),
-    "fsdp_frozen_weights": Key("name or null", CHANGE, FROZEN_WEIGHTS),
-    "fsdp_reshard_after_forward": Key("flag", CHANGE),
-    "fsdp_reduce_once": Key("flag", CHANGE),
-    "fsdp_reduce_dtype": Key("name", CHANGE, REDUCE_DTYPES),
-    "tensor_parallel_size": Key("int >= 1 or null", CHANGE),
-    "tensor_parallel.backend": Key("name", CHANGE, TENSOR_PARALLEL_BACKENDS),
-    "collective_timeout_secs": Key("number (0, 1e7]", CHANGE),
-    "datasets": Key("datasets", KEEP),
-    "bad_records": Key("name", KEEP, BAD_RECORDS),
-    "unpair": Key("flag", KEEP),
-    "list_pairs": Key("name", KEEP, LIST_PAIRS),
-    "chat": Key("name", KEEP, CHATS),
-    "chat_template": Key("path or null", CHANGE),
-    "chat_template_args": Key("arguments", KEEP),
-    "chat_template_date": Key("date or null", PER_RUN),
-    "wandb.enabled": Key("flag", CHANGE),
-    "wandb.entity": Key("text or null", CHANGE),
-    "wandb.project": Key("project", CHANGE),
-    "wandb.group": Key("group or null", PER_RUN),
-    "wandb.tags": Key("tags", CHANGE),
-    "wandb.notes": Key("text or null", CHANGE),
-    "wandb.artifacts": Key("flag", CHANGE),
-    "tensorboard.enabled": Key("flag", CHANGE),
-    "local_dirs": Key("paths", PER_RUN),
-    "local_run_dir": Key("path", PER_RUN),
-    "sample_during_eval": Key("flag", CHANGE),
-    "n_eval_model_samples": Key("int >= 1", CHANGE),
-    "n_eval_tokens": Key("int >= 1 or null", CHANGE),
-    "sample_temperature": Key("number [0, 1e30] or null", CHANGE),
-    "sample_top_p": Key("number (0, 1] or null", CHANGE),
-    "sample_top_k": Key("int >= 0 or null", CHANGE),
-    "do_first_eval": Key("flag", CHANGE),
-    "do_first_sampling": Key("flag", CHANGE),
-    "lr": Key("number > 0", KEEP),
-    "lr_scaling": Key("name", KEEP, LR_SCALINGS),
-    "gradient_accumulation_steps": Key("int >= 1", CHANGE),
-    "max_grad_norm": Key("number (0, inf]", KEEP),
-    "max_length": Key("int >= 1", KEEP),
-    "max_prompt_length": Key("int >= 1", KEEP),
-    "truncation": Key("name", KEEP, TRUNCATIONS),
-    "n_epochs": Key("int >= 1 or null", CHANGE),
-    "n_examples": Key("int >= 1 or null", CHANGE),
-    "n_eval_examples": Key("int >= 1", CHANGE),
-    "trainer": Key("name", CHANGE, TRAINERS),
-    "optimizer": Key("name", KEEP, OPTIMIZERS),
-    "optimizer_args": Key("arguments", KEEP),
-    "warmup_steps": Key("int >= 0 or null", KEEP),
-    "schedule": Key("name", KEEP, SCHEDULES),
-    "min_lr_ratio": Key("number [0, 1]", KEEP),
-    "layout": Key("name", CHANGE, LAYOUTS),
-    "cache_reference_logps": Key("name", CHANGE, CACHING),
-    "num_workers": Key("int >= 0", CHANGE),
-    "compile": Key("flag", CHANGE),
-    "activation_checkpointing": Key("flag", CHANGE),
-    "eval_every": Key("int >= 1 or null", CHANGE),
-    "save_every": Key("int >= 1 or null", CHANGE),
-    "keep_checkpoints": Key("int >= 2 or null: the newest may be corrupt", CHANGE),
-    "export": Key("flag", CHANGE),
-    "resume": Key("path or null", PER_RUN),
-    "nan_policy": Key("name", CHANGE, NAN_POLICIES),
-    "deterministic": Key("flag", CHANGE),
-    "dry_run": Key("flag", PER_RUN),
-    "ledger": Key("flag", CHANGE),
-    "report": Key("flag", CHANGE),
-    "minimum_log_interval_secs": Key("number [0, inf]", CHANGE),
-    "self_test": Key("flag", CHANGE),
-    "model.name_or_path": Key(
-        "text",
-        KEEP,
-        how_to_set="choose model=pythia28 or another of config/model, or give model.name_or_path=DIR_OR_HUB_ID",
-    ),
-    "model.tokenizer_name_or_path": Key("text or null", KEEP),
-    "model.archive": Key(
-        "path or null",
-        CHANGE,
-        how_to_set="give model.archive=RUN_OF_SFT/LATEST, or null to start from the weights of model.name_or_path",
-    ),
-    "model.block_name": Key("text or null", CHANGE),
-    "model.policy_dtype": Key("name", KEEP, DTYPES),
-    "model.fsdp_policy_mp": Key("name or null", KEEP, DTYPES),
-    "model.reference_dtype": Key("name or null", KEEP, DTYPES),
-    "model.autocast": Key("name or null", KEEP, AUTOCAST_DTYPES),
-    "model.attn_implementation": Key("name", CHANGE, ATTENTION),
-    "model.cache_implementation": Key("name or null", CHANGE, CACHES),
-    "model.random_init": Key("flag", KEEP),
-    "model.trust_remote_code": Key("flag", KEEP),
-    "loss.name": Key("name", KEEP, LOSSES),
-    "loss.beta": Key(
-        "number > 0",
-        KEEP,
-        how_to_set="loss.beta=0.1 is the DPO paper's choice",
-    ),
-    "loss.label_smoothing": Key("number [0, 0.5): the fraction of flipped pairs", KEEP),
-    "loss.reference_free": Key("flag", KEEP),
-    "loss.average": Key("flag", KEEP),
-    "loss.gamma": Key("number", KEEP),
-    "loss.tau": Key("number > 0", KEEP),
-    "loss.penalty": Key("number [0, 1e30]", KEEP),
-    "loss.alpha": Key("number", KEEP),
-    "loss.momentum": Key("number [0, 1]", KEEP),
-    "loss.desirable_weight": Key("number [0, 1e30]", KEEP),
-    "loss.undesirable_weight": Key("number [0, 1e30]", KEEP),
-    "loss.centering": Key("number [0, 1e30]", KEEP),
-    "loss.sft_weight": Key("number [0, 1e30]", KEEP),
-    "loss.wpo": Key("flag", KEEP),
-    "loss.offset_by_margin": Key("flag", KEEP),
-    "loss.ld_alpha": Key("number [0, 1]", KEEP),
-    "loss.f_divergence": Key("name", KEEP, DIVERGENCES),
-    "loss.f_alpha": Key("number (0, 1)", KEEP),
-    **{f"loss.weights.{name}": Key("number [0, 1e30]", KEEP) for name, loss in LOSSES.items() if loss.can_be_mixed},
-    "lora.name": Key("name", KEEP, LORA),
-    "lora.r": Key("int [1, 65536]", KEEP),
-    "lora.alpha": Key("number > 0", KEEP),
-    "lora.dropout": Key("number [0, 1)", KEEP),
-    "lora.target_modules": Key("layers", KEEP),
-    "lora.reference": Key("name", KEEP, REFERENCES),
-    "online.name": Key("name", KEEP, ONLINE),
-    "online.n_samples": Key(
-        "int [2, 1024]: at least a best and a worst; all answers to a prompt are in one batch", KEEP
-    ),
-    "online.batch_size": Key("int >= 1 or null", CHANGE),
-    "online.scorer": Key(
-        "name", KEEP, SCORERS, how_to_set=f"give online.scorer={', '.join(SCORERS[:-1])} or {SCORERS[-1]}"
-    ),
-    "online.reward_model": Key("text or null", KEEP),
-    "online.reward_format": Key("name or null", KEEP, REWARD_FORMATS),
-    "online.function": Key("function or null", KEEP),
-    "online.keyword": Key("text or null", KEEP),
-    "online.temperature": Key("number > 0", KEEP),
-    "online.top_p": Key("number (0, 1]", KEEP),
-    "online.max_new_tokens": Key("int >= 1", KEEP),
-    "online.missing_eos_penalty": Key("number [0, 1e30]", KEEP),
-    "online.labels": Key("name", KEEP, LABELS),
-    "online.ties": Key("name", KEEP, TIES),
-    "online.sync_reference_every": Key("int >= 1 or null", KEEP),
-    "online.mix_offline": Key("number [0, 1)", KEEP),
-}
+def _list_keys() -> dict[str, Key]:
+    keys = {}
+    for section, prefix in SECTIONS.items():
+        types = get_type_hints(section, include_extras=True)
+        names = [field.name for field in fields(section) if field.name != "dataset_sources"]
+        keys |= {f"{prefix}{name}": read_key(types[name]) for name in names}
+    keys["loss.name"] = read_key(str)._replace(choices=LOSSES)
+    mixed = [name for name, loss in LOSSES.items() if loss.can_be_mixed]
+    return keys | {f"loss.weights.{name}": read_key(NotNegative) for name in mixed}
+
+
+KEYS = _list_keys()

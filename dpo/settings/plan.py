@@ -18,16 +18,29 @@ from dpo.settings.choices import (
     BASIC,
     HELD_OUT_SCORE,
     QUANTIZED,
-    REFERENCES,
     TENSOR_PARALLEL,
     TENSOR_PARALLEL_BACKENDS,
     TRAINERS,
     TrainerSpec,
 )
 from dpo.settings.files import flatten, load_defaults
+from dpo.settings.keys import (
+    KEYS,
+    SECTIONS,
+    AdapterPlan,
+    ChatPlan,
+    DataPlan,
+    EvaluationPlan,
+    FSDPPlan,
+    LoggingPlan,
+    ModelPlan,
+    OnlinePlan,
+    RunPlan,
+    TrainingPlan,
+    WandbPlan,
+)
 from dpo.system.host import count_gpus
 from dpo.system.launching import find_rank_env
-from dpo.system.run_directory import get_cache_dir, get_local_dir
 
 
 class ParallelDims(NamedTuple):
@@ -54,191 +67,6 @@ class ParallelDims(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunPlan:
-    """A run's directories and checkpoints, and how its processes start."""
-
-    seed: int
-    exp_name: str
-    debug: bool
-    local_run_dir: str
-    local_dirs: list[str]
-    resume: str | None
-    save_every: int | None
-    keep_checkpoints: int | None
-    export: bool
-    dry_run: bool
-    deterministic: bool
-    fsdp_port: int | None
-    tensor_parallel_size: int | None
-    collective_timeout_secs: float
-
-    @property
-    def local_dir(self) -> str:
-        """The directory of this user's runs, caches and stored data."""
-        return get_local_dir(self.local_dirs)
-
-    @property
-    def cache_dir(self) -> str | None:
-        """The directory of downloaded models and datasets; None: the libraries' default."""
-        return get_cache_dir(self.local_dirs)
-
-
-@dataclass(frozen=True)
-class FSDPPlan:
-    """Communication of processes that share a model; keys begin with `fsdp_`."""
-
-    frozen_weights: str | None
-    reshard_after_forward: bool
-    reduce_once: bool
-    reduce_dtype: str
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """The policy's model: where it comes from, and how it computes."""
-
-    name_or_path: str
-    tokenizer_name_or_path: str | None
-    archive: str | None
-    block_name: str | None
-    policy_dtype: str
-    fsdp_policy_mp: str | None
-    autocast: str | None
-    attn_implementation: str
-    cache_implementation: str | None
-    random_init: bool
-    trust_remote_code: bool
-
-    @property
-    def tokenizer(self) -> str:
-        return self.tokenizer_name_or_path or self.name_or_path
-
-
-@dataclass(frozen=True)
-class AdapterPlan:
-    """The adapter that is trained in place of the model's weights."""
-
-    name: str
-    r: int
-    alpha: float
-    dropout: float
-    target_modules: str | list[str]
-
-
-@dataclass(frozen=True)
-class OnlinePlan:
-    """Settings of drawing pairs from the policy and scoring them."""
-
-    n_samples: int
-    scorer: str
-    reward_model: str | None
-    reward_format: str | None
-    function: str | None
-    keyword: str | None
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-    missing_eos_penalty: float
-    labels: str
-    ties: str
-    sync_reference_every: int | None
-    mix_offline: float
-    batch_size: int | None
-
-
-class TemplatePlan(NamedTuple):
-    """A chat template in place of the tokenizer's, and what it reads."""
-
-    file: str | None
-    arguments: Mapping[str, Any]
-    date: str | None  # in ISO's form; None: that of rendering
-
-
-@dataclass(frozen=True)
-class DataPlan:
-    """Datasets, and how their examples become batches."""
-
-    datasets: list[str]
-    dataset_sources: Mapping[str, Any]
-    bad_records: str
-    unpair: bool
-    list_pairs: str
-    chat: str
-    batch_size: int
-    eval_batch_size: int
-    gradient_accumulation_steps: int
-    max_length: int
-    max_prompt_length: int
-    truncation: str
-    n_epochs: int | None
-    n_examples: int | None
-    n_eval_examples: int
-    num_workers: int
-    layout: str
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """Settings of the updates, and of the checks before and during them."""
-
-    optimizer: str
-    optimizer_args: Mapping[str, Any]
-    lr: float
-    lr_scaling: str
-    warmup_steps: int | None
-    schedule: str
-    min_lr_ratio: float
-    max_grad_norm: float
-    cache_reference_logps: str
-    activation_checkpointing: bool
-    compile: bool
-    self_test: bool
-    nan_policy: str
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """Settings of evaluations and of the samples taken then."""
-
-    eval_every: int | None
-    do_first_eval: bool
-    do_first_sampling: bool
-    sample_during_eval: bool
-    n_eval_model_samples: int
-    n_eval_tokens: int | None
-    sample_temperature: float | None
-    sample_top_p: float | None
-    sample_top_k: int | None
-
-    @property
-    def samples_first(self) -> bool:
-        """Return whether samples are drawn before the first update."""
-        return self.do_first_eval and self.sample_during_eval and self.do_first_sampling
-
-
-@dataclass(frozen=True)
-class WandbPlan:
-    """Settings of logging to Weights & Biases."""
-
-    enabled: bool
-    entity: str | None
-    project: str
-    group: str | None
-    tags: list[str]
-    notes: str | None
-    artifacts: bool
-
-
-@dataclass(frozen=True)
-class LoggingPlan:
-    """The logs that a run writes beside `metrics.jsonl`."""
-
-    minimum_log_interval_secs: float
-    ledger: bool
-    report: bool
-
-
-@dataclass(frozen=True)
 class Plan:
     """A config resolved on this machine."""
 
@@ -247,7 +75,7 @@ class Plan:
     compute_dtype: str  # dtype in which the policy computes
     reference_dtype: str
     loss: Loss
-    # source of the reference's log-probabilities, one of choices.REFERENCES; None: the loss has no reference
+    # source of the reference's log-probabilities, a choice of `lora.reference`; None: the loss has no reference
     reference: str | None
     launched: bool  # whether torchrun or Slurm started the processes
     gpus: int  # number of this machine's GPUs
@@ -256,7 +84,7 @@ class Plan:
     model: ModelPlan
     lora: AdapterPlan | None  # None: all weights are trained
     online: OnlinePlan | None  # None: the pairs are those of the data
-    template: TemplatePlan
+    chat: ChatPlan
     data: DataPlan
     training: TrainingPlan
     evaluation: EvaluationPlan
@@ -368,18 +196,16 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         launched=rank_env is not None,
         gpus=gpus,
         run=_read(RunPlan, values),
-        fsdp=_read(FSDPPlan, values, "fsdp_"),
-        model=_read(ModelPlan, values, "model."),
-        lora=_read(AdapterPlan, values, "lora.") if values.get("lora.name") in ADAPTED else None,
-        online=_read(OnlinePlan, values, "online.") if values.get("online.name") == "online" else None,
-        template=TemplatePlan(
-            values.get("chat_template"), values.get("chat_template_args") or {}, values.get("chat_template_date")
-        ),
+        fsdp=_read(FSDPPlan, values),
+        model=_read(ModelPlan, values),
+        lora=_read(AdapterPlan, values) if values.get("lora.name") in ADAPTED else None,
+        online=_read(OnlinePlan, values) if values.get("online.name") == "online" else None,
+        chat=_read(ChatPlan, values),
         data=_read(DataPlan, values),
         training=_read(TrainingPlan, values),
         evaluation=_read(EvaluationPlan, values),
         logging=_read(LoggingPlan, values),
-        wandb=_read(WandbPlan, values, "wandb."),
+        wandb=_read(WandbPlan, values),
         tensorboard=bool(values.get("tensorboard.enabled")),
         values=values,
     )
@@ -388,8 +214,9 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
 Section = TypeVar("Section")
 
 
-def _read(section: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
+def _read(section: type[Section], values: Mapping[str, Any]) -> Section:
     """Read a section of the plan; missing keys are None."""
+    prefix = SECTIONS[section]
     return section(**{field.name: values.get(prefix + field.name) for field in fields(section)})  # type: ignore[arg-type]
 
 
@@ -406,14 +233,14 @@ def _find_dims(values: Mapping[str, Any], trainer: TrainerSpec, *, world_size: i
     if world_size is None and not trainer.multi_process:
         world_size = 1
     elif world_size is None:
-        world_size = _read_positive(values, "world_size") or max(1, gpus)
+        world_size = _read_size(values, "world_size") or max(1, gpus)
     tensor_size = 1
     if trainer.cuts_layers and trainer.multi_process:
         if values.get("tensor_parallel_size") is None:
             tensor_size = world_size
         else:
-            tensor_size = _read_positive(values, "tensor_parallel_size") or 1  # 1 stands for an invalid value
-    return ParallelDims.of(world_size, shard_size=_read_positive(values, "fsdp_shard_size"), tensor_size=tensor_size)
+            tensor_size = _read_size(values, "tensor_parallel_size") or 1  # 1 stands for an invalid value
+    return ParallelDims.of(world_size, shard_size=_read_size(values, "fsdp_shard_size"), tensor_size=tensor_size)
 
 
 def _find_loss(values: Mapping[str, Any]) -> Loss:
@@ -439,14 +266,14 @@ def _find_loss(values: Mapping[str, Any]) -> Loss:
 
 
 def _find_reference(values: Mapping[str, Any]) -> str:
-    """Find the source of the reference's log-probabilities, one of REFERENCES.
+    """Find the source of the reference's log-probabilities, a choice of `lora.reference`.
 
     Without an adapter, the source is a second model. `base` stands for an unknown name.
     """
     if values.get("lora.name") not in ADAPTED:
         return "model"
     source = values.get("lora.reference")
-    return source if source in REFERENCES else "base"
+    return str(source) if source in KEYS["lora.reference"].choices else "base"
 
 
 def _look_up(table: Mapping[str, Any], name: Any, default: Any) -> Any:
@@ -454,7 +281,7 @@ def _look_up(table: Mapping[str, Any], name: Any, default: Any) -> Any:
     return table.get(name, default) if isinstance(name, str) else default
 
 
-def _read_positive(values: Mapping[str, Any], key: str) -> int | None:
-    """Return a key's value if it is a positive integer, else None."""
+def _read_size(values: Mapping[str, Any], key: str) -> int | None:
+    """Return a key's value if it is valid, else None."""
     value = values.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return value if KEYS[key].rule.holds(value) else None

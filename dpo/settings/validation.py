@@ -32,7 +32,7 @@ from dpo.settings.choices import (
     join_with_or,
 )
 from dpo.settings.files import GROUPS, UNRESOLVED, dotted, flatten, load_aliases, load_defaults, options_in
-from dpo.settings.keys import KEYS, Key, Problem, make_option_key, read_rule
+from dpo.settings.keys import KEYS, Key, Problem, make_option_key
 from dpo.settings.places import find_dataset_problems, name_datasets
 from dpo.settings.plan import Plan, resolve
 
@@ -480,13 +480,12 @@ def find_value_problem(key: str, value: Any, keys: Mapping[str, Key]) -> str | N
     if key not in keys:
         return explain_unknown_key(key, keys)
     entry = keys[key]
-    rule = read_rule(entry.spec)
     if value == "???":
         return f"{key} is not set: {entry.how_to_set or f'give {key}=VALUE'}"
     if isinstance(value, str) and "${" in value:
         return f"{key}={value} cannot be resolved: {entry.how_to_set or 'no such key or resolver'}"
-    if not rule.holds(value):
-        return f"{key}={_as_typed(value)} must be {rule.wanted}"
+    if not entry.rule.holds(value):
+        return f"{key}={_as_typed(value)} must be {entry.rule.wanted}"
     if entry.choices and value is not None and value not in entry.choices:
         return explain_unknown(key, value, entry.choices)
     return None

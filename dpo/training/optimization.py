@@ -6,17 +6,17 @@ import inspect
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from dpo.errors import InputError, one_sentence
 from dpo.numbers import count
-from dpo.settings import choices
+from dpo.settings.keys import Optimizer
 from dpo.settings.plan import TrainingPlan
 
-OPTIMIZERS = {name: getattr(torch.optim, name) for name in choices.OPTIMIZERS}
+OPTIMIZERS = {name: getattr(torch.optim, name) for name in get_args(Optimizer)}
 SCHEDULES = {  # fraction of the decay still to come, once a fraction `done` of the updates after the warm-up is over
     "constant": lambda done: 1.0,
     "linear": lambda done: 1.0 - done,

@@ -31,7 +31,7 @@ QUIET = (
 )  # fmt: skip
 IMPORTED = (
     "datasets", "hydra", "transformers.models.llama", "transformers.trainer_utils", "dpo.checkpoint.resume",
-    "dpo.training.memory", "train", "trainers",
+    "dpo.training.memory", "experiments.frontier.plain", "train", "trainers",
 )  # fmt: skip
 BAD_INPUT = 2  # exit status of train.py
 LAST_LINES = 15  # number of lines shown of a failed run's log

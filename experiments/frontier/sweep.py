@@ -103,7 +103,7 @@ class Sweep:
         rng = np.random.default_rng([task.seed, 5])
         settings = {"task": dataclasses.asdict(task), "pairs": self.size.pairs, "sft_epochs": self.size.sft_epochs}
         keep_settings(root, {**settings, "overrides": [*self.overrides], "tuning": self.tuning})
-        import_all("experiments.frontier.plain")
+        import_all()
         if (root / "reference.pt").exists():
             return
         runs.write_model(root / "model", task)

@@ -18,7 +18,7 @@ from dpo.data.templates import ChatTemplate
 from dpo.data.tokenization import TextEncoder
 from dpo.data.tokenizer import bind_template, identify_tokenizer
 from dpo.errors import InputError
-from dpo.settings.plan import TemplatePlan
+from dpo.settings.keys import ChatPlan
 from preference_datasets import get_batch_iterator
 
 AS_JSON = WITH_TOOLS.replace(
@@ -465,8 +465,8 @@ def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arg
         DATED + WITH_TOOLS + "{% if enable_thinking is false %}<think></think>{{ odd | tojson }}{% endif %}"
     )
     tokenizer, exported = chat(None), chat(None)
-    bind_template(tokenizer, TemplatePlan(str(file), arguments, date), date=date)
-    bind_template(exported, TemplatePlan(str(file), arguments, date))
+    bind_template(tokenizer, ChatPlan(str(file), arguments, date), date=date)
+    bind_template(exported, ChatPlan(str(file), arguments, date))
     end = f"<think></think>{json.dumps(ODD, ensure_ascii=False)}" if "odd" in arguments else ""
     text = f"{begins}Which colour?{EOS}\n<assistant>{end}"
     assert render(ASK, "chat", tokenizer, "") == text
@@ -491,9 +491,9 @@ def test_a_template_that_cannot_be_used_is_refused(text, arguments, message, cha
     if text is not None:
         (tmp_path / "a").write_text(text)
     with pytest.raises(InputError, match=message):
-        bind_template(chat(None), TemplatePlan(str(tmp_path / "a"), arguments, None))
+        bind_template(chat(None), ChatPlan(str(tmp_path / "a"), arguments, None))
     with pytest.raises(InputError, match="has no effect, as the tokenizer has no chat template"):
-        bind_template(chat(None), TemplatePlan(None, {"enable_thinking": True}, None))
+        bind_template(chat(None), ChatPlan(None, {"enable_thinking": True}, None))
 
 
 TEXT = {"prompt": "Which colour?", "chosen": " Blue.", "rejected": "  Green."}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import get_args
 
 import pytest
 import yaml
@@ -10,7 +11,7 @@ from support.models import FAMILIES, build
 from support.runs import ROOT, read_metrics
 
 from dpo.parallel.sharding import find_blocks
-from dpo.settings.choices import LAYOUTS
+from dpo.settings.keys import Layout
 
 FILES = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((ROOT / "config" / "model").glob("*.yaml"))}
 TO_BUILD_ON = ("blank_model", "blank_model_bfloat16")
@@ -76,7 +77,7 @@ def test_a_family_trains_two_updates_alike_in_both_layouts(family, run, tokenize
         "debug=true",
     )  # fmt: skip
     updates = {}
-    for layout in LAYOUTS:
+    for layout in get_args(Layout):
         run(layout, f"model={ONE_OF_EACH[family]}", f"layout={layout}", *settings)
         updates[layout] = read_metrics(tmp_path / layout, "train")
     assert "layout=padded: " not in capsys.readouterr().out  # not even a family that cannot share prefixes

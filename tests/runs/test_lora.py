@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import peft
 import pytest
@@ -27,7 +27,7 @@ from dpo.models.loading import load_policy, model_loaders
 from dpo.models.pretrained import load_model
 from dpo.models.quantization import Linear4bit, quantize
 from dpo.models.side_by_side import Choices, load_panel
-from dpo.settings.choices import LAYOUTS
+from dpo.settings.keys import Layout
 from dpo.settings.plan import resolve
 from dpo.system.arithmetic import GRAPHS
 from trainers import BasicTrainer
@@ -239,10 +239,10 @@ def test_a_family_trains_an_adapter_alike_in_both_layouts(family, run, tokenizer
     config.vocab_size = len(tokenizer)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    for layout in LAYOUTS:
+    for layout in get_args(Layout):
         named = (f"model.name_or_path={tmp_path / 'model'}", "model=blank_model", f"layout={layout}")
         run(layout, *with_reference("base"), *named)
-    assert_alike(*(tmp_path / layout for layout in LAYOUTS), tolerance=1e-4)
+    assert_alike(*(tmp_path / layout for layout in get_args(Layout)), tolerance=1e-4)
     with torch.no_grad():
         whole = loaded(tmp_path / "padded" / "LATEST", base=tmp_path / "model")
         expected = whole(IDS).logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import preference_datasets
 import trainers
 from dpo.losses import LOSSES
 from dpo.models.pretrained import DTYPES
-from dpo.settings import choices
+from dpo.settings import choices, keys
 from dpo.settings.files import load_defaults
 from dpo.settings.keys import KEYS, Resume
 from dpo.settings.plan import ParallelDims, Plan, resolve
@@ -100,9 +101,11 @@ def test_the_names_of_the_config_are_those_of_the_tables():
     specs = {*choices.TRAINERS.values(), *choices.TENSOR_PARALLEL_BACKENDS.values()}
     assert {spec.name: spec for spec in specs} == {name: cls.spec for name, cls in trainers.TRAINERS.items()}
     assert all(cls.__name__ == name for name, cls in trainers.TRAINERS.items())
-    assert {name: f"torch.{name}" for name in choices.DTYPES} == {name: str(dtype) for name, dtype in DTYPES.items()}
+    assert {name: f"torch.{name}" for name in DTYPES} == {name: str(dtype) for name, dtype in DTYPES.items()}
     assert all(cls.__name__ == name and issubclass(cls, torch.optim.Optimizer) for name, cls in OPTIMIZERS.items())
-    assert (tuple(SCHEDULES), tuple(LR_SCALINGS)) == (choices.SCHEDULES, choices.LR_SCALINGS)
+    assert (tuple(SCHEDULES), tuple(LR_SCALINGS)) == (get_args(keys.Schedule), get_args(keys.LRScaling))
+    assert tuple(choices.TRAINERS) == get_args(keys.TrainerName)
+    assert tuple(choices.TENSOR_PARALLEL_BACKENDS) == get_args(keys.Backend)
     assert (*load_defaults()["dataset_sources"], "demo") == preference_datasets.BUILT_IN
     assert tuple(KEYS["loss.name"].choices) == tuple(LOSSES)
 
