@@ -1,7 +1,8 @@
-"""The keys of the config, each declared once: type, bounds, choices, and whether a resume may change it.
+"""The keys of the config, each declared once.
 
-A key is a field of a section below, under the section's prefix in SECTIONS. Its default and its meaning are in
-`config/`, and conditions on several keys in `dpo/settings/validation.py`. Imports no torch.
+A key is a field of a section below, under the section's prefix in SECTIONS. The field's type has the key's bounds and
+choices, and says whether a resume may change it. Default and meaning are in `config/`, conditions on several keys in
+`dpo/settings/validation.py`. Imports no torch.
 """
 
 from __future__ import annotations
