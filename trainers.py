@@ -249,7 +249,9 @@ class Trainer:
         """
         start = time.perf_counter()
         self.policy.train()
-        context = self.objective.prepare(batch, update=self.state.batch_counter)
+        if self.plan.lora is not None and self.plan.lora.dropout:
+            adapters.seed_dropout(self.seed, self.state.batch_counter, self.mesh.data_rank)  # slices drop alike
+        context = self.objective.prepare(batch)
         metrics, n_microbatches = [], len(batch.microbatches)
         for i, microbatch in enumerate(batch.microbatches, start=1):
             # declares only whether the next backward pass is the last
@@ -306,12 +308,11 @@ class Trainer:
         This is a function of its own so that inputs and graph are freed before the next microbatch.
         """
         microbatch = microbatch.to(self.objective.device)
-        with self.objective.dropout.on(microbatch.inputs, update=self.state.batch_counter):
-            losses, metrics = self.objective.losses(microbatch, context, split="train")  # (B,) each
-            weights = context.weights[microbatch.indices]  # (B,)
-            weighted_sum = (losses.where(weights > 0, 0) * weights).sum()  # the loss of a tie may be infinite
-            # data_size undoes FSDP's averaging over processes, as the loss is a weighted mean over the global batch
-            (weighted_sum * self.mesh.data_size / context.total_weight).backward()
+        losses, metrics = self.objective.losses(microbatch, context, split="train")  # (B,) each
+        weights = context.weights[microbatch.indices]  # (B,)
+        weighted_sum = (losses.where(weights > 0, 0) * weights).sum()  # the loss of a tie may be infinite
+        # data_size undoes FSDP's averaging over processes, as the loss is a weighted mean over the global batch
+        (weighted_sum * self.mesh.data_size / context.total_weight).backward()
         return microbatch.indices, metrics
 
     def clip_gradient(self) -> torch.Tensor:

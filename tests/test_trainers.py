@@ -431,7 +431,7 @@ def test_a_tie_whose_loss_is_infinite_changes_nothing(make_trainer):
     trainer = make_trainer("loss=ipo", "loss.beta=0.1", "loss.f_divergence=forward_kl", "model.reference_dtype=float32")
     batch = next(trainer.train_iterator)
     trainer.train_step(batch)  # caches the reference
-    context = trainer.objective.prepare(batch._replace(weights=[1.0, 1.0, 0.0, 1.0]), update=1)
+    context = trainer.objective.prepare(batch._replace(weights=[1.0, 1.0, 0.0, 1.0]))
     context.reference[2, 0] += 1000
     [microbatch] = batch.microbatches
     indices, metrics = trainer._backward(microbatch, context)
@@ -446,7 +446,7 @@ def test_a_tie_whose_loss_is_infinite_changes_nothing(make_trainer):
 def test_the_host_runs_ahead_of_a_gpu_through_all_microbatches_with_ties_too(layout, make_trainer):
     trainer = make_trainer(*DPO, f"layout={layout}", "gradient_accumulation_steps=2")
     batch = next(trainer.train_iterator)._replace(weights=[0.0, 1.0, 1.0, 0.0])
-    context = trainer.objective.prepare(batch, update=0)
+    context = trainer.objective.prepare(batch)
     with HostReads() as reads:
         for microbatch in batch.microbatches:
             trainer._backward(microbatch, context)
@@ -459,5 +459,5 @@ def test_a_statistic_goes_to_the_device_without_a_wait(loss, make_trainer, monke
     moved: list[torch.Tensor] = []
     trainer = make_trainer(f"loss={loss}", "loss.beta=0.1", f"unpair={loss == 'kto'}", "gradient_accumulation_steps=2")
     monkeypatch.setattr(trainer.objective, "_to_device", lambda values: moved.append(values) or values)
-    context = trainer.objective.prepare(next(trainer.train_iterator), update=0)
+    context = trainer.objective.prepare(next(trainer.train_iterator))
     assert any(context.statistic is values for values in moved)

@@ -17,13 +17,13 @@ from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from transformers.pytorch_utils import Conv1D
 
 from dpo.checkpoint.parts import ModelPart
 from dpo.errors import InputError, explaining_library, one_sentence
-from dpo.models.adapter_dropout import Dropout, Pattern
 from dpo.models.scalar_head import HEAD, HEAD_WEIGHT, find_scalar_head
 from dpo.models.text_part import rename_layers
 from dpo.parallel.sharding import release_gathered
@@ -184,8 +184,8 @@ def add_adapter(
     """Freeze a model and add an adapter in float32, which becomes active.
 
     The policy's adapter is trainable, and with it a reward model's scalar head. PEFT draws A from the seed and sets B
-    to 0, so a new adapter changes nothing. On the meta device it takes no memory. Its dropout is off until
-    `AdapterDropout` turns it on.
+    to 0, so a new adapter changes nothing. On the meta device it takes no memory.
+
     Raises InputError if the config names no layer of the model, or a layer that cannot be adapted; `targets` is the
     config key or the file that names the layers, for the message.
     """
@@ -204,7 +204,7 @@ def add_adapter(
             f"{targets} names the output head of {type(model).__name__}, which is tied to its embedding: leave it out"
         )
     for layer in _adapted_layers(model):
-        _replace_parts(layer, name, dropout, targets)
+        _replace_parts(layer, name, targets)
     model.requires_grad_(False)  # PEFT has left the new factors trainable, also in a reference
     for weight in adapter_weights(model, POLICY).values():
         weight.requires_grad_(True)
@@ -286,16 +286,14 @@ def _is_linear(layer: Any) -> bool:
     return isinstance(output, torch.Tensor) and output.shape == (1, 1, n_out)
 
 
-def _replace_parts(layer: Any, name: str, dropout: float, targets: str) -> None:
-    """Replace PEFT's dropout and matrices in an adapted layer by our own."""
+def _replace_parts(layer: Any, name: str, targets: str) -> None:
+    """Replace PEFT's matrices in an adapted layer by our own."""
     if not _is_linear(layer.get_base_layer()):
         layer_class = type(layer.get_base_layer()).__name__
         raise InputError(
             f"{targets} names a layer of class {layer_class}, but only linear layers can be adapted: leave it out"
         )
     layer.cast_input_dtype_enabled = False  # PEFT's cast would keep a float32 copy of the input in each of q, k, v
-    if dropout > 0:
-        layer.lora_dropout[name] = Dropout(dropout, layer.in_features)
     for matrices, factor in ((layer.lora_A, FactorA), (layer.lora_B, FactorB)):
         if name in matrices:
             matrices[name] = factor(matrices[name])
@@ -309,11 +307,7 @@ def _compute_adapted_layer(layer: Any, x: torch.Tensor) -> torch.Tensor:
         return layer.base_layer(x)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    dropout, scale = layer.lora_dropout[name], layer.scaling[name]
-    pattern = dropout.find_pattern(x) if isinstance(dropout, Dropout) else None
-    if pattern:
-        scale /= 1 - dropout.p
-    x, product = layer.lora_A[name](x, scale, pattern)
+    x, product = layer.lora_A[name](x, layer.scaling[name], layer.lora_dropout[name])
     return layer.lora_B[name](product, layer.base_layer(x))
 
 
@@ -326,12 +320,15 @@ class Factor(torch.nn.Linear):
 
 
 class FactorA(Factor):
-    def forward(self, x: torch.Tensor, scale: float, pattern: Pattern | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, scale: float, dropout: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `x` for the base layer, and scale * dropout(x) @ A.T.
 
         The product is (tokens, r).
         """
-        return _MultiplyA.apply(x, self.weight.to(x.dtype), scale, pattern)
+        weight = self.weight.to(x.dtype)
+        if isinstance(dropout, torch.nn.Dropout) and dropout.training:
+            return x, _multiply(dropout(x).flatten(0, -2), weight.T, scale)
+        return _MultiplyA.apply(x, weight, scale)
 
 
 class FactorB(Factor):
@@ -341,33 +338,29 @@ class FactorB(Factor):
 
 
 class _MultiplyA(torch.autograd.Function):
-    """`FactorA.forward`, which also returns x for the base layer.
+    """`FactorA.forward` without dropout.
 
     This gives x a single gradient: the matrix product of the adapter's part also adds the base layer's part.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float, pattern: Pattern | None) -> Any:
-        seen = pattern.drop(x) if pattern else x  # (..., in features), like x
-        ctx.save_for_backward(seen, weight)
-        ctx.scale, ctx.pattern = scale, pattern
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.scale = scale
         passed = x.view_as(x)
         if not ctx.needs_input_grad[0]:  # the base layer does not need the gradient of x either
             ctx.mark_non_differentiable(passed)
-        return passed, _multiply(seen.flatten(0, -2), weight.T, scale)
+        return passed, _multiply(x.flatten(0, -2), weight.T, scale)
 
     @staticmethod
     def backward(ctx: Any, grad_passed: torch.Tensor, grad: torch.Tensor) -> Any:
-        (seen, weight), scale, pattern = ctx.saved_tensors, ctx.scale, ctx.pattern
+        (x, weight), scale = ctx.saved_tensors, ctx.scale
         grad_x = grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = _multiply(grad.T, seen.flatten(0, -2), scale)
+            grad_weight = _multiply(grad.T, x.flatten(0, -2), scale)
         if ctx.needs_input_grad[0]:
-            if pattern:
-                grad_x = pattern.drop(_multiply(grad, weight, scale).view_as(seen), onto=grad_passed)
-            else:
-                grad_x = torch.addmm(grad_passed.flatten(0, -2), grad, weight, alpha=scale).view_as(seen)
-        return grad_x, grad_weight, None, None
+            grad_x = torch.addmm(grad_passed.flatten(0, -2), grad, weight, alpha=scale).view_as(x)
+        return grad_x, grad_weight, None
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -504,6 +497,17 @@ def _adapted_layers(model: Any) -> list[Any]:
     from peft.tuners.lora import LoraLayer
 
     return [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+
+
+def seed_dropout(*numbers: int) -> None:
+    """Seed torch's global generator, so that an update draws the same masks in a resumed run."""
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+def list_dropouts(model: Any) -> list[torch.nn.Dropout]:
+    """The dropout of each adapted layer, if `lora.dropout` is above 0."""
+    dropouts = [dropout for layer in _adapted_layers(model) for dropout in layer.lora_dropout.values()]
+    return [dropout for dropout in dropouts if isinstance(dropout, torch.nn.Dropout)]
 
 
 def _activate(layers: Iterable[Any], name: str | None) -> None:

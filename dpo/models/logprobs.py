@@ -225,7 +225,8 @@ def token_logps(model: Any, hidden: torch.Tensor, targets: torch.Tensor, *, with
     n_logits = len(targets) * model.config.get_text_config().vocab_size
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["cuda" if hidden.is_cuda else "cpu"]))
     *earlier_chunks, last_chunk = zip(hidden.tensor_split(n_chunks), targets.tensor_split(n_chunks), strict=True)
-    by_chunk = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in earlier_chunks]
+    draws = any(isinstance(module, torch.nn.Dropout) for module in head.modules())  # of an adapter
+    by_chunk = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=draws) for chunk in earlier_chunks]
     # the backward pass begins with the last chunk's logits, so recomputing them would save no memory
     by_chunk.append(score(*last_chunk))
     return TokenLogps(*(torch.cat(values) for values in zip(*by_chunk, strict=True)))

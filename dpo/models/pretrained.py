@@ -15,7 +15,7 @@ from transformers.integrations import sdpa_attention
 
 from dpo.data.tokenizer import explaining_load_errors
 from dpo.errors import InputError
-from dpo.models.adapters import CONFIG, count_expert_weights, count_parameters
+from dpo.models.adapters import CONFIG, count_expert_weights, count_parameters, list_dropouts
 from dpo.models.scalar_head import HEAD_WEIGHT, draw_head, install_scalar_head
 from dpo.models.text_part import is_text_part, name_in_class
 from dpo.models.weights import read_archive
@@ -363,8 +363,9 @@ def checkpoint_activations(model: Any) -> None:
     """Recompute activations in the backward pass."""
     with warnings.catch_warnings():  # the method has a newer name, which early versions 5 lack
         warnings.simplefilter("ignore", FutureWarning)
-        # blocks draw no random numbers: dropout is off, and an adapter's dropout is a function of the text
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        # blocks draw random numbers for an adapter's dropout alone
+        draws = bool(list_dropouts(model))
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": draws})
 
 
 def disable_dropout(model: torch.nn.Module) -> None:

@@ -300,11 +300,20 @@ def cut_modules(modules: Mapping[str, Any], plan: Mapping[str, Style], mesh: Dev
         has_parameters = next(module.parameters(recurse=False), None) is not None
         if style.enter or style.leave or has_parameters:
             _compute_with_slices(module, style, mesh, shared_input)
-        n_features = getattr(module, "n_features", 0)  # only `adapter_dropout.Dropout` has it
-        if style.cut == "in" and n_features:
-            module.first_feature = _own_slice(n_features, mesh).start
+        if style.cut == "in" and isinstance(module, torch.nn.Dropout):
+            width = modules[name.replace(".lora_dropout.", ".lora_A.")].in_features
+            module.forward = partial(_drop_own_features, module, width=width, mesh=mesh)
         if style.divided is not None:
             setattr(module, style.divided, getattr(module, style.divided) // mesh.size())
+
+
+def _drop_own_features(dropout: Any, x: torch.Tensor, *, width: int, mesh: DeviceMesh) -> torch.Tensor:
+    """Apply dropout to a slice of the features, which every process draws as a whole.
+
+    So the generators of all processes stay alike.
+    """
+    kept = torch.nn.functional.dropout(x.new_ones(*x.shape[:-1], width), dropout.p, dropout.training)
+    return x * kept[..., _own_slice(width, mesh)]
 
 
 def _compute_with_slices(module: Any, style: Style, mesh: DeviceMesh, shared_input: _SharedInput | None) -> None:

@@ -29,14 +29,9 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # we read no tensor before it is written
     if compiles:
-        allow_graphs()
+        from torch._dynamo import config
 
-
-def allow_graphs() -> None:
-    """Raise torch.compile's limit of graphs per function to GRAPHS."""
-    from torch._dynamo import config
-
-    config.recompile_limit = max(GRAPHS, config.recompile_limit)
+        config.recompile_limit = max(GRAPHS, config.recompile_limit)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import torch
 
 from dpo.errors import InputError, one_sentence
 from dpo.losses import BETWEEN, Loss, Losses, Scores
-from dpo.models.adapter_dropout import AdapterDropout
 from dpo.models.adapters import weights_in_use
 from dpo.models.layouts import Layout, Longest, Microbatch, choose_layout
 from dpo.models.logprobs import TokenLogps
@@ -142,7 +141,6 @@ class Objective:
       accuracies are 0.
     - `follow_every`: the number of updates after which the reference becomes a copy of the policy. If it is set, no
       accuracies are logged while the models are equal.
-    - `seed`: the seed of the dropout in the policy's adapter. This dropout is on only in updates.
     """
 
     def __init__(
@@ -156,14 +154,12 @@ class Objective:
         autocast: torch.dtype | None = None,
         models_are_equal: bool = False,
         follow_every: int | None = None,
-        seed: int = 0,
     ) -> None:
         self.policy, self.reference, self.layout, self.mesh, self.loss = policy, reference, layout, mesh, loss
         self.average = RunningAverage()
         self.states = {"objective": self} | ({"average": self.average} if loss.running_statistic else {})  # saved
         self.autocast, self.models_are_equal, self.follow_every = autocast, models_are_equal, follow_every
         self.device = next(policy.parameters()).device
-        self.dropout = AdapterDropout(policy, seed=seed)
 
     def state_dict(self) -> dict[str, bool]:
         # a resumed run could not tell: rounded to the reference's dtype, models that differ may be equal
@@ -271,7 +267,7 @@ class Objective:
         return columns, {f"{REFERENCE}{name}": values for name, values in reference.items()}
 
     @torch.no_grad()
-    def prepare(self, batch: Batch, *, update: int) -> BatchContext:
+    def prepare(self, batch: Batch) -> BatchContext:
         """Compute the values that the microbatches of a global batch share.
 
         A batch statistic costs a forward pass of policy and reference on every microbatch, or on every mismatched one.
@@ -283,12 +279,12 @@ class Objective:
         # a loss that gets the whole batch at once finds its statistic itself, if there are no ties to leave out
         loss_finds_statistic = len(batch.microbatches) == 1 and self.mesh.data_size == 1 and all(batch.weights)
         if self.loss.batch_statistic is not None and batch.mismatched is None and not loss_finds_statistic:
-            scores, reference_logps = self._compute_all_scores([batch], update=update)
+            scores, reference_logps = self._compute_all_scores([batch])
             reference = self._to_device(self._stack_reference(reference_logps)) if reference_logps else None
             return BatchContext(weights, total_weight, reference, self._compute_statistic(scores, batch.weights))
         statistic = None
         if batch.mismatched is not None:
-            scores, _ = self._compute_all_scores([batch.mismatched], update=update)
+            scores, _ = self._compute_all_scores([batch.mismatched])
             statistic = self._compute_statistic(scores, batch.weights)
         reference = self.cached_reference(batch)
         rows_to_cache = batch.cache_rows if reference is None and self.loss.reference else ()
@@ -346,13 +342,11 @@ class Objective:
         scores, _ = self._compute_all_scores(batches)
         return (scores.chosen - scores.reference_chosen).tolist()
 
-    def _compute_all_scores(
-        self, batches: Iterable[Batch], *, update: int | None = None
-    ) -> tuple[Scores, NamedTensors]:
+    def _compute_all_scores(self, batches: Iterable[Batch]) -> tuple[Scores, NamedTensors]:
         """Score all examples of the batches; every process gets all scores.
 
         Returns `Scores` and, under REFERENCE, the reference's log-probabilities, which are also cached. All are
-        float64, on the host. With `update` the adapter's dropout is on, as in that update.
+        float64, on the host.
         """
         with_reference = self.loss.reference
         microbatch_scores, cache_rows, n_examples, needs_caching = [], [], 0, False
@@ -362,8 +356,7 @@ class Objective:
                 needs_caching = True
             for microbatch in batch.microbatches:
                 microbatch = microbatch.to(self.device)
-                with self.dropout.on(microbatch.inputs, update=update):
-                    scores, reference = self._compute_scores(microbatch, cached, with_reference=with_reference)
+                scores, reference = self._compute_scores(microbatch, cached, with_reference=with_reference)
                 columns = {name: values.double() for name, values in (scores | reference).items()}
                 microbatch_scores.append((microbatch.indices + n_examples, columns))  # indices over all batches
             n_examples += len(batch.examples)
@@ -505,7 +498,6 @@ def make_objective(
         autocast=DTYPES.get(plan.model.autocast),
         models_are_equal=models_are_equal,
         follow_every=plan.follow_every,
-        seed=plan.run.seed,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.losses import Loss
+from dpo.models.adapters import list_dropouts
 from dpo.models.layouts import Padded
 from dpo.models.pretrained import DTYPES
 from dpo.settings.plan import Plan
@@ -153,6 +154,8 @@ def _check_forwards(
     policy.eval()
     eval_logps = forward()
     policy.train()
+    for dropout in list_dropouts(policy):  # random on purpose
+        dropout.eval()
     train_logps = forward()
     reference_logps = reference_forward() if reference_forward is not None else {}
     for model_name, logps in (("policy", train_logps), ("reference", reference_logps)):

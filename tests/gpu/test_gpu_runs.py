@@ -127,7 +127,6 @@ ONLINE = ("online=online", "online.scorer=keyword", "online.keyword=e", "online.
 FEATURES = {
     "lora": (*LORA, "sample_during_eval=true", "do_first_sampling=true"),
     "qlora": ("lora=qlora", "lora.r=4", "lora.alpha=8"),
-    "adapter dropout": (*LORA, "lora.dropout=0.3"),
     "online with ties": (*ONLINE, "online.ties=skip"),
     "online lora": (*ONLINE, *LORA, "online.top_p=0.9"),
     "padded": ("layout=padded",),

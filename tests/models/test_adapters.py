@@ -16,8 +16,7 @@ from support.models import COMMON, GROUPED, Operations, build, list_examples
 from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from dpo.errors import InputError
-from dpo.models import adapter_dropout
-from dpo.models.adapter_dropout import AdapterDropout
+from dpo.models import logprobs
 from dpo.models.adapters import (
     CONFIG,
     POLICY,
@@ -31,10 +30,11 @@ from dpo.models.adapters import (
     policy_part,
     read_adapter,
     read_base,
+    seed_dropout,
     switch,
 )
 from dpo.models.layouts import SharedPrefix
-from dpo.models.pretrained import remarks
+from dpo.models.pretrained import checkpoint_activations, remarks
 from dpo.models.weights import model_digest
 from scripts.export import main as export_by_hand
 
@@ -305,15 +305,15 @@ def test_an_adapter_that_does_not_fit_is_refused_with_what_is_absent(made_by_pef
         add_stored_adapter(build("llama"), stored._replace(weights=weights))
 
 
-def count_operations(make_config: Callable[[int], object], *, dropout: float = 0.0, frozen: bool = False) -> tuple:
+def count_operations(make_config: Callable[[int], object], *, frozen: bool = False) -> tuple:
     """Operations of a block in a forward and a backward pass; `frozen`: without the adapter."""
     counts = []
     for n_layers in (2, 4):  # blocks alone differ
         model = build(lambda n_layers=n_layers: make_config(n_layers), attention="sdpa")
-        add_adapter(model, make_adapter_config(4, 8, "auto"), dropout=dropout)
+        add_adapter(model, make_adapter_config(4, 8, "auto"))
         model.enable_input_require_grads()
         [microbatch] = SharedPrefix({"full_attention": None}, max_length=32).split(list_examples(rows=4), 1)
-        with AdapterDropout(model, seed=0).on(microbatch.inputs, update=0), switch(model, None if frozen else POLICY)():
+        with switch(model, None if frozen else POLICY)():
             with Operations() as forward:
                 logits = model(microbatch.inputs.input_ids, use_cache=False).logits
             with Operations() as backward:
@@ -330,17 +330,105 @@ def count_operations(make_config: Callable[[int], object], *, dropout: float = 0
     ],
     ids=["llama", "gpt-neox"],
 )
-def test_an_adapter_adds_two_operations_to_a_forward_pass_and_four_to_a_backward_one(
-    make_config, n_adapted, monkeypatch
-):
-    """PEFT's forward adds 4 and 6. Our dropout adds one to each, as single operations 5 and 3."""
-    frozen = count_operations(make_config, frozen=True)
-    plain = count_operations(make_config)
+def test_an_adapter_adds_two_operations_to_a_forward_pass_and_four_to_a_backward_one(make_config, n_adapted):
+    """PEFT's forward adds 4 and 6."""
+    frozen, plain = count_operations(make_config, frozen=True), count_operations(make_config)
     assert (plain[0] - frozen[0], plain[1] - frozen[1]) == (2 * n_adapted, 4 * n_adapted)
-    # one kernel, which a GPU's compiled code is
-    monkeypatch.setattr(adapter_dropout, "_drop", lambda x, *_: x.clone() if _[-1] is None else x.add(_[-1]))
-    dropped = count_operations(make_config, dropout=0.1)
-    assert (dropped[0] - plain[0], dropped[1] - plain[1]) == (n_adapted, n_adapted)
+
+
+# --- dropout -------------------------------------------------------------------------------------------------------
+
+
+def adapt_a_layer(dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> torch.nn.ModuleDict:
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(32, 24, dtype=dtype)})
+    model.get_output_embeddings = model.get_input_embeddings = lambda: None
+    model.config = transformers.PreTrainedConfig()
+    add_adapter(model, make_adapter_config(4, 8, ["layer"]), dropout=dropout)
+    return model
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_adapted_layer_has_the_values_and_gradients_of_the_formula(dtype, p):
+    """W x + B A dropout(x) * alpha / r; dropout scales what it keeps by 1 / (1 - p)."""
+    torch.manual_seed(0)
+    layer = adapt_a_layer(p, dtype)["layer"]
+    a, b = (part[POLICY].weight for part in (layer.lora_A, layer.lora_B))
+    b.data = torch.randn(24, 4)
+    x = torch.randn(16, 12, 32).to(dtype).requires_grad_()
+    seed_dropout(5)
+    y = layer(x)
+    seed_dropout(5)
+    seen = torch.nn.functional.dropout(x, p)
+    assert (seen == 0).double().mean().item() == pytest.approx(p, abs=0.02)
+    expected = layer.base_layer(x) + seen @ a.to(dtype).T @ b.to(dtype).T * 2
+    gradient = torch.randn_like(y)
+    ours, theirs = (torch.autograd.grad(output, (x, a, b), gradient) for output in (y, expected))
+    limit = 0.02 if dtype == torch.bfloat16 else 1e-6
+    for mine, its in zip((y, *ours), (expected, *theirs), strict=True):
+        assert (mine - its).norm() < limit * its.norm()
+
+
+def test_a_frozen_input_gets_no_gradient():
+    layer = adapt_a_layer()["layer"]
+    passed, product = layer.lora_A[POLICY](torch.randn(5, 32), 1.0, layer.lora_dropout[POLICY])
+    assert (passed.requires_grad, product.requires_grad) == (False, True)
+
+
+def adapt_llama(targets: str | list[str] = "auto") -> torch.nn.Module:
+    """A tiny Llama whose policy's adapter drops, and whose reference's does not; neither is zero."""
+    model = build("llama", dtype=torch.float64)
+    for name in (REFERENCE, POLICY):
+        add_adapter(model, make_adapter_config(4, 8, targets), name=name, dropout=0.3 if name == POLICY else 0)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = 0.1 * torch.randn_like(parameter)
+    return model.train()
+
+
+@torch.no_grad()
+def test_only_the_policys_adapter_drops_in_train_mode_and_anew_in_each_update():
+    model = adapt_llama()
+
+    def find_logits(*numbers: int, name: str | None = POLICY) -> torch.Tensor:
+        seed_dropout(*numbers)
+        with switch(model, name)():
+            return model(IDS).logits
+
+    first = find_logits(0, 1, 0)
+    assert torch.equal(find_logits(0, 1, 0), first)
+    others = [find_logits(0, 2, 0), find_logits(0, 1, 1), find_logits(1, 1, 0)]  # another update, process, seed
+    in_train_mode = {name: find_logits(0, 1, 0, name=name) for name in (REFERENCE, None)}
+    model.eval()
+    others.append(find_logits(0, 1, 0))
+    assert not any(torch.equal(first, other) for other in others)
+    assert all(torch.equal(find_logits(0, 2, 0, name=name), logits) for name, logits in in_train_mode.items())
+
+
+def test_activations_and_logits_that_are_computed_again_drop_alike(monkeypatch):
+    """The gradient is the slope of the loss, which it is not if the backward pass draws other masks."""
+    model = adapt_llama(["q_proj", "down_proj", "lm_head"])
+    layout = SharedPrefix({"full_attention": None}, max_length=32)
+    [microbatch] = layout.split(list_examples(rows=4), 1)
+    checkpoint_activations(model)
+    model.enable_input_require_grads()
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", {"cpu": 2**9})
+
+    def find_loss() -> torch.Tensor:
+        seed_dropout(0)
+        return layout.forward(model, microbatch.inputs).logps.sum()
+
+    find_loss().backward()
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    slope = sum(parameter.grad.double().pow(2).sum() for parameter in trained).sqrt()
+    losses = []
+    for step in (-5e-3, 1e-2):
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.add_(parameter.grad, alpha=step / slope.item())
+            losses.append(find_loss())
+    assert (losses[1] - losses[0]).item() / 1e-2 == pytest.approx(slope.item(), rel=0.01)
 
 
 def test_experts_without_an_adapter_are_said_with_their_share_and_cannot_be_named():

@@ -214,7 +214,12 @@ def test_compiled_blocks_switch_adapters_within_the_recompile_limit(reference, r
     from torch._dynamo import config
     from torch._dynamo.utils import counters
 
-    settings = (*with_reference(reference, sft if reference == "adapter" else None), *SAMPLED, "n_examples=40")
+    settings = (
+        *with_reference(reference, sft if reference == "adapter" else None),
+        *SAMPLED,
+        "n_examples=40",
+        "lora.dropout=0.1",
+    )
     run("plain", *settings)
     compile_block = torch.nn.Module.compile
     monkeypatch.setattr(
