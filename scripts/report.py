@@ -4,11 +4,12 @@
 
 RUN is the directory of a run that is complete, still trains, or crashed. A directory of runs, as a sweep makes it,
 stands for its runs.
-The page has curves, findings and warnings, samples of policy and reference, differences between the runs, hardware,
-time and cost. Without --out it is in RUN/report or, for several runs, in report.
+The page of a run has a verdict, warnings, findings, curves, samples, settings, time and cost; that of several runs has
+a table of their results, the settings that differ, and their curves. Without --out it is in RUN/report or, for several
+runs, in report.
 
-The report of one run shows the texts of its ledger's pairs if their data is on this machine; a comparison of runs loads
-no data, as that can take minutes. Exit status: 0 written, 2 bad input. Changes nothing else, and uses no network.
+The texts of a ledger's pairs are shown if their data is on this machine. Exit status: 0 written, 2 bad input. Changes
+nothing else, and uses no network.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -225,54 +224,6 @@ def summarize(table: pa.Table, *, top: int = 10) -> LedgerSummary:
         lengths=pairs.measure_lengths(),
         drift=_measure_drift(table),
     )
-
-
-class ClearlyWrong(NamedTuple):
-    """Training pairs wrong by at least a margin of median size."""
-
-    share: float
-    expected: float  # share if margins were normal, with as many above 0
-    right: float  # share with a margin above 0
-    pairs: int
-
-
-def count_clearly_wrong(table: pa.Table) -> ClearlyWrong | None:
-    """Count the training pairs that are clearly wrong late in a run.
-
-    A pair counts at its first visit in the second half of the updates. If margins are normal and most are above 0, few
-    are clearly wrong. A flipped label turns its pair's margin into minus that margin, so many flipped labels make a
-    second hump below 0; the better the policy ranks other pairs, the clearer this hump. None with fewer than 100 pairs.
-    """
-    table = encode(table)
-    margins, updates = _numbers(table, "margin"), _numbers(table, "update")
-    is_late = updates > updates.max(initial=0) / 2
-    [rows] = (_is_train(table) & ~_is_tie(table) & is_late & np.isfinite(margins)).nonzero()
-    _, first_visits = np.unique(_codes(table, "example")[rows], return_index=True)
-    rows = rows[first_visits]
-    if len(rows) < 100:
-        return None
-    margins = margins[rows]  # (pairs,)
-    median_sizes = _find_group_medians(abs(margins), _periods(table)[rows])
-    right = float((margins > 0).mean())
-    share = float((margins <= -median_sizes).mean())
-    return ClearlyWrong(share, _expect_clearly_wrong(right), right, len(rows))
-
-
-def _expect_clearly_wrong(right: float) -> float:
-    """Compute the share of pairs that normal margins would make clearly wrong.
-
-    `right` is the share of margins above 0. The standard deviation is 1, as the scale of margins does not matter.
-    """
-    normal = NormalDist()
-    mean = normal.inv_cdf(min(max(right, 0.01), 0.99))
-    low, high = 0.0, abs(mean) + 1
-    for _ in range(50):  # bisection for the median size: half of the margins are between -size and size
-        size = (low + high) / 2
-        if normal.cdf(size - mean) - normal.cdf(-size - mean) < 0.5:
-            low = size
-        else:
-            high = size
-    return normal.cdf(-high - mean)
 
 
 class _Pairs:

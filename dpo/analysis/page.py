@@ -7,51 +7,32 @@ scripts and requests, because samples and settings come from models and users. T
 from __future__ import annotations
 
 import base64
-import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from dpo.analysis import summary
 from dpo.analysis.curves import COLORS, LIGHT, Picture, draw_all
-from dpo.analysis.findings import find_all
-from dpo.analysis.measures import Cost, MarginParts, margin_parts, measure_cost
-from dpo.analysis.rules import WARNING, Finding
+from dpo.analysis.measures import Cost, measure_cost
+from dpo.analysis.rules import WARNING, find_all
 from dpo.analysis.runs import Run, read_runs
 from dpo.errors import InputError
-from dpo.numbers import figure, shortened, signed
+from dpo.numbers import shortened
 from dpo.system.plain_files import make_directory, replacing
 from dpo.system.run_directory import REPORT
 
 if TYPE_CHECKING:
     from dpo.analysis.ledger import FindTexts, LedgerSummary
 
-EVALUATION_SETTINGS = ("datasets", "n_eval_examples")  # equal in all runs whose evaluations are compared
+PARTS_OF_ONE_RUN = ("about", "verdict", "findings", "samples", "drawn", "ledger", "all_settings", "data", "machine")
 FIRST_SAMPLES = 4  # shown before the reader asks for more
 LEDGER_PAIRS = 5  # pairs in each list
 TITLE_END = "· training report</title>".encode()  # in each page, which is known by it
-
-
-class Section(NamedTuple):
-    """The page's content for one run."""
-
-    run: Run
-    color: str  # CSS variable of its curves' colour
-    about: str
-    verdict: str
-    tiles: dict[str, summary.Tile]  # by label
-    warnings: list[Finding]
-    notes: list[Finding]
-    margin: MarginParts | None
-    margin_bars: list[tuple[str, float, str]]
-    settings: list[summary.Row]
-    ledger: LedgerSummary | None
 
 
 def write_report(
@@ -65,8 +46,8 @@ def write_report(
 
     Returns the page's path.
 
-    `find_texts` finds the texts of a ledger's pairs. `ended` says that the
-    runs have ended, though they may still hold their locks.
+    `find_texts` finds the texts of a ledger's pairs. `ended` says that the runs have ended, though they may still hold
+    their locks.
 
     Raises InputError for a path that is not a run's, and if `out` cannot be written or has other files of these names.
     """
@@ -99,48 +80,48 @@ def render(
     pictures: Sequence[Picture],
     find_texts: FindTexts | None = None,
 ) -> str:
-    """Render the page of runs as HTML."""
+    """Render the page of a run, or of several compared, as HTML."""
     loader = FileSystemLoader(Path(__file__).parent)
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters["svg_uri"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
-    jinja.filters |= {"shortened": shortened, "figure": figure, "signed": signed}
+    jinja.filters["shortened"] = shortened
     costs = [measure_cost(run) for run in runs]
-    sections = [_make_section(i, run, costs[i], find_texts) for i, run in enumerate(runs)]
-    context: dict[str, Any] = {
+    tiles = [
+        {tile.label: tile for tile in summary.make_tiles(run, cost)} for run, cost in zip(runs, costs, strict=True)
+    ]
+    context = dict.fromkeys(PARTS_OF_ONE_RUN) | {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
-        "sections": sections,
-        "columns": dict.fromkeys(label for section in sections for label in section.tiles),
+        "runs": runs,
+        "several": len(runs) > 1,
+        "run_colors": [f"--plot-{i % len(LIGHT.colors)}" for i in range(len(runs))],  # of the curves, as CSS variables
+        "tiles": tiles,
+        "columns": dict.fromkeys(label for tiles_of_run in tiles for label in tiles_of_run),
         "colors": COLORS,
         "pictures": pictures,
-        "samples": summary.collect_samples(runs),
-        "drawn": summary.collect_drawn(runs),
         "n_first": FIRST_SAMPLES,
-        "settings": summary.setting_rows(runs),
-        "data": summary.data_rows(runs),
-        "machines": summary.machine_rows(runs, costs),
+        "settings": summary.setting_rows(runs) if any(run.config for run in runs) else None,
         "made": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
-        "several": len(runs) > 1,
-        "best": _find_best(sections),
     }
+    if len(runs) == 1:
+        context |= _describe_run(runs[0], costs[0], find_texts)
     return jinja.get_template("page.html.jinja").render(context)
 
 
-def _make_section(i: int, run: Run, cost: Cost, find_texts: FindTexts | None) -> Section:
+def _describe_run(run: Run, cost: Cost, find_texts: FindTexts | None) -> dict[str, Any]:
+    """Make what only the page of a single run has."""
     findings = find_all(run)
-    margin = margin_parts(run)
-    return Section(
-        run,
-        color=f"--plot-{i % len(LIGHT.colors)}",
-        about=summary.describe_run(run),
-        verdict=summary.give_verdict(run, findings),
-        tiles={tile.label: tile for tile in summary.make_tiles(run, cost)},
-        warnings=[finding for finding in findings if finding.level == WARNING],
-        notes=[finding for finding in findings if finding.level != WARNING],
-        margin=margin,
-        margin_bars=summary.list_margin_parts(margin),
-        settings=summary.setting_rows([run], all_settings=True),
-        ledger=summarize_ledger(run, find_texts),
-    )
+    n_warnings = len(run.warnings) + sum(finding.level == WARNING for finding in findings)
+    return {
+        "about": summary.describe_run(run),
+        "verdict": summary.give_verdict(run, n_warnings),
+        "findings": findings,
+        "samples": summary.collect_samples(run),
+        "drawn": summary.collect_drawn(run),
+        "ledger": summarize_ledger(run, find_texts),
+        "all_settings": summary.all_settings(run),
+        "data": summary.data_rows(run),
+        "machine": summary.machine_rows(run, cost),
+    }
 
 
 def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSummary | None:
@@ -161,23 +142,3 @@ def summarize_ledger(run: Run, find_texts: FindTexts | None = None) -> LedgerSum
         command = f"python -m scripts.ledger {run.path} shows texts that can be loaded"
         ledger = replace(ledger, note=f"{ledger.note}; {command}" if ledger.note else command)
     return ledger
-
-
-def _find_best(sections: Sequence[Section]) -> set[tuple[Path, str]]:
-    """Find (run, label) of the best tiles among comparable ones.
-
-    Tiles of one label are comparable if their runs agree in the settings that the value depends on.
-    """
-    comparable: dict[tuple[str, str], dict[Path, float]] = {}  # ranks of runs, by label and settings
-    for section in sections:
-        for label, tile in section.tiles.items():
-            if section.run.config and math.isfinite(tile.rank_by):
-                settings = [section.run.setting(key) for key in (*EVALUATION_SETTINGS, *tile.depends_on)]
-                ranks = comparable.setdefault((label, json.dumps(settings, sort_keys=True)), {})
-                ranks[section.run.path] = tile.rank_by
-    best = set()
-    for (label, _), ranks in comparable.items():
-        if len(ranks) > 1:  # a single run is not the best of anything
-            highest = max(ranks.values())
-            best |= {(path, label) for path, rank in ranks.items() if rank == highest}
-    return best

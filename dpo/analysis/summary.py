@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpo.analysis.measures import Cost, MarginParts, is_inconclusive, n_effective
-from dpo.analysis.rules import WARNING, Finding
+from dpo.analysis.measures import Cost
 from dpo.analysis.runs import Run, number, rank_answers
 from dpo.analysis.verdict import describe_result
 from dpo.losses import LOSSES
@@ -20,8 +19,7 @@ from dpo.system.redaction import redact
 
 ABSENT = "\N{EN DASH}"
 MOST_SAMPLES = 32
-MOST_DRAWN = 4  # prompts of each run
-REFERENCE_SETTINGS = ("model.name_or_path", "model.archive", "model.random_init", "lora.reference")
+MOST_DRAWN = 4  # prompts
 
 
 class Tile(NamedTuple):
@@ -30,8 +28,6 @@ class Tile(NamedTuple):
     label: str
     value: str
     detail: str
-    rank_by: float = math.nan  # higher is better; NaN: runs are not ranked by this tile
-    depends_on: tuple[str, ...] = ()  # settings that must be equal in runs ranked by this tile
 
 
 class Row(NamedTuple):
@@ -61,19 +57,11 @@ def describe_run(run: Run) -> str:
     return " \N{MIDDLE DOT} ".join(facts)
 
 
-def give_verdict(run: Run, findings: Sequence[Finding]) -> str:
+def give_verdict(run: Run, n_warnings: int) -> str:
     """Sum up a run in a few short sentences."""
-    n_warnings = sum(finding.level == WARNING for finding in findings)
-    accuracy = run.eval.last("rewards_eval/accuracies")
-    if not len(run.train) and not len(run.eval):
-        judgement = ""
-    elif n_warnings:
-        judgement = f"{count(n_warnings, 'warning')} below."
-    elif math.isfinite(accuracy) and is_inconclusive(accuracy, n_effective(run)):
-        judgement = "No warnings."
-    else:
-        judgement = "Nothing looks wrong."
-    return f"{describe_result(run)} {run.state.text.capitalize()}. {judgement}".strip()
+    is_judged = len(run.train) or len(run.eval)
+    warnings = f"{count(n_warnings, 'warning') if n_warnings else 'No warnings'}." if is_judged else ""
+    return f"{describe_result(run)} {run.state.text.capitalize()}. {warnings}".strip()
 
 
 def make_tiles(run: Run, cost: Cost) -> list[Tile]:
@@ -88,7 +76,7 @@ def _make_online_tiles(run: Run) -> list[Tile]:
     tiles = []
     if math.isfinite(score):
         first = figure(run.train.first("online/score"))
-        tiles.append(Tile("Score of answers", figure(score), f"now, {first} at first", score, ("online",)))
+        tiles.append(Tile("Score of answers", figure(score), f"now, {first} at first"))
     if math.isfinite(nats):
         if number(run.setting("online.n_samples")) > 2:
             bias = "biased: of best and worst"
@@ -110,11 +98,10 @@ def _make_held_out_tiles(run: Run) -> list[Tile]:
         details = [f"standard error {figure(score_error)}"] if math.isfinite(score_error) else []
         if math.isfinite(reference):
             details.append(f"the reference has {figure(reference)}")
-        tiles.append(Tile("Held-out score", figure(score), ", ".join(details), score, ("online",)))
+        tiles.append(Tile("Held-out score", figure(score), ", ".join(details)))
     if math.isfinite(win_rate):
         error = f"standard error {percent(win_rate_error)}, " if math.isfinite(win_rate_error) else ""
-        detail = f"{error}against the reference"
-        tiles.append(Tile("Win rate", percent(win_rate), detail, win_rate, ("online", *REFERENCE_SETTINGS)))
+        tiles.append(Tile("Win rate", percent(win_rate), f"{error}against the reference"))
     return tiles
 
 
@@ -122,13 +109,11 @@ def _make_evaluation_tiles(run: Run) -> list[Tile]:
     if not len(run.eval):
         loss = run.tail("train", "loss/train")
         return [Tile("Training loss", figure(loss), "no evaluation yet")] if math.isfinite(loss) else []
-    # rewards depend on the reference; a loss also depends on its options, as DPO's does on beta
-    reference_settings = REFERENCE_SETTINGS if run.has_reference else ()
     tiles = []
     accuracy = run.eval.last("rewards_eval/accuracies")
     if math.isfinite(accuracy):
         detail = _describe_best(run, "rewards_eval/accuracies", sign=+1, format_value=percent)
-        tiles.append(Tile("Held-out accuracy", percent(accuracy), detail, accuracy, reference_settings))
+        tiles.append(Tile("Held-out accuracy", percent(accuracy), detail))
     margin, chosen, rejected = (run.eval.last(f"rewards_eval/{name}") for name in ("margins", "chosen", "rejected"))
     if math.isfinite(margin):
         detail = f"chosen {signed(chosen)}, rejected {signed(rejected)}"
@@ -136,7 +121,7 @@ def _make_evaluation_tiles(run: Run) -> list[Tile]:
     loss = run.eval.last("loss/eval")
     if math.isfinite(loss):
         detail = _describe_best(run, "loss/eval", sign=-1, format_value=figure)
-        tiles.append(Tile("Held-out loss", figure(loss), detail, -loss, ("loss", *reference_settings)))
+        tiles.append(Tile("Held-out loss", figure(loss), detail))
     return tiles
 
 
@@ -181,21 +166,6 @@ def _make_cost_tiles(run: Run, cost: Cost) -> list[Tile]:
     return tiles
 
 
-def list_margin_parts(parts: MarginParts | None) -> list[tuple[str, float, str]]:
-    """List (label, value, CSS class) of the parts of a margin."""
-    if parts is None:
-        return []
-    bars = [
-        ("chosen rising" if parts.chosen >= 0 else "chosen falling", parts.chosen, "chosen"),
-        ("rejected falling" if parts.rejected <= 0 else "rejected rising", -parts.rejected, "rejected"),
-        ("the margin's change" if parts.since_start else "the margin", parts.margin, "margin"),
-    ]
-    if math.isfinite(parts.length):
-        is_negligible = abs(parts.length) < 0.001 * abs(parts.margin)
-        bars.append(("of which by length", 0.0 if is_negligible else parts.length, "length"))
-    return bars
-
-
 class Text(NamedTuple):
     """A text of a model."""
 
@@ -212,42 +182,30 @@ class Prompted(NamedTuple):
     added: str = ""  # what a chat template put before or between the turns
 
 
-def collect_samples(runs: Sequence[Run]) -> list[Prompted]:
-    """Collect the newest samples of all runs, a card for each prompt.
+def collect_samples(run: Run) -> list[Prompted]:
+    """Collect a run's newest samples.
 
-    Beside each sample is the reference's or, without a reference, the policy's earliest sample.
+    Beside each is the reference's or, without a reference, the policy's earliest sample.
     """
-    cards: dict[tuple[str, int], Prompted] = {}  # a prompt with several pairs has a sample, and a card, for each pair
-    for run in runs:
-        policy_name = f"{run.name}," if len(runs) > 1 else "Policy"
-        earliest, newest = run.samples_at(0), run.samples_at(-1)
-        n_samples: Counter[str] = Counter()  # of each prompt so far
-        for i, sample in enumerate(newest):
-            prompt = sample["prompt"]
-            n_samples[prompt] += 1
-            shown = Prompted(_shorten_prompt(sample), [], added=str(sample.get("added") or ""))
-            card = cards.setdefault((prompt, n_samples[prompt]), shown)
-            card.texts.append(_label_policy_sample(policy_name, sample, "policy"))
-            has_earlier = earliest != newest and i < len(earliest) and earliest[i]["prompt"] == prompt
-            if sample["reference"] is not None:
-                label = f"Reference{_mark_cut_off(sample, 'reference')}"
-                beside = Text(label, "reference", shortened(sample["reference"]))
-            elif has_earlier:
-                beside = _label_policy_sample(policy_name, earliest[i], "reference")
-            else:
-                continue
-            references = [text.text for text in card.texts if text.role == "reference"]
-            if beside.text not in references:  # compared runs may share a reference
-                card.texts.append(beside)
-    return list(cards.values())[:MOST_SAMPLES]
+    earliest, newest = run.samples_at(0), run.samples_at(-1)
+    cards = []
+    for i, sample in enumerate(newest[:MOST_SAMPLES]):
+        texts = [_label_policy_sample(sample, "policy")]
+        if sample["reference"] is not None:
+            label = f"Reference{_mark_cut_off(sample, 'reference')}"
+            texts.append(Text(label, "reference", shortened(sample["reference"])))
+        elif earliest != newest and i < len(earliest) and earliest[i]["prompt"] == sample["prompt"]:
+            texts.append(_label_policy_sample(earliest[i], "reference"))
+        cards.append(Prompted(_shorten_prompt(sample), texts, added=str(sample.get("added") or "")))
+    return cards
 
 
-def _label_policy_sample(policy_name: str, sample: Mapping[str, Any], role: str) -> Text:
+def _label_policy_sample(sample: Mapping[str, Any], role: str) -> Text:
     """Label a policy's sample with the examples that it had trained on."""
     n_examples = sample["examples"]
     is_untrained = role == "reference" and n_examples == 0
     when = "before training" if is_untrained else f"after {count(n_examples, 'example')}"
-    return Text(f"{policy_name} {when}{_mark_cut_off(sample, 'policy')}", role, shortened(sample["policy"]))
+    return Text(f"Policy {when}{_mark_cut_off(sample, 'policy')}", role, shortened(sample["policy"]))
 
 
 def _mark_cut_off(sample: Mapping[str, Any], model: str) -> str:
@@ -258,20 +216,18 @@ def _mark_cut_off(sample: Mapping[str, Any], model: str) -> str:
 DRAWN_ROLES = {"best": "chosen", "worst": "rejected", "best, rejected": "rejected", "worst, chosen": "chosen"}
 
 
-def collect_drawn(runs: Sequence[Run]) -> list[Prompted]:
-    """Collect some prompts of each run, with its last drawn answers."""
+def collect_drawn(run: Run) -> list[Prompted]:
+    """Collect some prompts with the answers that the last update drew."""
+    newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
     cards = []
-    for run in runs:
-        newest = [record for record in run.drawn if record["examples"] == run.drawn[-1]["examples"]]
-        for record in newest[:MOST_DRAWN]:
-            texts = []
-            for rank, answer in rank_answers(record):
-                name = f"{run.name}, {rank}" if len(runs) > 1 else rank
-                label = f"{name}: score {figure(answer['score'])}, {count(answer['tokens'], 'token')}"
-                if not answer["ended"]:
-                    label += ", cut off"
-                texts.append(Text(label, DRAWN_ROLES.get(rank, "other"), shortened(answer["text"])))
-            cards.append(Prompted(_shorten_prompt(record), texts))
+    for record in newest[:MOST_DRAWN]:
+        texts = []
+        for rank, answer in rank_answers(record):
+            label = f"{rank}: score {figure(answer['score'])}, {count(answer['tokens'], 'token')}"
+            if not answer["ended"]:
+                label += ", cut off"
+            texts.append(Text(label, DRAWN_ROLES.get(rank, "other"), shortened(answer["text"])))
+        cards.append(Prompted(_shorten_prompt(record), texts))
     return cards
 
 
@@ -309,47 +265,37 @@ DATA_COUNTS = {  # keys of preflight.json, and their names on the page
 }
 
 
-def _make_rows(columns: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Make a table's rows from its columns, one for each run."""
-    names = dict.fromkeys(name for column in columns for name in column)  # each once, in order
-    return [Row(name, [_as_text(column[name]) if name in column else ABSENT for column in columns]) for name in names]
-
-
 def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def setting_rows(runs: Sequence[Run], *, all_settings: bool = False) -> list[Row]:
+def setting_rows(runs: Sequence[Run]) -> list[Row]:
     """List settings that differ: between runs, or one run's from the defaults."""
     columns = [dict(dotted(run.config)) for run in runs]
-    rows = _make_rows(columns)
-    if all_settings:
-        return rows
+    compared = columns
     if len(runs) == 1:
-        [run] = runs
-        defaults = load_defaults(run.loss if run.loss in LOSSES else None)
-        columns.append(dict(dotted(defaults)))
-    first_column, *other_columns = columns
+        defaults = load_defaults(runs[0].loss if runs[0].loss in LOSSES else None)
+        compared = [*columns, dict(dotted(defaults))]
     missing = object()  # unlike any setting
+    first, *others = compared
     return [
-        row
-        for row in rows
-        if any(column.get(row.name, missing) != first_column.get(row.name, missing) for column in other_columns)
+        Row(name, [_as_text(column[name]) if name in column else ABSENT for column in columns])
+        for name in dict.fromkeys(name for column in columns for name in column)  # each once, in order
+        if any(column.get(name, missing) != first.get(name, missing) for column in others)
     ]
 
 
-def data_rows(runs: Sequence[Run]) -> list[Row]:
-    """List the preflight's counts that are not 0 in all runs."""
-    rows = _make_rows([_format_data_counts(run) for run in runs])
-    return [row for row in rows if not set(row.values) <= {"0", "0 %", ABSENT}]
+def all_settings(run: Run) -> list[Row]:
+    return [Row(name, [_as_text(value)]) for name, value in dotted(run.config)]
 
 
-def _format_data_counts(run: Run) -> dict[str, str]:
-    texts = {}
+def data_rows(run: Run) -> list[Row]:
+    """List the preflight's counts that are not 0."""
+    rows = []
     for split in ("train", "test"):
         for key, name in DATA_COUNTS.items():
             value = run.count(f"{split}.{key}")
-            if not math.isfinite(value):
+            if not value or not math.isfinite(value):
                 continue
             if key == "chosen_longer":
                 text = percent(value)
@@ -357,14 +303,13 @@ def _format_data_counts(run: Run) -> dict[str, str]:
                 text = figure(value)
             else:
                 text = f"{value:,.0f}"
-            texts[f"{split}: {name}"] = text
-    return texts
+            rows.append(Row(f"{split}: {name}", [text]))
+    return rows
 
 
-def machine_rows(runs: Sequence[Run], costs: Sequence[Cost]) -> list[Row]:
+def machine_rows(run: Run, cost: Cost) -> list[Row]:
     """List hardware, versions, time and cost."""
-    columns = [_describe_machine(run, cost) for run, cost in zip(runs, costs, strict=True)]
-    return _make_rows([{name: value for name, value in column.items() if value} for column in columns])
+    return [Row(name, [value]) for name, value in _describe_machine(run, cost).items() if value]
 
 
 def _describe_machine(run: Run, cost: Cost) -> dict[str, str]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from dpo.analysis.measures import Z_95, n_effective, n_evaluated, wilson_interval
-from dpo.analysis.rules import EVAL_ACCURACY
+from dpo.analysis.measures import EVAL_ACCURACY, Z_95, n_effective, n_evaluated, wilson_interval
 from dpo.analysis.runs import Run, number
 from dpo.numbers import count, figure, percent, signed
 
@@ -34,7 +33,7 @@ def describe_result(run: Run) -> str:
 def describe_change(run: Run) -> str:
     """Say how answers and likelihoods changed; "" if unknown."""
     n_differ, n_answers = compare_answers(run)
-    changes, rounding = _find_changes_per_token(run)
+    changes, rounding = find_changes_per_token(run)
     facts = []
     if n_answers:
         differ = "differ" if n_differ > 1 else "differs"
@@ -69,7 +68,7 @@ def compare_answers(run: Run) -> tuple[int, int]:
     return sum(before[prompt] != now[prompt] for prompt in shared), len(shared)
 
 
-def _find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
+def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
     """Mean changes by side, and the rounding that they have.
 
     They are since the evaluation before the first update or, without one, against the reference.

@@ -5,19 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
-from dpo.analysis.measures import (
-    COLLAPSED,
-    COLLAPSED_EVALUATION,
-    COLLAPSED_UPDATES,
-    UPDATES_AT_START,
-    Means,
-    is_collapsed,
-)
+from dpo.analysis.measures import UPDATES_AT_START, multiply_start_loss
 from dpo.data.tokenization import unescape
 from dpo.errors import RunError
 from dpo.losses import TRAINS_ON
@@ -25,6 +18,12 @@ from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.plain_files import make_directory
 
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
+COLLAPSED_UPDATES = ((16, 5.0), (50, 3.0))  # last updates, and the multiple of the start's loss that is too high
+COLLAPSED_EVALUATION = 20.0  # the same multiple for an evaluation, whose pairs may be few
+COLLAPSED = (
+    "By its own loss the policy is worse than before training, and seldom recovers by itself: stop, and start again "
+    "with a tenth of lr, more warmup_steps or a larger batch_size."
+)
 
 
 class NonFinite(RunError):
@@ -112,6 +111,22 @@ class NonFiniteGuard(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.skipped = state["skipped"]
+
+
+class Means(NamedTuple):
+    """Mean loss and margin."""
+
+    loss: float
+    margin: float
+
+
+def is_collapsed(start: Means, losses: Sequence[float], margins: Sequence[float], factor: float) -> bool:
+    """Return whether the policy's loss is far above the start's.
+
+    Half of the losses are above `factor` times the start's, while the mean margin, which grows in nearly all runs, is
+    not above the start's.
+    """
+    return median(losses) > multiply_start_loss(start.loss, factor) and fmean(margins) <= start.margin
 
 
 class CollapseWarner(Callback):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +13,7 @@ from support.ledgers import row, with_ledger
 from support.records import update, write_run
 
 from dpo.analysis import ledger_file
-from dpo.analysis.ledger import Pair, count_clearly_wrong, summarize
+from dpo.analysis.ledger import Pair, summarize
 from dpo.analysis.ledger_file import (
     DRAWN,
     ONLINE_SCHEMA,
@@ -27,7 +25,6 @@ from dpo.analysis.ledger_file import (
     read_ledger,
     write_parquet,
 )
-from dpo.analysis.measures import margin_parts
 from dpo.analysis.page import render, summarize_ledger
 from dpo.analysis.runs import read_run
 from dpo.errors import InputError
@@ -118,16 +115,6 @@ def test_suspected_noise_is_wrong_by_more_than_is_typical_at_its_time_the_worst_
     assert summary.n_never_flipped == 0  # seen once each
 
 
-def test_clearly_wrong_pairs_are_those_beyond_the_median_size_in_the_second_half():
-    rows = [visit(f"{half}-{i}", update, -1.0 if i < 10 or half == "early" else 1.0)
-            for half, update in (("early", 1), ("late", 4)) for i in range(100)]  # fmt: skip
-    counted = count_clearly_wrong(table_of(*rows))
-    assert (counted.share, counted.right, counted.pairs) == (0.1, 0.9, 100)
-    margins = np.random.default_rng(0).normal(NormalDist().inv_cdf(0.9), 1, 1_000_000)
-    assert counted.expected == pytest.approx((margins <= -np.median(abs(margins))).mean(), abs=1e-3)
-    assert count_clearly_wrong(table_of(*rows[:150])) is None  # too few pairs
-
-
 def test_margins_are_compared_with_lengths_at_the_last_visit():
     differences = (-100, -16, -1, 0, 1, 16, 80)
     rows = [visit(f"{d}", 3, d / 10, chosen_tokens=200 + d, rejected_tokens=200) for d in differences]
@@ -179,27 +166,6 @@ def test_a_skipped_update_leaves_the_means_as_they_are():
 
 
 # --- in the report -------------------------------------------------------------------------------------------------
-
-SHOWN = [
-    row("old", 1, "eval", 9.0, 0.0, (9, 9)),
-    row("a", 2, "eval", 2.0, 1.0, (20, 10)),  # 0.1 a token on both sides: all of its 1.0 is length
-    row("b", 2, "eval", 0.0, -2.0, (10, 10)),  # as long: nothing of its 2.0
-]
-
-
-def test_length_is_worked_out_in_each_pair_of_the_last_evaluation(tmp_path):
-    parts = margin_parts(read_run(with_ledger(tmp_path, SHOWN)))
-    assert parts.margin == pytest.approx(0.15)
-    assert parts.length == pytest.approx(0.05)  # 0.1 times the mean of 1.0 and 0.0
-
-    titles = [table.title for table in summarize_ledger(read_run(tmp_path)).tables()]
-    assert [title.split(",")[0] for title in titles] == ["Margin against length", "Drift by dataset"]
-
-
-def test_rewards_of_another_scale_are_left_to_the_means(tmp_path):
-    rows = [{**one, "policy_chosen": one["policy_chosen"] + 5} for one in SHOWN]
-    parts = margin_parts(read_run(with_ledger(tmp_path, rows)))
-    assert parts.length == 0  # mean tokens are 20 and 20
 
 
 def test_suspected_noise_is_shown_with_its_texts_escaped(tmp_path):
@@ -354,4 +320,3 @@ def test_whatever_a_column_of_a_ledger_holds_it_is_summarized_or_refused_in_word
                 pq.write_table(pa.Table.from_pylist(odd_visits), tmp_path / PARQUET)
             if (tmp_path / PARQUET).exists() and (table := read_or_refuse(tmp_path / PARQUET)):
                 assert make_lines(summarize(table))
-                count_clearly_wrong(table)

@@ -158,7 +158,7 @@ def test_without_a_known_end_time_is_that_of_the_updates_whenever_files_were_wri
     run = read_run(write_run(tmp_path, LINES, env={"ended": ended}))
     cost = measure_cost(run)
     assert (cost.secs, cost.updates_alone) == (4, True)
-    assert dict(machine_rows([run], [cost]))["CPU-hours"] == ["0.0022 (2 CPUs, updates alone)"]
+    assert dict(machine_rows(run, cost))["CPU-hours"] == ["0.0022 (2 CPUs, updates alone)"]
 
 
 def test_a_run_that_trains_has_taken_the_time_till_now(tmp_path):

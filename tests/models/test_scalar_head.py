@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 from support.models import FAMILIES, list_examples
-from support.runs import GOLDEN, read_metrics
+from support.runs import GOLDEN
 from support.trainers import compose, make
 
-from dpo.analysis.findings import find_all
 from dpo.analysis.ledger_file import read_ledger
-from dpo.analysis.measures import wilson_interval
+from dpo.analysis.rules import find_all
 from dpo.analysis.runs import read_run
+from dpo.analysis.summary import describe_result
 from dpo.checkpoint.files import read_state
 from dpo.data.examples import Example, TextExample, encode_examples, text_digest
 from dpo.data.schema import name_pairs
@@ -219,14 +219,10 @@ def test_an_adapter_of_a_policy_goes_on_with_a_new_head(finished, run, tmp_path)
 
 
 def test_the_report_has_the_accuracy_with_its_interval(finished):
-    run_dir = finished("loss=bradley_terry", "ledger=true")
-    findings = {finding.title: finding for finding in find_all(read_run(run_dir))}
-    accuracy = read_metrics(run_dir, "eval")[-1]["rewards_eval/accuracies"]
-    value = findings["How often the reward model agrees with held-out preferences"].value
-    assert value.startswith(f"rewards_eval/accuracies {accuracy:g}")
-    low, high = wilson_interval(accuracy, 4)
-    assert f"on 4 pairs, 95 % interval {low:.3g} to {high:.3g};" in value
-    assert not any("margin comes from" in title or "less likely" in title for title in findings)
+    run = read_run(finished("loss=bradley_terry", "ledger=true"))
+    right = round(4 * run.eval.last("rewards_eval/accuracies"))
+    assert f"{right} of 4 held-out pairs are ranked right (95 % interval " in describe_result(run)
+    assert "Chosen responses become much less likely" not in {finding.title for finding in find_all(run)}
 
 
 def test_a_reward_model_is_not_sampled_from(finished):

@@ -13,7 +13,7 @@ import transformers
 from omegaconf import OmegaConf
 from support.runs import GOLDEN, read_metrics, run_script, train
 
-from dpo.analysis.findings import find_all
+from dpo.analysis.rules import find_all
 from dpo.analysis.runs import read_run
 from dpo.checkpoint.files import check_complete
 from dpo.data.tokenizer import load_tokenizer
@@ -166,11 +166,11 @@ def test_best_is_named_with_its_value_if_it_is_better_than_latest(run, tmp_path,
         f"BEST is {tmp_path}/run/step-{best}, with rewards_eval/accuracies {found[best]:.4g}; LATEST has "
         f"rewards_eval/accuracies {found[max(found)]:.4g}"
     ]
-    assert "BEST is better than the last evaluation" in {f.title for f in find_all(read_run(tmp_path / "run"))}
+    assert "An earlier checkpoint is better" in {f.title for f in find_all(read_run(tmp_path / "run"))}
 
 
 def test_nothing_is_said_if_the_last_is_the_best(run, tmp_path, capsys):
     run("run", "n_examples=8")
     assert len(accuracies(tmp_path / "run")) == 1
     assert "BEST" not in capsys.readouterr().out
-    assert "BEST is better than the last evaluation" not in {f.title for f in find_all(read_run(tmp_path / "run"))}
+    assert "An earlier checkpoint is better" not in {f.title for f in find_all(read_run(tmp_path / "run"))}

@@ -63,8 +63,8 @@ def test_a_sweeps_directory_stands_for_the_runs_of_its_jobs(tmp_path):
     assert "2 runs compared" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_a_comparison_loads_no_data_and_says_where_the_texts_are(tmp_path):
-    """Loading it takes minutes, and what is compared does not need it."""
+def test_a_comparison_loads_neither_data_nor_torch(tmp_path):
+    """Loading data takes minutes, and what is compared does not need it."""
     wrong = [row("bad", n, "train", -9.0, 9.0, (5, 5)) for n in (2, 3)]
     runs = [str(with_ledger(tmp_path / name, wrong)) for name in "ab"]
     program = (
@@ -73,7 +73,6 @@ def test_a_comparison_loads_no_data_and_says_where_the_texts_are(tmp_path):
     )
     result = run_python("-c", program, *runs, "--out", str(tmp_path / "out"))
     assert (result.returncode, result.stderr) == (0, "")
-    assert f"python -m scripts.ledger {runs[0]} shows texts" in (tmp_path / "out" / "report.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize("what", ["nowhere", "junk", "run/metrics.jsonl"])
