@@ -2,8 +2,8 @@
 
     python -m scripts.demo
 
-Writes `.cache/demo/{sft,dpo}` and a page about them, `.cache/demo/report/report.html`. A completed stage is not run
-again; `make clean-demo` removes all.
+Writes `.cache/demo/{sft,dpo}` and a page about the latter, `.cache/demo/report/report.html`. A completed stage is not
+run again; `make clean-demo` removes all.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def main() -> int:
     from dpo.analysis.page import write_report  # matplotlib takes a second to import
 
     try:
-        page = write_report([DEMO / stage for stage in STAGES], DEMO / "report")
+        page = write_report([DEMO / "dpo"], DEMO / "report")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""The rules of the report: what is wrong with a run, and what to change.
+"""The report's rules: what is wrong, and what to change.
 
 A rule has a condition, which returns the numbers that it is about, or None if it does not hold. The table is at the
 end; docs/metrics.md has it in words.
@@ -32,6 +32,7 @@ from dpo.analysis.measures import (
 )
 from dpo.analysis.runs import Run, number
 from dpo.analysis.verdict import SMALL_CHANGE, find_changes_per_token
+from dpo.data.asking import DATASETS_IN_HH_FORMAT
 from dpo.numbers import count, figure, percent, signed
 
 WARNING, NOTE = "warning", "note"  # a note is worth knowing, and often no fault
@@ -49,17 +50,16 @@ ANY = FIXED | ONLINE
 
 
 def skipped_updates(run: Run) -> str | None:
-    skipped = set()
-    for line in run.train.lines:
+    skipped = []
+    for update, line in zip(run.train.updates, run.train.lines, strict=True):
         # a loss or norm that was not finite is logged as null; an absent one says nothing
-        logged = [number(line[name]) for name in ("loss/train", "grad_norm") if name in line]
-        if not np.isfinite(logged).all():
-            skipped.add(int(number(line.get("updates"))))
+        if not all(math.isfinite(number(line[name])) for name in ("loss/train", "grad_norm") if name in line):
+            skipped.append(update)
     if run.state.word == "aborted":
-        skipped.add(run.nonfinite[-1])
+        skipped.append(run.nonfinite[-1])
     if not skipped:
         return None
-    shown = ", ".join(f"{update:,}" for update in sorted(skipped)[:6]) + (", ..." if len(skipped) > 6 else "")
+    shown = ", ".join(f"{update:,.0f}" for update in skipped[:6]) + (", ..." if len(skipped) > 6 else "")
     return f"{len(skipped):,} of {count(run.updates, 'update')}: {shown}"
 
 
@@ -82,7 +82,8 @@ def chosen_falls(run: Run) -> str | None:
     change = find_change(run)
     if change is None or run.objective is None or not run.objective.margin_only:
         return None
-    per_token = -change.chosen / run.count(f"{'test' if change.split == 'eval' else 'train'}.mean_chosen_tokens")
+    tokens = run.count(f"{'test' if change.split == 'eval' else 'train'}.mean_chosen_tokens")
+    per_token = -change.chosen / tokens if tokens > 0 else math.nan
     fell_more = change.chosen + change.margin < 0 and not run.is_per_token  # lengths differ, and with them the sums
     if (per_token > 0.1 and fell_more) or per_token > 0.5:
         return (
@@ -206,9 +207,17 @@ def list_counts(run: Run, split: str, totals: Mapping[str, str]) -> str | None:
     shown = []
     for name, total_name in totals.items():
         n, total = run.count(f"{split}.{name}"), run.count(f"{split}.{total_name}")
-        if n > 0 and n >= 0.01 * total:
+        if n > 0 and total > 0 and n >= 0.01 * total:
             shown.append(f"{name} {n:,.0f} of {total:,.0f} ({percent(n / total)})")
     return "; ".join(shown) or None
+
+
+def leaks(run: Run) -> str | None:
+    """Held-out data that is in the training data, of one's own."""
+    # whoever uses published splits, or the demo, can do nothing about what they share
+    datasets = run.setting("datasets")
+    is_published = isinstance(datasets, list) and DATASETS_IN_HH_FORMAT.issuperset(map(str, datasets))
+    return None if is_published else list_counts(run, "test", LEAKED)
 
 
 def length_in_data(run: Run) -> str | None:
@@ -362,7 +371,7 @@ RULES = (  # in the order of the page
     ),
     Rule(
         WARNING, "Held-out prompts or answers are in the training data",
-        partial(list_counts, split="test", totals=LEAKED),
+        leaks,
         "Held-out numbers are too good. Put what belongs together into one split, or give a test file of its own.",
     ),
     Rule(

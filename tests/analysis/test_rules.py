@@ -123,7 +123,7 @@ FAULTS: dict[str, list[tuple[Run, str]]] = {  # by title: runs, and the beginnin
          "truncated_responses 4 of 400 (1 %)"),
     ],
     "Held-out prompts or answers are in the training data": [
-        (replace(HEALTHY, **counts("test", prompts_like_train=26, answers_in_train=3)),
+        (with_settings(replace(HEALTHY, **counts("test", prompts_like_train=26, answers_in_train=3)), datasets=["my"]),
          "prompts_like_train 26 of 256 (10 %); answers_in_train 3 of 256 (1 %)"),
     ],
     "The answers have not become better": [
@@ -185,6 +185,10 @@ NEARLY = {
     ),
     "nothing was logged": Run(Path("run"), "made", config=CONFIG),
     "no file could be read": Run(Path("run"), "made"),
+    "numbers that are none": with_settings(
+        replace(HEALTHY, **counts("train", empty_responses=1, examples=0)), datasets=3, batch_size="x", warmup_steps=[]
+    ),
+    "responses without tokens": replace(HEALTHY, **counts("test", mean_chosen_tokens=0, mean_rejected_tokens=0)),
     "margins that grow by what chosen lose": replace(HEALTHY, **held_out(evaluate(0.55, 0.7, -52.0, -56.0))),
     "a loss that holds chosen up": with_settings(
         replace(HEALTHY, **held_out(evaluate(0.55, 0.7, -54.0, -55.0))), loss={"name": "dpop"}
@@ -201,6 +205,7 @@ NEARLY = {
         replace(HEALTHY, **sampled([answer * 3 for answer in ANSWERS])), loss={"name": "sft"}
     ),
     "one sample is very long": replace(HEALTHY, **sampled([ANSWERS[0] * 90, *ANSWERS[1:]])),
+    "published splits share prompts": replace(HEALTHY, **counts("test", prompts_in_train=26)),
     "less than 1 % is cut": replace(HEALTHY, **counts("train", truncated_responses=3)),
     "half of forty prompts tie": replace(HEALTHY_ONLINE, **drawn(ties=0.6)),
     "longer answers that score less": replace(
