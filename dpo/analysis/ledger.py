@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dpo.analysis.ledger_file import RECURRING, encode
-from dpo.analysis.measures import SIDES
 from dpo.analysis.runs import Run
 from dpo.errors import InputError
 from dpo.numbers import count, figure, percent, signed
@@ -325,7 +324,7 @@ def _measure_drift(table: pa.Table) -> list[Period]:
     keys = np.stack([_codes(table, "dataset"), _codes(table, "split"), _periods(table)])  # (3, rows)
     groups, group_of_row = np.unique(keys, axis=1, return_inverse=True)  # (3, groups), (rows,)
     columns = {name: _numbers(table, name) for name in ("loss", "margin", "policy_chosen", "policy_rejected")}
-    for side in SIDES:
+    for side in ("chosen", "rejected"):
         columns[f"{side}_change"] = columns[f"policy_{side}"] - _numbers(table, f"reference_{side}")
     # visits before the first update, and ties, are neither right nor wrong
     is_undecided = np.isnan(columns["margin"]) | _is_before_first_update(table) | _is_tie(table)

@@ -11,7 +11,6 @@ import numpy as np
 
 from dpo.analysis.runs import Run, first_tenth, number
 
-SIDES = ("chosen", "rejected")
 EVAL_ACCURACY = "rewards_eval/accuracies"
 Z_95 = 1.959964  # half the width of a 95 % interval, in standard errors
 UPDATES_AT_START = 10  # updates averaged as the start of a loss without a reference: a single one says too little
@@ -111,39 +110,6 @@ def mean_near(run: Run, name: str, examples: float) -> float:
     if not len(nearest):
         nearest = first_tenth(values)
     return float(nearest.mean()) if len(nearest) else math.nan
-
-
-class Change(NamedTuple):
-    """Changes of the means of chosen and rejected since the start."""
-
-    split: str
-    chosen_before: float
-    chosen_after: float
-    rejected: float  # the change, as in `chosen` and `margin`
-
-    @property
-    def chosen(self) -> float:
-        return self.chosen_after - self.chosen_before
-
-    @property
-    def margin(self) -> float:
-        return self.chosen - self.rejected
-
-
-def find_change(run: Run) -> Change | None:
-    """Find the change of the metrics logps_SPLIT/chosen and /rejected.
-
-    The last evaluation is compared with the first or, if there are fewer than two, the last updates with the first.
-    """
-    for split, log in (("eval", run.eval), ("train", run.train)):
-        chosen, rejected = (log.points(f"logps_{split}/{side}")[1] for side in SIDES)
-        n_averaged = 1 if split == "eval" else max(10, len(chosen) // 10)  # single updates vary more
-        if min(len(chosen), len(rejected)) < 2 * n_averaged:
-            continue
-        chosen_before, rejected_before = (float(values[:n_averaged].mean()) for values in (chosen, rejected))
-        chosen_after, rejected_after = (float(values[-n_averaged:].mean()) for values in (chosen, rejected))
-        return Change(split, chosen_before, chosen_after, rejected_after - rejected_before)
-    return None
 
 
 def pair_samples(run: Run) -> tuple[list[tuple[str, str]], str]:

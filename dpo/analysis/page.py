@@ -29,7 +29,7 @@ from dpo.system.run_directory import REPORT
 if TYPE_CHECKING:
     from dpo.analysis.ledger import FindTexts, LedgerSummary
 
-PARTS_OF_ONE_RUN = ("about", "verdict", "findings", "samples", "drawn", "ledger", "all_settings", "data", "machine")
+PARTS_OF_ONE_RUN = ("about", "verdict", "findings", "samples", "drawn", "ledger", "all_settings", "machine")
 FIRST_SAMPLES = 4  # shown before the reader asks for more
 LEDGER_PAIRS = 5  # pairs in each list
 TITLE_END = "· training report</title>".encode()  # in each page, which is known by it
@@ -119,7 +119,6 @@ def _describe_run(run: Run, cost: Cost, find_texts: FindTexts | None) -> dict[st
         "drawn": summary.collect_drawn(run),
         "ledger": summarize_ledger(run, find_texts),
         "all_settings": summary.all_settings(run),
-        "data": summary.data_rows(run),
         "machine": summary.machine_rows(run, cost),
     }
 

@@ -18,7 +18,6 @@ from dpo.analysis.measures import (
     EVAL_ACCURACY,
     binomial_tail,
     evaluation_loss_error,
-    find_change,
     find_start_loss,
     is_broken,
     mean_error,
@@ -31,7 +30,7 @@ from dpo.analysis.measures import (
     wilson_interval,
 )
 from dpo.analysis.runs import Run, number
-from dpo.analysis.verdict import SMALL_CHANGE, find_changes_per_token
+from dpo.analysis.verdict import SMALL_CHANGE, compare_answers, find_changes_per_token
 from dpo.data.asking import DATASETS_IN_HH_FORMAT
 from dpo.numbers import count, figure, percent, signed
 
@@ -79,18 +78,16 @@ def chosen_falls(run: Run) -> str | None:
 
     That is a tenth of a nat a token, or half a nat.
     """
-    change = find_change(run)
-    if change is None or run.objective is None or not run.objective.margin_only:
+    changes, _ = find_changes_per_token(run)
+    if len(changes) < 2 or run.objective is None or not run.objective.margin_only:
         return None
-    tokens = run.count(f"{'test' if change.split == 'eval' else 'train'}.mean_chosen_tokens")
-    per_token = -change.chosen / tokens if tokens > 0 else math.nan
-    fell_more = change.chosen + change.margin < 0 and not run.is_per_token  # lengths differ, and with them the sums
-    if (per_token > 0.1 and fell_more) or per_token > 0.5:
-        return (
-            f"logps_{change.split}/chosen {figure(change.chosen_before, 4)}, then {figure(change.chosen_after, 4)}, or "
-            f"{signed(-per_token)} a token; the distance to rejected changed by {signed(change.margin)}"
-        )
-    return None
+    fall, margin = -changes["chosen"], changes["chosen"] - changes["rejected"]
+    return describe_changes(changes) if fall > 0.5 or fall > max(0.1, margin) else None
+
+
+def describe_changes(changes: Mapping[str, float]) -> str:
+    shown = ", ".join(f"{side} {signed(change)}" for side, change in changes.items())
+    return f"change of held-out log-probabilities per token: {shown}"
 
 
 def no_better_than_chance(run: Run) -> str | None:
@@ -144,9 +141,9 @@ def without_effect(run: Run) -> str | None:
             f"{count(run.updates, 'update')}"
         )
     changes, _ = find_changes_per_token(run)
-    if changes and max(map(abs, changes.values())) < SMALL_CHANGE:
-        shown = ", ".join(f"{side} {signed(change)}" for side, change in changes.items())
-        return f"change of held-out log-probabilities per token: {shown}"
+    n_differ, _ = compare_answers(run)
+    if n_differ == 0 and changes and max(map(abs, changes.values())) < SMALL_CHANGE:
+        return describe_changes(changes)
     return None
 
 

@@ -186,11 +186,6 @@ class Run:
         return self.objective is not None and self.objective.reference
 
     @property
-    def trains_reward_model(self) -> bool:
-        """Return whether a reward model was trained, not a policy."""
-        return self.objective is not None and self.objective.scalar_head
-
-    @property
     def online(self) -> bool:
         """Return whether pairs were drawn from the policy."""
         return self.setting("online.name") == "online" or "online/score" in self.train.names

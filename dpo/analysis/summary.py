@@ -236,35 +236,6 @@ def _shorten_prompt(record: Mapping[str, Any]) -> str:
     return re.sub(r"\n\s*\n", "\n", shortened(prompt))  # no blank lines between the turns of a dialogue
 
 
-DATA_COUNTS = {  # keys of preflight.json, and their names on the page
-    "examples": "examples",
-    "prompts": "prompts",
-    "desirable": "desirable responses",
-    "undesirable": "undesirable responses",
-    "mean_responses": "mean responses of a list",
-    "smallest_weight": "smallest weight",
-    "largest_weight": "largest weight",
-    "effective_examples": "effective examples, by weight",
-    "smallest_margin": "smallest margin",
-    "largest_margin": "largest margin",
-    "mean_chosen_tokens": "mean tokens, chosen",
-    "mean_rejected_tokens": "mean tokens, rejected",
-    "chosen_longer": "pairs with chosen longer",
-    "truncated_prompts": "with a truncated prompt",
-    "truncated_responses": "with a truncated response",
-    "duplicated_pairs": "duplicated pairs",
-    "contradictory_pairs": "contradictory pairs",
-    "contradictory_labels": "responses with both labels",
-    "identical_pairs": "identical pairs",
-    "prompts_in_train": "prompts that are in train too",
-    "first_turns_in_train": "prompts with the first turn of a training prompt",
-    "prompts_like_train": "prompts with nearly all words of a training prompt",
-    "answers_in_train": "with an answer of the training split",
-    "empty_responses": "with an empty response",
-    "joined_words": "without a space after the prompt",
-}
-
-
 def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
@@ -287,24 +258,6 @@ def setting_rows(runs: Sequence[Run]) -> list[Row]:
 
 def all_settings(run: Run) -> list[Row]:
     return [Row(name, [_as_text(value)]) for name, value in dotted(run.config)]
-
-
-def data_rows(run: Run) -> list[Row]:
-    """List the preflight's counts that are not 0."""
-    rows = []
-    for split in ("train", "test"):
-        for key, name in DATA_COUNTS.items():
-            value = run.count(f"{split}.{key}")
-            if not value or not math.isfinite(value):
-                continue
-            if key == "chosen_longer":
-                text = percent(value)
-            elif key.startswith("mean") or key.endswith("weight"):
-                text = figure(value)
-            else:
-                text = f"{value:,.0f}"
-            rows.append(Row(f"{split}: {name}", [text]))
-    return rows
 
 
 def machine_rows(run: Run, cost: Cost) -> list[Row]:

@@ -294,7 +294,7 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path, n_lines):
 def test_headings_go_down_by_one_and_every_part_of_the_navigation_is_there(tmp_path):
     one, another = made(tmp_path / "a"), made(tmp_path / "b", name="b")
     for runs, parts in (
-        ([one], ["summary", "findings", "samples", "settings", "data", "cost"]),
+        ([one], ["summary", "findings", "samples", "settings", "cost"]),
         ([one, another], ["summary", "settings"]),
     ):
         page = page_of(*runs)

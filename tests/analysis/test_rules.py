@@ -12,7 +12,7 @@ import pytest
 from support.records import CONFIG, PREFLIGHT, evaluation, rewards, sample, update
 
 from dpo.analysis import rules
-from dpo.analysis.measures import find_change, is_broken
+from dpo.analysis.measures import is_broken
 from dpo.analysis.rules import RULES, find_all
 from dpo.analysis.runs import Log, Run, State
 
@@ -90,8 +90,8 @@ FAULTS: dict[str, list[tuple[Run, str]]] = {  # by title: runs, and the beginnin
     ],
     "Chosen responses become much less likely": [  # of 20 tokens
         (replace(HEALTHY, **held_out(evaluate(0.55, 0.7, -53.0, -55.0))),
-         f"logps_eval/chosen {MINUS}50, then {MINUS}53, or {MINUS}0.15 a token; the distance to rejected"),
-        (replace(HEALTHY, **held_out(evaluate(0.55, 0.7, -61.0, -90.0))), f"logps_eval/chosen {MINUS}50, then"),
+         f"change of held-out log-probabilities per token: chosen {MINUS}0.15, rejected {MINUS}0.25"),
+        (replace(HEALTHY, **held_out(evaluate(0.55, 0.7, -61.0, -90.0))), "change of"),
     ],
     "Held-out pairs are ranked no better than by chance": [
         (replace(HEALTHY, **held_out(evaluate(0.69, 0.45))),
@@ -232,13 +232,6 @@ def test_no_rule_finds_a_fault_where_there_is_none(run):
 )  # fmt: skip
 def test_a_text_without_words_or_with_the_same_ones_is_broken(text, broken):
     assert is_broken(text) == broken
-
-
-def test_without_two_evaluations_the_first_updates_are_compared_with_the_last():
-    courses = {"logps_train/chosen": lambda k: -50.0 - k, "logps_train/rejected": lambda k: -50.0 - 3 * k}
-    change = find_change(replace(HEALTHY, train=train(40, **courses), eval=Log()))
-    assert (change.split, change.chosen_before, change.chosen_after) == ("train", -55.5, -85.5)
-    assert change.margin == -30 + 90
 
 
 # --- rules that infer: how often they err, and what they see ----------------------------------------------------------
