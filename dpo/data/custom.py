@@ -18,7 +18,6 @@ from dpo.data.asking import ends_in_header
 from dpo.data.columns import RecognizedColumns, find_columns, recognize_columns
 from dpo.data.problems import BadRecords
 from dpo.data.records import (
-    FORMATS,
     MEDIA,
     Record,
     is_empty,
@@ -61,8 +60,7 @@ def get_custom(
 
     Records have these fields:
 
-    - pairs: `{prompt, chosen, rejected}`; `{chosen, rejected}`, which begin with the prompt; or `{messages, rejected}`,
-      where the last message is chosen
+    - pairs: `{prompt, chosen, rejected}`, or `{chosen, rejected}`, which begin with the prompt
     - ranked lists: `{prompt, responses, scores}`, or `{prompt, responses}` in order, best first; they give pairs too
     - SFT targets: `{prompt, completion}`, or `{messages}` with the target as last message; pairs and lists give targets
     - labelled responses: the fields of SFT targets, and `label`
@@ -113,11 +111,8 @@ def get_custom(
         tally += chunk_tally
     bad_note = bad.finish(name, is_empty=not data)
     data.bad_records = bad.found
-    data_format = reader.data_format
-    format_note = f"format {data_format}" if data_format else ""
-    note = "; ".join(filter(None, (format_note, recognized.describe(columns))))
-    if note:
-        data.notes.append(f"{origin}: {note}")
+    format_note = f"format {reader.data_format}; " if reader.data_format else ""
+    data.notes.append(f"{origin}: {format_note}{recognized.describe()}")
     if media := [column for column in recognized.unused if column.lower() in MEDIA]:
         data.notes.append(
             f"warning: {origin}: {', '.join(media)}: only text is trained, and the rest of a record is lost"
@@ -153,7 +148,7 @@ def recognize(
         name=name,
         origin=origin,
         trains_on=trains_on,
-        format_columns=FORMATS[data_format].columns if data_format else None,
+        data_format=data_format,
         with_margins=with_margins,
     )
     return recognized, verdicts

@@ -62,7 +62,7 @@ QUANTIZED = ("qlora",)  # choices of `lora` with a 4-bit base
 HELD_OUT_SCORE = "online_eval/score"  # the metric that ranks the checkpoints of online runs; higher is better
 # the forms of custom data: each is the fields of one record
 PAIR_FIELDS = ("prompt", "chosen", "rejected")
-CHAT_PAIR_FIELDS = ("messages", "rejected")  # the messages end with the chosen response
+WHOLE_PAIR_FIELDS = ("chosen", "rejected")  # both begin with the prompt
 TARGET_FIELDS = ("prompt", "completion")
 CHAT_FIELDS = ("messages",)
 PROMPT_FIELDS = ("prompt",)
@@ -70,13 +70,14 @@ LABEL_FIELDS = ("prompt", "completion", "label")
 LABELLED_CHAT_FIELDS = ("messages", "label")
 SCORED_FIELDS = ("prompt", "responses", "scores")
 RANKED_FIELDS = ("prompt", "responses")
+PAIRS, LISTS = (PAIR_FIELDS, WHOLE_PAIR_FIELDS), (SCORED_FIELDS, RANKED_FIELDS)
 # the forms of records from which examples can be made, by what a loss trains on; "prompts" are for online runs
 FORMS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "pairs": (PAIR_FIELDS, CHAT_PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS),
-    "prompts": (PAIR_FIELDS, CHAT_PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS, PROMPT_FIELDS),
-    "targets": (PAIR_FIELDS, SCORED_FIELDS, RANKED_FIELDS, TARGET_FIELDS, CHAT_FIELDS),
-    "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),  # pairs with `unpair`
-    "lists": (SCORED_FIELDS, RANKED_FIELDS, PAIR_FIELDS, CHAT_PAIR_FIELDS),
+    "pairs": (*PAIRS, *LISTS),
+    "prompts": (*PAIRS, *LISTS, PROMPT_FIELDS),
+    "targets": (*PAIRS, *LISTS, TARGET_FIELDS, CHAT_FIELDS),
+    "labels": (LABEL_FIELDS, LABELLED_CHAT_FIELDS, *PAIRS),  # pairs with `unpair`
+    "lists": (*LISTS, *PAIRS),
 }
 # optional fields of records of any form; the config may say that such a field has no column
 SYSTEM = "system"  # a system turn
@@ -85,8 +86,24 @@ NUMBER_FIELDS = ("weight", "margin")
 OPTIONAL_FIELDS = (SYSTEM, TOOLS, *NUMBER_FIELDS)
 FIELDS = (*dict.fromkeys(field for forms in FORMS.values() for form in forms for field in form), *OPTIONAL_FIELDS)
 PROMPT_PARTS = ("input", "history")  # parts of a prompt in Alpaca's data, beside the instruction
-DATA_FORMATS = (  # of custom data, in the order in which they are tried
-    "hh", "trl_standard", "trl_conversational", "trl_implicit", "ultrafeedback", "openrlhf", "alpaca", "sharegpt",
-    "axolotl_chat_template", "axolotl_prompt_pairs", "axolotl_intel", "axolotl_argilla", "axolotl_icr",
-    "ms_swift", "ms_swift_messages", "ranked",
+_PAIR = {"chosen": "chosen", "rejected": "rejected"}
+_CHAT = {"messages": "messages", TOOLS: "tools"}
+_TRL = {"prompt": "prompt", **_PAIR, "completion": "completion", "label": "label", TOOLS: "tools"}
+_LLAMA_FACTORY = {**_PAIR, "label": "kto_tag", TOOLS: "tools", SYSTEM: "system"}
+FORMATS: dict[str, dict[str, str]] = {  # of custom data: the column of each field, which records may lack
+    "hh": _PAIR,
+    "trl_standard": _TRL,
+    "trl_conversational": _TRL,
+    "trl_implicit": {**_PAIR, **_CHAT, "label": "label"},
+    "ultrafeedback": {"prompt": "prompt", **_PAIR, **_CHAT, SYSTEM: "system"},
+    "alpaca": {
+        **{"prompt": "instruction", "input": "input", "history": "history", "completion": "output"},
+        **_LLAMA_FACTORY,
+    },
+    "sharegpt": {"prompt": "conversations", "messages": "conversations", **_LLAMA_FACTORY},
+    "ranked": {"prompt": "prompt", "responses": "responses", "scores": "scores", TOOLS: "tools"},
+}
+REMOVED_FORMATS = (
+    "openrlhf", "axolotl_chat_template", "axolotl_prompt_pairs", "axolotl_intel", "axolotl_argilla", "axolotl_icr",
+    "ms_swift", "ms_swift_messages",
 )  # fmt: skip

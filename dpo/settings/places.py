@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dpo.errors import InputError
-from dpo.settings.choices import DATA_FORMATS, FIELDS, OPTIONAL_FIELDS, join_with_or
+from dpo.settings.choices import FIELDS, FORMATS, OPTIONAL_FIELDS, REMOVED_FORMATS, join_with_or
 from dpo.settings.files import load_defaults
 from dpo.settings.keys import Problem, is_text
 
@@ -39,7 +39,7 @@ class Source:
     revision: str | None = None  # of a Hub id: a branch, tag or commit
     # maps fields of choices.FIELDS to the source's columns, and those without a column to None
     columns: Mapping[str, str | None] = field(default_factory=dict)
-    format: str | None = None  # one of choices.DATA_FORMATS; None: recognized
+    format: str | None = None  # one of choices.FORMATS; None: recognized
 
     @classmethod
     def parse(cls, name: str, value: Any) -> Source:
@@ -63,8 +63,13 @@ class Source:
             raise InputError(
                 f"{key}.{setting}: the built-in dataset {name} has fixed columns; choose another name for your data"
             )
-        if data_format is not None and data_format not in DATA_FORMATS:
-            raise InputError(f"{key}.format={data_format} is not one of {', '.join(DATA_FORMATS)}")
+        if data_format in REMOVED_FORMATS:
+            raise InputError(
+                f"{key}.format={data_format} was removed after af2ec09b: leave it out, as columns are recognized by "
+                f"their names, or name them with {key}.columns"
+            )
+        if data_format is not None and data_format not in tuple(FORMATS):
+            raise InputError(f"{key}.format={data_format} is not one of {', '.join(FORMATS)}")
         if columns and data_format:
             raise InputError(f"{key} has columns={columns} and format={data_format}, which names columns too: give one")
         if not _are_columns(columns):

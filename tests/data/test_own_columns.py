@@ -13,6 +13,7 @@ from dpo.data.columns import OTHER, find_columns, recognize_columns
 from dpo.data.custom import get_custom
 from dpo.data.verdicts import find_verdicts
 from dpo.errors import InputError
+from dpo.settings.choices import FORMATS
 
 
 def recognize(present: str, trains_on: str = "pairs", **given: str) -> dict[str, str]:
@@ -26,6 +27,7 @@ TEXTS = {"chosen": "The capital is A.", "rejected": "The capital is B."}
 ANSWERS = {key: {"from": "gpt", "value": key} for key in TEXTS}
 LABELS = {"id": "a-7", "score": 0.5, "day": "2024-05-01 10:00", "source": "forum", "tags": ["a b"], "margin": None}
 NOTE = {"note": "A is the largest."}
+LEFT_OUT = "not used: id, score, day, source, tags, margin"
 SHARED = "chosen=chosen, rejected=rejected; the prompt is what chosen and rejected begin with"
 TALK = {"conversations": [{"from": "human", "value": "Hi"}]}
 
@@ -63,7 +65,9 @@ def test_a_pair_is_recognized(present, found):
 )
 def test_a_target_is_recognized_under_sft_alone(present, columns):
     assert recognize(present, trains_on="targets") == columns
-    with pytest.raises(InputError, match=r"training on pairs needs the columns chosen and rejected; rows\.csv has "):
+    with pytest.raises(
+        InputError, match=r"training on pairs needs the columns prompt, chosen, rejected; rows\.csv has "
+    ):
         recognize(present)
 
 
@@ -89,30 +93,25 @@ def test_a_labelled_response_is_recognized(present, columns):
 @pytest.mark.parametrize(
     ("row", "given", "told"),
     [
+        ({"prompt": "Hi?", **TEXTS}, {}, "prompt=prompt, chosen=chosen, rejected=rejected"),
         # the prompt is in chosen and rejected if they are dialogues, or if nothing else could be one
-        ({**DIALOGUE, **LABELS}, {}, SHARED),
+        ({**DIALOGUE, **LABELS}, {}, f"{SHARED}; {LEFT_OUT}"),
         ({**CHATS, **NOTE}, {}, f"{SHARED}; not used: note"),
-        ({**TEXTS, **LABELS}, {}, SHARED),
+        ({**TEXTS, **LABELS}, {}, f"{SHARED}; {LEFT_OUT}"),
         # or if the config says so
-        (
-            {**TEXTS, **NOTE},
-            {"chosen": "chosen", "rejected": "rejected"},
-            f"{SHARED}; not used: note",
-        ),
+        ({**TEXTS, **NOTE}, {"chosen": "chosen", "rejected": "rejected"}, f"{SHARED}; not used: note"),
         # a chat is what its last messages answer
         ({**ANSWERS, **TALK, **NOTE}, {}, "prompt=conversations, chosen=chosen, rejected=rejected; not used: note"),
-        # what else has words is named
         (
-            {"history": [["Hi you.", "Yes?"]], "question": "Hi?", **TEXTS, **LABELS},
+            {"history": [["Hi you.", "Yes?"]], "question": "Hi?", **TEXTS},
             {},
             "prompt=question, chosen=chosen, rejected=rejected; not used: history",
         ),
         (
-            {"system": "Be kind.", "question": "Hi?", **TEXTS, **LABELS},
+            {"system": "Be kind.", "question": "Hi?", **TEXTS},
             {},
             "prompt=question, chosen=chosen, rejected=rejected, system=system",
         ),
-        ({"prompt": "Hi?", **TEXTS, **LABELS}, {}, ""),
         # a system turn of one word belongs to formats that have a column for it, and may be a model's name in others
         (
             {**ANSWERS, **TALK, "system": "/no_think"},
@@ -124,13 +123,12 @@ def test_a_labelled_response_is_recognized(present, columns):
             {},
             "prompt=prompt, chosen=chosen, rejected=rejected; not used: system, images",
         ),
-        ({**TEXTS, "images": ["a.png"]}, {}, f"{SHARED}; not used: images"),
     ],
 )
-def test_the_note_names_the_prompt_and_unused_columns(row, given, told, trains_on):
+def test_one_line_names_the_columns_that_are_used_and_those_that_are_not(row, given, told, trains_on):
     columns = find_columns([row])
     recognized = recognize_columns(columns, given, name="mine", origin="rows.csv", trains_on=trains_on)
-    assert recognized.describe(given) == (told and f"columns {told}")
+    assert recognized.describe() == f"columns {told}"
 
 
 @pytest.mark.parametrize(
@@ -189,69 +187,34 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
 
 
 @pytest.mark.parametrize(
+    ("present", "trains_on", "given", "needed", "override", "hint"),
+    [
+        ("prompt chosen score", "pairs", {}, "prompt, chosen, rejected", "chosen: chosen, rejected: COLUMN", ""),
+        ("question answer", "pairs", {}, "prompt, chosen, rejected", "prompt: question, chosen: COLUMN", "targets sft"),
+        ("input instruction", "pairs", {}, "prompt, chosen, rejected", "prompt: instruction, chosen: COLUMN", ""),
+        ("prompt completion label", "pairs", {}, "prompt, chosen, rejected", "prompt: prompt, chosen", "labels kto"),
+        # as in ms-swift's data
+        ("messages rejected_response", "pairs", {}, "prompt, chosen, rejected", "rejected_response}", "targets sft"),
+        ("a b(c)", "targets", {"completion": "b(c)"}, "prompt, completion", 'prompt: COLUMN, completion: "b(c)"}', ""),
+        ("messages thumb", "labels", {}, "messages, label", "messages: messages, label: COLUMN}", "targets sft"),
+        ("prompt responses", "targets", {"completion": "prompt"}, "prompt, completion", "completion: prompt}", ""),
+    ],
+)
+def test_what_a_loss_lacks_is_named_with_the_override_to_type(present, trains_on, given, needed, override, hint):
+    with pytest.raises(InputError) as error:
+        recognize(present, trains_on, **given)
+    message = str(error.value)
+    named = f"training on {trains_on} needs the columns {needed}; rows.csv has {', '.join(present.split())}: name them "
+    assert message.startswith(f"{named}with 'dataset_sources.mine.columns={{")
+    assert override in message
+    kind, _, loss = hint.partition(" ")
+    assert (f"or train on the {kind} that are there with loss={loss}, " in message) == bool(hint)
+    assert message.endswith(f", or write them in a format: {', '.join(FORMATS)} (docs/formats.md)")
+
+
+@pytest.mark.parametrize(
     ("present", "trains_on", "given", "message"),
     [
-        (
-            "prompt chosen score",
-            "pairs",
-            {},
-            "training on pairs needs the columns chosen and rejected; rows.csv has prompt, chosen, score: name them "
-            "with 'dataset_sources.mine.columns={prompt: prompt, chosen: chosen, rejected: COLUMN}', "
-            "or add a column rejected",
-        ),
-        (
-            "question answer",
-            "pairs",
-            {},
-            "training on pairs needs the columns chosen and rejected; rows.csv has question, answer: name them with "
-            "'dataset_sources.mine.columns={prompt: question, chosen: COLUMN, rejected: COLUMN}', "
-            "or train on the targets that are there with loss=sft, or add them to the records",
-        ),
-        (
-            "a b(c)",
-            "targets",
-            {"completion": "b(c)"},
-            "training on targets needs the columns chosen and rejected, or prompt and completion, or messages; "
-            "rows.csv has a, b(c): name them with "
-            "'dataset_sources.mine.columns={prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}' or "
-            "'dataset_sources.mine.columns={prompt: COLUMN, completion: \"b(c)\"}' or "
-            "'dataset_sources.mine.columns={messages: COLUMN}', or add a column prompt",
-        ),
-        (
-            "input instruction",
-            "pairs",
-            {},
-            "training on pairs needs the columns chosen and rejected; rows.csv has input, instruction: name them with "
-            "'dataset_sources.mine.columns={prompt: instruction, chosen: COLUMN, rejected: COLUMN}', "
-            "or add them to the records",
-        ),
-        (
-            "text",
-            "targets",
-            {},
-            "training on targets needs the columns chosen and rejected, or prompt and completion, or messages; "
-            "rows.csv has text: name them with 'dataset_sources.mine.columns={messages: COLUMN}', "
-            "or add them to the records",
-        ),
-        (
-            "prompt completion label",
-            "pairs",
-            {},
-            "training on pairs needs the columns chosen and rejected; rows.csv has prompt, completion, label: name "
-            "them with 'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or train on "
-            "the labels that are there with loss=kto, loss=apo_zero_unpaired or loss=bco_unpaired, or add "
-            "them to the records",
-        ),
-        (
-            "prompt completion",
-            "labels",
-            {},
-            "training on labels needs the columns prompt and completion and label, or messages and label, or chosen "
-            "and rejected; rows.csv has prompt, completion: name them with "
-            "'dataset_sources.mine.columns={messages: COLUMN, label: COLUMN}' or "
-            "'dataset_sources.mine.columns={prompt: prompt, chosen: COLUMN, rejected: COLUMN}', or train on the "
-            "targets that are there with loss=sft, or add a column label",
-        ),
         (
             "prompt chosen",
             "pairs",
@@ -289,7 +252,9 @@ def test_columns_in_the_config_go_first_and_the_rest_is_recognized():
         ),
     ],
 )
-def test_no_or_several_fitting_columns_are_refused_with_the_override_to_type(present, trains_on, given, message):
+def test_columns_that_several_fields_could_have_are_refused_with_the_override_to_type(
+    present, trains_on, given, message
+):
     with pytest.raises(InputError) as error:
         recognize(present, trains_on, **given)
     assert str(error.value) == message
