@@ -391,7 +391,7 @@ def common_start(*texts: str) -> str:
 
 
 def _split_shared_messages(dialogues: Sequence[Messages]) -> tuple[Messages, list[Messages]]:
-    """Split dialogues into the messages with which all begin, and the rest of each.
+    """Split dialogues into shared first messages, and the rest of each.
 
     A dialogue's last message is never shared. Messages are compared as chat templates get them, without nulls.
     """

@@ -338,8 +338,8 @@ def test_pairs_go_before_a_column_of_winners(tokenizer):
 @pytest.mark.parametrize(
     ("name", "keys", "late_keys", "message"),
     [
-        ("pairs.csv", "prompt text", "prompt text", "training on pairs needs the columns chosen and rejected"),
-        ("pairs.parquet", "prompt text", "prompt text", "training on pairs needs the columns chosen and rejected"),
+        ("pairs.csv", "prompt text", "prompt text", "training on pairs needs the columns prompt, chosen, rejected"),
+        ("pairs.parquet", "prompt text", "prompt text", "training on pairs needs the columns prompt, chosen, rejected"),
         ("pairs.jsonl", "prompt chosen", "prompt chosen rejected", "no/such"),  # a column may come late
     ],
 )
