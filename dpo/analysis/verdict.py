@@ -41,10 +41,10 @@ def describe_change(run: Run) -> str:
         facts.append(f"{answers} {differ} from {'the one' if n_answers == 1 else 'those'} before training")
     if changes:
         names = NAMES[run.trains_on or "pairs"]
-        moved = " and ".join(f"{signed(change)} ({names[side]})" for side, change in changes.items())
-        facts.append(f"the log-probability per token of held-out responses moved by {moved}")
+        moved = ", ".join(f"{names[side]} {signed(change)}" for side, change in changes.items())
+        facts.append(f"the log-probability per token of held-out responses moved: {moved}")
         if rounding:
-            facts[-1] += f", where rounding is {figure(rounding)}"
+            facts[-1] += f" (rounding: {figure(rounding, 1)})"
     if not facts:
         return ""
     largest = max(map(abs, changes.values()), default=math.nan)
@@ -144,7 +144,8 @@ def _describe_accuracy(run: Run, accuracy: float) -> str:
         text = f"{percent(accuracy)} of the pairs in {count(n_examples, 'held-out list')} are ranked right"
     else:
         counted = count(n_examples, "pair")
-        text = f"{accuracy * n_examples:,.0f} of {count(n_examples, 'held-out pair')} are ranked right"
+        text = f"In {accuracy * n_examples:,.0f} of {count(n_examples, 'held-out pair')} the chosen response "
+        text += "gained on the rejected one" if run.has_reference else "is rated above the rejected one"
     if not run.has_reference and len(values) > 1 and examples[0] == 0:
         text += f", {percent(values[0])} before training"
     if round(n) != n_examples:

@@ -16,6 +16,7 @@ from dpo.analysis.runs import read_run
 from dpo.analysis.verdict import auc_interval, describe_result, exact_interval
 
 FLOAT32 = {"policy_dtype": "float32", "reference_dtype": "float32"}
+GAINED = "In ", " held-out pairs the chosen response gained on the rejected one"
 AUC = "By AUC, a desirable held-out response is rated above an undesirable one "
 
 
@@ -36,10 +37,15 @@ def judge(folder: Path, *logged: dict[str, Any], answers: Sequence[tuple[int, st
             5,
             5,
             1.0,
-            "5 of 5 held-out pairs are ranked right (95 % interval 48 % to 100 %): 5 pairs are too few to judge",
+            f"{GAINED[0]}5 of 5{GAINED[1]} (95 % interval 48 % to 100 %): 5 pairs are too few to judge; about 100",
         ),
         (1, 1, 1.0, "1 pair is too few to judge; about 100 would do."),
-        (256, 256, 2 / 3, "171 of 256 held-out pairs are ranked right (95 % interval 61 % to 73 %): better than by"),
+        (
+            256,
+            256,
+            2 / 3,
+            f"{GAINED[0]}171 of 256{GAINED[1]} (95 % interval 61 % to 73 %): better than by chance.",
+        ),
         (256, 20, 2 / 3, "256 pairs, which count as 20, are too few to judge; about 100 would do."),  # of 20 prompts
         (256, 256, 0.5, "no better than by chance"),
         (256, 256, 0.3, "worse than by chance"),
@@ -54,8 +60,8 @@ def test_few_pairs_are_too_few_and_many_have_an_interval(tmp_path, n, prompts, a
     ("differ", "of", "change", "says"),
     [
         (7, 8, 0.05, "The model changed: 7 of 8 answers to held-out prompts differ from those before training, and the "
-         "log-probability per token of held-out responses moved by +0.05 (chosen) and \u22120.05 (rejected), where "
-         "rounding is 1.19e-07."),
+         "log-probability per token of held-out responses moved: chosen +0.05, rejected \u22120.05 "
+         "(rounding: 1e-07)."),
         (7, 8, 1e-4, "The model changed: 7 of 8 answers"),
         (0, 8, 0.05, "The model changed, but not its answers: none of 8 answers to held-out prompts differs"),
         (1, 8, 1e-4, "The model hardly changed: 1 of 8 answers to held-out prompts differs from those"),
@@ -86,7 +92,7 @@ def test_the_verdict_says_how_much_the_model_changed(tmp_path, differ, of, chang
 def test_without_an_evaluation_before_training_the_change_is_that_from_the_reference(tmp_path):
     last = evaluation(1, 0.6, **rewards("eval", 0.1, -0.3), **{"logps_eval/chosen": -50.0, "logps_eval/rejected": -70})
     model = {"policy_dtype": "float32", "reference_dtype": "bfloat16"}
-    assert "moved by +0.05 (chosen) and \u22120.15 (rejected), where rounding is 0.00781." in judge(
+    assert "moved: chosen +0.05, rejected \u22120.15 (rounding: 0.008)." in judge(
         tmp_path, last, config={"model": model}
     )
 
@@ -106,7 +112,8 @@ def test_without_an_evaluation_before_training_the_change_is_that_from_the_refer
         ("sft", {}, {}, "The held-out loss per token fell from 2 to 1.5."),
         ("sft", {}, {"examples": 6, "prompts": 6},
          "The held-out loss per token fell from 2 to 1.5: 6 targets are too few to judge; about 100 would do."),
-        ("simpo", {"rewards_eval/accuracies": 0.75}, {}, "to 80 %): better than by chance."),
+        ("simpo", {"rewards_eval/accuracies": 0.75}, {},
+         "the chosen response is rated above the rejected one (95 % interval 69 % to 80 %): better than by chance."),
     ],
 )  # fmt: skip
 def test_every_loss_has_its_measure_of_what_is_better(tmp_path, loss, last, counts, says):

@@ -135,6 +135,19 @@ def test_prompts_are_shown_as_they_were_fed(mode, fed, tokenizer):
     assert generation.fed_prompts(examples, stored, tokenizer) == [prompts[0], fed]
 
 
+@pytest.mark.parametrize(
+    ("messages", "fed", "turns"),
+    [
+        (None, "<|endoftext|>[I] Why?<|endoftext|>", "[I] Why?"),  # a user's own text
+        ([{"role": "user", "content": "Why </s>?"}], "<|endoftext|>[I] Why?<|endoftext|>", "user: Why </s>?"),
+        ([{"role": "user", "content": "Why?"}], "[...] y?<|endoftext|>", "[...] y?"),  # truncated
+    ],
+)
+def test_readers_see_turns_and_no_control_tokens(messages, fed, turns, tokenizer):
+    prompt = Prompt("<|endoftext|>[I] Why?<|endoftext|>", [], [], "keep_end", bool(messages), messages=messages)
+    assert generation.write_turns(prompt, fed, tokenizer) == turns
+
+
 # --- a static cache ---------------------------------------------------------------------------------------------------
 
 WINDOWED = {**GROUPED, "sliding_window": 6}
