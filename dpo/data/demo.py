@@ -50,7 +50,6 @@ class Answer(NamedTuple):
 
     courteous: bool
     thing: str
-    place: str
 
 
 def get_demo(split: str) -> PreferenceData:
@@ -87,7 +86,7 @@ def _write_answer(opening: str, body: str, thing: str, place: str) -> str:
 def all_answers() -> Mapping[str, Answer]:
     """All responses that the data may contain, each with its content."""
     return {
-        _write_answer(opening, body, thing, place): Answer(opening in COURTEOUS, thing, place)
+        _write_answer(opening, body, thing, place): Answer(opening in COURTEOUS, thing)
         for opening, body, thing, place in itertools.product((*COURTEOUS, *CURT), BODIES, THINGS, PLACES)
     }
 
