@@ -11,6 +11,7 @@ second.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -210,10 +211,10 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
     import transformers
 
     from dpo.checkpoint.files import MANIFEST
-    from dpo.checkpoint.resume import check_inputs, fix_template_date
+    from dpo.checkpoint.resume import check_inputs, find_model_facts, fix_template_date
     from dpo.models.loading import check_model, find_model_config
     from dpo.parallel.mesh import from_rank_0
-    from dpo.system.waiting import meet_rank_0
+    from dpo.system.waiting import check_alike, meet_rank_0
     from preference_datasets import check_columns
 
     meet_rank_0("the run's directory")  # rank 0 alone opens the directory, and may copy a checkpoint and logs into it
@@ -235,8 +236,9 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
         if models is None:
             check_model(plan)  # raises now if weights are missing or of no use, as loading the data may take minutes
     data = read_data(plan, silent=rank != 0)
+    model_config = models[0].config if models else find_model_config(plan)
+    check_alike({"the model's config.json": json.dumps(find_model_facts(model_config), sort_keys=True)})
     if run is not None:
-        model_config = models[0].config if models else find_model_config(plan)
         check_inputs(run.resume_point, data, model_config)
     if from_rank_0(run is not None and run.is_finished(data.report.updates)):
         if rank == 0:

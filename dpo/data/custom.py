@@ -221,6 +221,10 @@ class _Reader(NamedTuple):
         return cls(tokenizer, used, verdicts, name, data_format, trains_on, holds_chats, renders and not holds_chats)
 
     @property
+    def media_tokens(self) -> list[str]:
+        return getattr(self.tokenizer, "media_tokens", [])
+
+    @property
     def renders(self) -> bool:
         return self.holds_chats or self.renders_texts
 
@@ -258,6 +262,11 @@ class _Reader(NamedTuple):
             raise InputError(
                 f"{where} holds {name_kind(record.is_chat)}, and earlier records hold {name_kind(self.holds_chats)}: "
                 f"use one kind"
+            )
+        if medium := next((token for token in self.media_tokens if token in repr(record)), None):
+            raise InputError(
+                f"{where}: a text has {medium}, which stands for an image, video or audio, and only text is trained: "
+                f"remove the record"
             )
         if not (record.prompt or record.input):
             raise InputError(

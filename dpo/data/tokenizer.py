@@ -6,9 +6,11 @@ import contextlib
 import hashlib
 import json
 import pickle
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -64,6 +66,9 @@ def load_tokenizer(
     if tokenizer.eos_token_id is None:
         raise InputError(f"tokenizer {name!r} has no EOS token, which ends every response; set one in its files")
     tokenizer.pad_token_id = tokenizer.eos_token_id
+    with contextlib.suppress(OSError):  # a tokenizer alone, without a model's config
+        config, _ = transformers.PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
+        tokenizer.media_tokens = find_media_tokens(tokenizer, config)
     if chat is not None:
         bind_template(tokenizer, chat, date=chat.template_date)
     return tokenizer
@@ -95,6 +100,12 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
         for name, value in sorted(chat.template_args.items())
         if _check_argument(name)
     ]
+
+    if unread := [name for name in chat.template_args if not re.search(rf"\b{name}\b", str(texts))]:
+        raise InputError(
+            f"chat_template_args has {', '.join(unread)}, which the chat template does not read: correct the name, or "
+            f"remove the argument"
+        )
 
     def bind(text: str) -> str:
         before = [_write_date(date), *settings] if date and "strftime_now" in text else settings
@@ -136,6 +147,18 @@ def _write_date(date: str) -> str:
     return f"{DATE_MACRO}format{filters} -}}}}{{%- endmacro -%}}"
 
 
+def find_media_tokens(tokenizer: Any, config: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    """Find the tokens that stand for images, video and audio.
+
+    The tokenizer names them, or the entries of a model's config.json, such as `image_token_id`.
+    """
+    named = {getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "video", "audio")}
+    keys = (key for key in config if re.fullmatch("(image|video|audio)_token_(id|index)", key))
+    added, ids = tokenizer.added_tokens_decoder, (config[key] for key in keys)
+    tokens = {*named, *(added[id].content for id in ids if isinstance(id, int) and id in added)}
+    return sorted(token for token in tokens if isinstance(token, str) and token)
+
+
 def find_pad_token(tokenizer: Any, n_embeddings: int) -> int | None:
     """A token with an embedding that ends no text, or None.
 
@@ -158,7 +181,10 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     template = str(getattr(tokenizer, "chat_template", None))
     if not tokenizer.is_fast or ("strftime_now" in template and DATE_MACRO not in template):
         return None
-    settings = repr((transformers.__version__, tokenizer.eos_token, tokenizer.special_tokens_map, template))
+    media_tokens = getattr(tokenizer, "media_tokens", None)
+    settings = repr(
+        (transformers.__version__, tokenizer.eos_token, tokenizer.special_tokens_map, template, media_tokens)
+    )
     return hashlib.sha256((settings + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import ModelCardData, metadata_load
+from huggingface_hub import ModelCardData, metadata_load, try_to_load_from_cache
 
 from dpo.checkpoint.files import read_file
 from dpo.data.asking import HH, MEANINGS, common_format
@@ -25,7 +24,7 @@ from dpo.system.plain_files import check_readable, read_json
 from dpo.system.redaction import redact
 
 REWARD_TEXT = "The only output is the reward of a response, computed at the text's last token, its EOS."
-LICENCE = "The licences of base model and data apply. Fill in `license` above before you publish."
+LICENCE = "The licences of base model and data apply. State one as `license` above before you publish."
 NO_CONFIG = "Not known: no config of the run was found."
 # settings that determine the weights: keys that a resumed run may not change, and the length of training
 SETTINGS = (*(key for key, row in KEYS.items() if row.resume is Resume.KEEP), "n_epochs", "n_examples")
@@ -55,7 +54,7 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         pipeline_tag="text-classification" if plan.loss.scalar_head else "text-generation",
         tags=[tag for tag in (loss, "lora" if adapter else None) if tag] or None,
         prompt_format=prompt_format,
-        license="unknown",
+        **_find_license(base, plan.run.cache_dir),
     )
 
     base_name = Path(base).name
@@ -85,6 +84,17 @@ def write_card(folder: Path, origin: Origin, *, model: Any = None, adapter: Stor
         LICENCE,
     )
     (folder / "README.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+
+
+def _find_license(base: str, cache_dir: str | None) -> dict[str, str]:
+    """The license in the base's card, if this machine has one."""
+    folder = Path(base).expanduser()
+    if not folder.is_dir() and HUB_ID.fullmatch(base):
+        cached = try_to_load_from_cache(base, "README.md", cache_dir=cache_dir)
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    published = _read_metadata(folder)
+    names = ("license", "license_name", "license_link")
+    return {name: published[name] for name in names if isinstance(published.get(name), str)}
 
 
 def _describe_training(loss: str | None, sources: Iterable[str], checkpoint: Mapping[str, Any]) -> str:
@@ -237,6 +247,6 @@ def _read_metadata(folder: Path) -> Mapping[str, Any]:
     """The metadata of a model's card; empty without a readable card."""
     try:
         check_readable(folder / "README.md")
-        return metadata_load(folder / "README.md") or {}
-    except (OSError, ValueError, yaml.YAMLError):  # no card, or not one of ours: a card may hold anything
+        return _as_mapping(metadata_load(folder / "README.md"))
+    except Exception:  # no card, or not one of ours: a card may hold anything
         return {}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 
 import datasets
 import pytest
 from support.formats import assistant, user
-from support.runs import train, write_rows
+from support.runs import GOLDEN, train, write_rows
 
 from dpo.data.columns import OTHER, find_columns, recognize_columns
 from dpo.data.custom import get_custom
+from dpo.data.tokenizer import load_tokenizer
 from dpo.data.verdicts import find_verdicts
 from dpo.errors import InputError
 from dpo.settings.choices import FORMATS
@@ -146,6 +149,24 @@ def test_a_placeholder_for_an_image_is_refused_and_an_image_without_one_is_a_war
         load(marked)
     load(marked | {"images": []})  # a text about such words
     assert any("warning: " in note and ": images: only text is trained" in note for note in load(row))
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("field", ["prompt", "chosen"])
+def test_a_token_that_stands_for_an_image_is_refused_in_any_text(where, field, tokenizer, tmp_path):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<pic>"]})
+    tokenizer.save_pretrained(tmp_path)
+    shutil.copy(GOLDEN / "tiny-llama" / "config.json", tmp_path)
+    entry = {"config.json": {"image_token_id": tokenizer.convert_tokens_to_ids("<pic>")}}
+    entry = entry.get(where, {"image_token": "<pic>", "extra_special_tokens": {"image_token": "<pic>"}})
+    (tmp_path / where).write_text(json.dumps(json.loads((tmp_path / where).read_text()) | entry))
+    row = {"prompt": "Who?", "chosen": "I.", "rejected": "You."}
+    get_custom([row | {field: "<image>"}], "rows.json", load_tokenizer(str(tmp_path)))  # a word to this model
+    for text in ("<pic> Who?", [user("<pic> Who?")]):
+        marked = {field: [assistant("<pic>")] if isinstance(text, list) and field == "chosen" else text}
+        other = {"prompt": [user("Who?")], "chosen": [assistant("I.")], "rejected": [assistant("You.")]}
+        with pytest.raises(InputError, match="a text has <pic>, which stands for an image, video or audio, and only"):
+            get_custom([(other if isinstance(text, list) else row) | marked], "rows", load_tokenizer(str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -484,6 +484,11 @@ def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arg
     [
         (None, {}, "chat_template=.* cannot be read: .*No such file"),
         ("{% for %}", {}, "chat_template=.* is not a template in Jinja's language: "),
+        (
+            "{{ date_string }}",
+            {"date_strin": 1},
+            "chat_template_args has date_strin, which the chat template does not re",
+        ),
         ("a", {"messages": 1}, "chat_template_args has messages, which must be a name that the chat template reads"),
     ],
 )

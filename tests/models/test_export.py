@@ -153,7 +153,7 @@ def test_of_a_bare_policy_no_more_is_written_than_is_known(base, tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(out).pad_token is None  # which training adds
     assert load(out).config.attention_dropout == 0.25  # which training turns off
     card = (out / "README.md").read_text()
-    assert "license: unknown" in card
+    assert "license:" not in card
     assert "saved without an evaluation" in card
     assert card.count("Not known") == 2
 
@@ -453,6 +453,7 @@ def test_the_card_tells_what_is_known(base, tmp_path):
         f"lr: 1.0e-6\nmodel: {{name_or_path: {home}}}\nloss: {{name: dpo, beta: 0.3}}\n"
         'optimizer: "a|b`c\\n\\nd"\n'
     )
+    (home / "README.md").write_text("---\nlicense: other\nlicense_name: mine\ntags: [x]\n---\n# Base\n")
     (run / "preflight.json").write_text('{"train": {"examples": 1234, "prompts": 1000}}')
     (run / "env.json").write_text(
         '{"git_commit": "abc123", "git_uncommitted_changes": false, "packages": {"torch": "2.13"}}'
@@ -461,7 +462,7 @@ def test_the_card_tells_what_is_known(base, tmp_path):
     card = (export(run / "step-64", tmp_path / "out") / "README.md").read_text()
 
     head, text = card.split("---\n")[1:]
-    for line in ("license: unknown", "- Anthropic/hh-rlhf", "library_name: transformers", "- dpo"):
+    for line in ("license: other\nlicense_name: mine", "- Anthropic/hh-rlhf", "library_name: transformers", "- dpo"):
         assert line in head
     assert "base_model" not in head  # a directory is nothing that the Hub knows
     for part in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.runs import compose, small_run, train
+from support.runs import GOLDEN, compose, small_run, train
 from support.warm import launch
 
 import train as main
@@ -135,6 +136,23 @@ def check(rank: int, world_size: int, template: Any) -> None:
 @pytest.mark.parametrize("differs", [False, True])
 def test_what_ranks_do_not_have_alike_ends_all_of_them(differs):
     launch(check, 2, differs, process_group=True, timeout_secs=60)
+
+
+def start_run(rank: int, world_size: int, config: Any) -> None:
+    config.model.name_or_path += f"/{rank}"  # the same path on two machines
+    main.work(rank, world_size, config)
+
+
+def test_ranks_whose_models_have_another_config_are_refused_before_the_first_update(rows, tmp_path):
+    for rank in range(2):
+        shutil.copytree(GOLDEN / "tiny-llama", tmp_path / "model" / str(rank))
+    path = tmp_path / "model" / "1" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.1}))
+    changes = ("trainer=FSDPTrainer", "world_size=2", f"model.name_or_path={tmp_path / 'model'}")
+    config = compose(*small_run(rows, tmp_path / "run", *changes))
+    with pytest.raises(InputError, match=r"not the same as rank 0 on .*: the model's config\.json; give all machines"):
+        launch(start_run, 2, config, process_group=True, timeout_secs=60)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 # --- in one process, as rank 1 ---------------------------------------------------------------------------------------
