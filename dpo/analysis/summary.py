@@ -131,10 +131,8 @@ def _describe_best(run: Run, name: str, *, sign: int, format_value: Callable[[fl
     extreme = "highest" if sign > 0 else "lowest"
     if values[best_index] != values[-1]:
         return f"{extreme} {format_value(values[best_index])} at {count(examples[best_index], 'example')}"
-    so_far, at_start = "" if run.state.word == "complete" else " so far", format_value(values[0])
-    if sign > 0 and values[0] == 0 and examples[0] == 0:  # an accuracy while policy and reference are still equal
-        at_start = "all tied"
-    return f"{extreme}{so_far}; at the start {at_start}"
+    is_all_ties = sign > 0 and values[0] == 0 and examples[0] == 0  # while policy and reference are still equal
+    return f"{extreme}; at the start {'all tied' if is_all_ties else format_value(values[0])}"
 
 
 def _make_cost_tiles(run: Run, cost: Cost) -> list[Tile]:
@@ -152,7 +150,7 @@ def _make_cost_tiles(run: Run, cost: Cost) -> list[Tile]:
         tiles.append(Tile("Time", duration(cost.secs), ", ".join(details)))
     n_trainable, n_parameters = run.parameters
     if n_trainable < n_parameters:  # false for NaN
-        share = f"{_format_share(n_trainable, n_parameters)} of {large(n_parameters)}"
+        share = f"{figure(100 * n_trainable / n_parameters)} % of {large(n_parameters)}"
         tiles.append(Tile("Trainable parameters", large(n_trainable), share))
     if math.isfinite(cost.tokens):
         speed = cost.tokens / cost.updating_secs if cost.updating_secs > 0 else math.nan
@@ -266,22 +264,13 @@ def _describe_machine(run: Run, cost: Cost) -> dict[str, str]:
     if not isinstance(packages, Mapping):
         packages = {}
     versions = [f"{name} {packages[name]}" for name in ("torch", "transformers") if name in packages]
-    n_trainable, n_parameters = run.parameters
-    parameters = ""
-    if n_trainable < n_parameters:  # false for NaN
-        share = _format_share(n_trainable, n_parameters)
-        parameters = f"{n_trainable:,.0f} of {n_parameters:,.0f} ({share})"
-    elif n_trainable == n_parameters:
-        parameters = f"{n_parameters:,.0f}, all"
     commit = str(env.get("git_commit") or "")[:12]
     memory = run.train.last("memory/peak_gb")
     return {
-        "trainable parameters": parameters,
         "devices": _describe_devices(env.get("gpus"), cost),
         "time from start to end or now, without pauses": _duration_or_nothing(cost.elapsed_secs),
         "time in updates": _duration_or_nothing(cost.updating_secs),
         f"{cost.kind}-hours": _describe_device_hours(cost),
-        "tokens": f"{cost.tokens:,.0f}" if math.isfinite(cost.tokens) else "",
         "peak memory of rank 0": f"{figure(memory)} GB" if math.isfinite(memory) else "",
         "processes": _as_text(env.get("processes", "")),
         "versions": ", ".join([f"Python {env.get('python')}", *versions]) if "python" in env else "",
@@ -307,8 +296,3 @@ def _describe_device_hours(cost: Cost) -> str:
         return ""
     devices = f"{figure(cost.devices)} {cost.kind}{'' if cost.devices == 1 else 's'}"
     return f"{hours(cost.device_hours)} ({devices}{', updates alone' if cost.updates_alone else ''})"
-
-
-def _format_share(part: float, total: float) -> str:
-    """Format a share in percent, with significant digits however small it is."""
-    return f"{figure(100 * part / total)} %"
