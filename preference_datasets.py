@@ -316,19 +316,22 @@ def check_columns(plan: Plan) -> None:
 
 
 def _hold_out(data: PreferenceData, name: str, split: str, source: Source) -> PreferenceData:
-    """Select a split from the data of a source without splits."""
-    part = data.select_split(split)
-    if len(data) == 1 and not part:
+    """Select a split from the data of a source without splits.
+
+    The train split comes with the other, so that the source is read once.
+    """
+    train, test = (data.select_split(each) for each in ("train", "test"))
+    if len(data) == 1 and split == "train":
         raise InputError(
             f"dataset {name} ({source.path}) has no examples in its train split, as its only prompt is held out as "
             f"test split: add prompts, or give a directory of train and test files"
         )
-    if split == "test":  # in place of the notes about the records, which are printed with the train split
-        part.notes = [
-            f"test split of {name}: a tenth of the prompts of {source.path}, at least one: "
-            f"{len(part):,} of {len(data):,}"
-        ]
-    return part
+    # in place of the notes about the records, which are printed with the train split
+    test.notes = [
+        f"test split of {name}: a tenth of the prompts of {source.path}, at least one: {len(test):,} of {len(data):,}"
+    ]
+    train.held_out = test
+    return train if split == "train" else test
 
 
 def identify_dataset(name: str, cache_dir: str | None, dataset_sources: Mapping[str, Any]) -> Any:

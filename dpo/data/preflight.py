@@ -126,6 +126,7 @@ def build_table(
     """
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
     counters: dict[str, SplitCounter] = {}
+    held_out: dict[str, PreferenceData] = {}
     trains_on = "prompts" if options.online else options.trains_on
     limits = Limits(options.truncation, options.max_length, options.max_prompt_length, options.new_tokens)
     for split in SPLITS:
@@ -140,6 +141,7 @@ def build_table(
             with_margins=options.with_margins,
             notes=notes,
             left_out=counter.bad_records,
+            held_out=held_out,
             # the following are options of `get_dataset`
             silent=silent,
             dataset_sources=options.dataset_sources,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, cycle
@@ -387,7 +388,8 @@ def split_shared_prompt(chosen: str, rejected: str) -> tuple[str, str, str]:
 def common_start(*texts: str) -> str:
     """The longest text with which all texts begin."""
     first, last = min(texts), max(texts)  # the texts between them, in lexicographic order, begin as both do
-    return next((first[:i] for i, character in enumerate(first) if character != last[i]), first)
+    n = bisect_left(range(1, len(first) + 1), True, key=lambda n: not last.startswith(first[:n]))
+    return first[:n]
 
 
 def _split_shared_messages(dialogues: Sequence[Messages]) -> tuple[Messages, list[Messages]]:

@@ -75,6 +75,7 @@ class PreferenceData(dict[str, Entry]):
         self.margins: dict[str, list[float]] = {}
         self.rows: dict[str, list[int]] = {}  # the number of each of these records in its source, from 1
         self.bad_records: list[tuple[int, str]] = []  # numbers and reasons of records that are left out
+        self.held_out: PreferenceData | None = None  # the test split, beside a train split of the same records
 
     def add_prompt(self, prompt: str) -> Entry:
         """Return a prompt's data, which is empty for a new prompt."""

@@ -115,18 +115,27 @@ def iterate_prompts(
     with_margins: bool = False,
     notes: list[str] | None = None,
     left_out: list[tuple[str, int, str]] | None = None,
+    held_out: dict[str, PreferenceData] | None = None,
     **dataset_options: Any,
 ) -> Iterator[Prompt]:
     """Yield the prompts of several datasets, one dataset after another.
 
     Examples are of the kind `trains_on` (see `PreferenceData.take`). The loaders' notes are added to `notes`, and the
-    records that they left out to `left_out`. Raises InputError for pairs under a loss of labels, unless `unpair`, and
-    for data that lacks margins, if `with_margins`.
+    records that they left out to `left_out`. `held_out` keeps the test splits that come with train splits, for the next
+    call. Raises InputError for pairs under a loss of labels, unless `unpair`, and for data that lacks margins, if
+    `with_margins`.
     """
-    indices = count()
+    indices, held_out = count(), {} if held_out is None else held_out
     for name in names:
         margin_option = {"with_margins": True} if with_margins else {}  # a loader of the user may not know this option
-        data = get_dataset(name, split, trains_on=trains_on, **margin_option, **dataset_options)
+        if name in held_out:
+            data = held_out.pop(name)
+            if not dataset_options.get("silent"):
+                print(*data.notes, sep="\n")
+        else:
+            data = get_dataset(name, split, trains_on=trains_on, **margin_option, **dataset_options)
+        if data.held_out is not None:
+            held_out[name] = data.held_out
         if notes is not None:
             notes += data.notes
         if left_out is not None:

@@ -16,6 +16,7 @@ import pytest
 from support.runs import write_rows
 
 from dpo.data.sources import FIRST_BYTES, SHEET, identify_source, load_rows
+from dpo.data.table import iterate_prompts
 from dpo.errors import InputError
 from dpo.settings.places import SUFFIXES, Source
 from preference_datasets import get_dataset
@@ -197,6 +198,23 @@ def test_a_file_with_one_prompt_has_nothing_left_to_train_on(tmp_path):
     assert len(get_dataset("mine", "test", dataset_sources=source)) == 1
     with pytest.raises(InputError, match=r"mine \(.*all.jsonl\) has no examples in its train split, as its only"):
         get_dataset("mine", "train", dataset_sources=source)
+
+
+def test_one_file_is_read_once_for_both_splits(tmp_path):
+    path = write_rows(tmp_path / "all.jsonl", [{"prompt": f"{i}?", "chosen": "b", "rejected": "c"} for i in range(20)])
+    loaded, held_out = [], {}
+
+    def load(name, split, **options):
+        loaded.append(split)
+        return get_dataset(name, split, **options)
+
+    def read(split, **kept):
+        options = {"trains_on": "pairs", "dataset_sources": {"mine": str(path)}, "silent": True}
+        return [*iterate_prompts(load, ["mine"], split, **options, **kept)]
+
+    both = [read(split, held_out=held_out) for split in ("train", "test")]
+    assert (loaded, held_out) == (["train"], {})
+    assert both == [read(split) for split in ("train", "test")]
 
 
 @pytest.mark.parametrize(("n", "held_out"), [(2, 1), (5, 1), (60, 6)])
