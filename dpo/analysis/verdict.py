@@ -12,7 +12,7 @@ from dpo.analysis.measures import EVAL_ACCURACY, Z_95, n_effective, n_evaluated,
 from dpo.analysis.runs import Run, number
 from dpo.numbers import count, figure, percent, signed
 
-# spacing of numbers near 1 in each dtype: smaller changes of a log-probability may be rounding
+# spacing of numbers near 1 in each dtype, by which larger log-probabilities are rounded in proportion
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 SMALL_CHANGE = 0.01  # nats: a token's probability changes by a hundredth of itself
 ENOUGH = 100  # pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
@@ -77,17 +77,19 @@ def find_changes_per_token(run: Run) -> tuple[dict[str, float], float]:
     dtypes = [run.setting("model.autocast"), run.setting("model.policy_dtype")]
     is_log_ratio = run.has_reference and beta > 0 and run.setting("loss.f_divergence", "reverse_kl") == "reverse_kl"
     changes: dict[str, float] = {}
+    size = 1.0  # of the log-probability of a token
     for side in ("chosen", "rejected"):
         n_tokens = run.count(f"test.mean_{side}_tokens")
         examples, logps = run.eval.points(f"logps_eval/{side}")
-        if not n_tokens > 0:
+        if not (n_tokens > 0 and len(logps)):
             continue
+        size = max(size, abs(float(logps[-1])) / n_tokens)
         if len(logps) > 1 and examples[0] == 0:
             changes[side] = float(logps[-1] - logps[0]) / n_tokens
-        elif is_log_ratio and len(logps) and examples[-1] > 0:
+        elif is_log_ratio and examples[-1] > 0:
             dtypes.append(run.setting("model.reference_dtype"))
             changes[side] = run.eval.last(f"rewards_eval/{side}") / beta / (1 if run.is_per_token else n_tokens)
-    rounding = max((ROUNDING.get(str(dtype), 0.0) for dtype in dtypes), default=0.0)
+    rounding = size * max(ROUNDING.get(str(dtype), 0.0) for dtype in dtypes)
     return {side: change for side, change in changes.items() if math.isfinite(change)}, rounding
 
 
