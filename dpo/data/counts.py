@@ -28,7 +28,7 @@ from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
 
-SAMPLE_SIZE = 10_000  # examples of a split whose tokens are counted
+SAMPLE_SIZE = 4_000  # examples of a split whose tokens are counted
 LEAST_WORDS = 6  # shorter first turns, speaker included, are not looked for in the other split
 TOKENIZED_AT_ONCE = 1000  # examples; bounds the memory of their token ids
 SHOWN_ROWS = 3  # numbers of records that the terminal shows

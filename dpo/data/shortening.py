@@ -15,7 +15,7 @@ from dpo.data.asking import TemplateRejects, escape_texts, is_prefilled, render_
 from dpo.data.examples import TextExample, list_examples, tokenize
 from dpo.data.schema import Messages
 from dpo.data.table import ROWS_PER_BATCH, Prompt
-from dpo.data.tokenization import TextEncoder
+from dpo.data.tokenization import TextEncoder, find_control
 
 CountExample = Callable[[str, bool, Prompt, int], None]  # `SplitCounter.count_example`
 PREFIX_TOKENS = 16  # a tokenizer may give so many tokens to a text beside one for each byte
@@ -47,8 +47,13 @@ def fit_prompts(
             yield from (prompt._replace(truncation_mode=limits.truncation) for prompt in batch)
 
 
-def _may_exceed(texts: Iterable[str], limit: int) -> bool:
-    """Return whether texts may exceed `limit` tokens of a byte or more."""
+def _may_exceed(texts: Iterable[str], limit: int, tokenizer: Any) -> bool:
+    """Return whether texts may exceed `limit` tokens of a byte or more.
+
+    A control token is one, and may give the text behind it another.
+    """
+    if not getattr(tokenizer, "split_special_tokens", False):
+        texts = [find_control(tokenizer).sub("  ", text) for text in texts]
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) + PREFIX_TOKENS > limit
 
 
@@ -60,7 +65,7 @@ def _drop(
         example
         for prompt in prompts
         for example in list_examples(prompt) or [TextExample(prompt, 0, {}, [])]
-        if limits.new_tokens or _may_exceed((prompt.text, *example.texts.values()), limits.max_length)
+        if limits.new_tokens or _may_exceed((prompt.text, *example.texts.values()), limits.max_length, encode.tokenizer)
     ]
     too_long = {
         (example.prompt.index_in_split, example.example_index)
@@ -82,7 +87,7 @@ def _drop(
 
 def _shorten(prompts: Sequence[Prompt], encode: TextEncoder, limit: int) -> Iterator[Prompt]:
     """Give each chat that exceeds `limit` tokens a shorter text."""
-    chats = [p.text for p in prompts if p.messages and not p.apart and _may_exceed([p.text], limit)]
+    chats = [p.text for p in prompts if p.messages and not p.apart and _may_exceed([p.text], limit, encode.tokenizer)]
     lengths = dict(zip(chats, _count_tokens(chats, encode), strict=True))
     for prompt in prompts:
         is_long = lengths.get(prompt.text, 0) > limit
