@@ -29,6 +29,7 @@ from dpo.models.text_part import rename_layers
 from dpo.parallel.sharding import release_gathered
 from dpo.parallel.state import full_state, local_tensor
 from dpo.settings.keys import KEYS, read_key
+from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import silence_bitsandbytes
 from dpo.system.plain_files import check_readable, read_json
 
@@ -305,8 +306,7 @@ def _compute_adapted_layer(layer: Any, x: torch.Tensor) -> torch.Tensor:
     name = next(iter(layer.active_adapters), None)
     if name not in layer.lora_A:  # no adapter is active, or the active one adapts other layers
         return layer.base_layer(x)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = x.to(find_compute_dtype(x.device.type, x.dtype))
     x, product = layer.lora_A[name](x, layer.scaling[name], layer.lora_dropout[name])
     return layer.lora_B[name](product, layer.base_layer(x))
 

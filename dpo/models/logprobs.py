@@ -15,6 +15,7 @@ from dpo.losses import IGNORE_INDEX
 from dpo.models import cpu_attention
 from dpo.models.packing import Packed, tree_block_mask, tree_mask
 from dpo.models.scalar_head import reward
+from dpo.system.arithmetic import find_compute_dtype
 
 
 class TokenLogps(NamedTuple):
@@ -144,8 +145,8 @@ def _find_masks(model: Any, packed: Packed, windows: Mapping[str, int | None]) -
     if device == "cpu":
         cpu_attention.register()  # replaces SDPA for additive masks, which only packed rows have
     dtype = model.get_input_embeddings().weight.dtype
-    if attention == "sdpa" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)  # the compute dtype, so that no layer has to cast the mask
+    if attention == "sdpa":
+        dtype = find_compute_dtype(device, dtype)  # so that no layer has to cast the mask
     return packed.cache_masks(
         f"additive {dtype}",
         lambda: {kind: _additive(tree_mask(packed, window=size), dtype) for kind, size in windows.items()},

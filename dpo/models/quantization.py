@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError
 from dpo.models.scalar_head import find_scalar_head
+from dpo.system.arithmetic import find_compute_dtype
 from dpo.system.host import release_freed_memory, silence_bitsandbytes
 
 BLOCK = 64  # weights that share a scale
@@ -44,9 +45,7 @@ class Linear4bit(torch.nn.Linear):
             self.register_buffer(name, tensor)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        device_type, dtype = input.device.type, input.dtype
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
+        dtype = find_compute_dtype(input.device.type, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return _Multiply.apply(input.to(dtype), bias, self)
 

@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from dpo.errors import InputError
 from dpo.models.packing import Segments
 from dpo.settings.choices import VARLEN
+from dpo.system.arithmetic import find_compute_dtype
 
 # torch 2.11 does not have this option, and groups heads without it
 GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -56,8 +57,7 @@ def attention_forward(
         )
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    dtype = find_compute_dtype(query.device.type, value.dtype)
     query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # (L, H, D), (L, K, D)
     out: Any = varlen_attn(
         query,

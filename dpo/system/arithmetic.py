@@ -34,6 +34,13 @@ def set_up_torch(*, deterministic: bool, compiles: bool) -> None:
         config.recompile_limit = max(GRAPHS, config.recompile_limit)
 
 
+def find_compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of autocast, or the tensors' own `dtype` without autocast."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return dtype  # also on the meta device, which has no autocast
+
+
 @contextmanager
 def without_tf32() -> Iterator[None]:
     """Turn off TF32 inside: it rounds inputs of float32 products."""
