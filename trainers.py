@@ -48,8 +48,8 @@ from dpo.settings.validation import check_values
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batch, Batches
-from dpo.training.evaluation import Evaluator, Interval, notes_on_first_work, notes_on_interval
-from dpo.training.memory import Communication, decide_communication, notes_on_disk, notes_on_free_memory
+from dpo.training.evaluation import Evaluator, Interval, notes_on_disk, notes_on_first_work, notes_on_interval
+from dpo.training.memory import decide_frozen_weights
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, peak_memory_gb
 from dpo.training.objective import BatchContext, NamedTensors, make_objective
 from dpo.training.online import OnlineBatches
@@ -233,9 +233,6 @@ class Trainer:
                 batch = self.batches.make_batch(item, update=self.state.batch_counter)
                 update = self.train_step(batch)
                 self.callbacks.emit("update", update)
-                if update.number == 1:
-                    for note in notes_on_free_memory(self.plan):
-                        self.progress.line(note)
                 self.checkpoints.check()  # a checkpoint that cannot be written ends the run now, not at the next save
                 self.stop.raise_if_agreed()
             self.save_if_due(metrics=self.evaluate_if_due(is_last=True), is_last=True)
@@ -563,16 +560,18 @@ class FSDPTrainer(BasicTrainer):
     spec = choices.FSDP
 
     @cached_property
-    def communication(self) -> Communication:
-        """Rank 0's decision on frozen weights, with its notes."""
+    def frozen_weights(self) -> str | None:
+        """How frozen weights are held: as `fsdp_frozen_weights` says, or as rank 0 decides."""
 
-        def decide_on_rank_0() -> Communication | None:
-            return decide_communication(self.plan, self.data) if self.rank == 0 else None
+        def decide_on_rank_0() -> str | None:
+            return decide_frozen_weights(self.plan).fsdp.frozen_weights if self.rank == 0 else None
 
-        return from_rank_0(after_rank_0("the predicted memory", decide_on_rank_0))
+        return from_rank_0(after_rank_0("the decision on frozen weights", decide_on_rank_0))
 
     def notes(self) -> list[str]:
-        return [*super().notes(), *self.communication.notes]
+        is_decided = self.plan.fsdp.frozen_weights is None and self.frozen_weights is not None
+        decision = f"frozen weights are {self.frozen_weights} on every process (fsdp_frozen_weights)"
+        return [*super().notes(), *[decision] * is_decided]
 
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         fsdp = self.plan.fsdp
@@ -583,7 +582,7 @@ class FSDPTrainer(BasicTrainer):
             compute_dtype=compute_dtype,
             reduce_dtype=DTYPES[fsdp.reduce_dtype],
             reshard_after_forward=fsdp.reshard_after_forward,
-            frozen_whole=self.communication.frozen_weights == "whole",
+            frozen_whole=self.frozen_weights == "whole",
         )
 
 

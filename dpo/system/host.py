@@ -183,6 +183,17 @@ def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
     return HostMemory(total, available)
 
 
+def find_device_memory(world_size: int, *, multi_process: bool) -> int:
+    """Bytes of a process's GPUs or, without GPUs, of its share of free host memory."""
+    if count_gpus():
+        import torch
+
+        gpus = list_own_gpus(multi_process=multi_process)
+        return sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+    n_processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # the launchers set it
+    return (host_memory().available + resident_memory()) // n_processes_here
+
+
 def resident_memory() -> int:
     """The bytes of memory that this process holds now."""
     return int((PROC / "self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
+from dpo.models.adapters import trained_parameters
 from dpo.models.generation import (
     Continuation,
     SampleBatch,
@@ -31,6 +35,7 @@ from dpo.settings.plan import Plan
 from dpo.training.batches import Batch
 from dpo.training.metrics import Reduced
 from dpo.training.objective import Objective
+from dpo.training.optimization import count_states
 from dpo.training.stop import StopRequest
 
 EVAL_EVERY, FEWEST = 20_000, 8  # examples between evaluations, but about so many evaluations in a shorter run
@@ -69,6 +74,22 @@ def notes_on_interval(plan: Plan, interval: Interval) -> list[str]:
     return [
         f"warning: eval_every={eval_every} is not a multiple of batch_size={plan.data.batch_size}; evaluating every "
         f"{interval.n_examples} examples"
+    ]
+
+
+def notes_on_disk(plan: Plan, interval: Interval, updates: int, policy: Any, run_dir: Path) -> list[str]:
+    """The disk that a run's checkpoints and its export need."""
+    if plan.run.debug:
+        return []
+    n_saves = math.ceil(updates * plan.data.batch_size / (plan.run.save_every or interval.n_examples))
+    n_kept = n_saves if interval.keep is None else min(n_saves, interval.keep + 1)  # and BEST
+    weights = sum(parameter.nbytes for parameter in trained_parameters(policy))
+    n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
+    free = shutil.disk_usage(run_dir).free
+    parts = [f"{count(n_kept, 'checkpoint')} (keep_checkpoints)", *["LATEST/hf (export)"] * plan.run.export]
+    return [
+        f"{'warning: ' * (n_bytes > free)}the run's files take about {n_bytes / 1e9:.3g} GB on disk, where "
+        f"{free / 1e9:.3g} GB are free: {' and '.join(parts)}"
     ]
 
 

@@ -54,6 +54,12 @@ def check_optimizer(training: TrainingPlan) -> None:
     make_optimizer(training, [torch.nn.Parameter(torch.zeros(1))])
 
 
+def count_states(training: TrainingPlan) -> int:
+    """The number of values that the optimizer keeps for each weight."""
+    n_values = {"Adafactor": 0, "SGD": 0, "Adagrad": 1, "ASGD": 1, "RMSprop": 1}.get(training.optimizer, 2)
+    return n_values + sum(bool(training.optimizer_args.get(name)) for name in ("momentum", "amsgrad", "centered"))
+
+
 def notes_on_scaling(training: TrainingPlan, size: int) -> list[str]:
     """A message on the initial learning rate, if it is scaled.
 
