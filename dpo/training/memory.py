@@ -1,7 +1,6 @@
-"""The memory that a run needs, and settings that reduce it.
+"""The memory that updates need, and settings that reduce it.
 
-A process holds weights, gradients and optimizer state, which follow from the shapes of the policy's parameters. On top
-of these come activations and logits during the backward pass, or temporaries of the optimizer's step.
+Weights, gradients and optimizer state follow from parameters; activations come on top, or temporaries of the optimizer.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from dpo.training.optimization import count_states
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
 
 KEPT_SHARE = 0.2  # of what a CPU allocates while training, lost to fragmentation; measured on SmolLM2
-WITHOUT_TEMPORARIES = ("Adafactor", "SGD")  # other optimizers take one more tensor per weight, all at once on a GPU
+WITHOUT_TEMPORARIES = ("Adafactor", "SGD")  # other optimizers take one more value per weight, all at once on a GPU
 MAX_HELD_SHARE = 0.5  # of a GPU's memory, for frozen weights to be whole: the rest is for activations
 MIN_SAVED_SHARE = 0.03  # a setting is suggested if it saves at least this share of the memory
 N_SEARCHED_BATCHES = 50  # global batches that are searched for the largest microbatch: a whole run would take long
@@ -61,10 +60,10 @@ def predict(plan: Plan, data: TrainingData) -> tuple[Bytes, list[str]]:
     microbatch = find_largest_microbatch(plan, data, layout)
     memory["logits"] = count_logits(plan, policy, microbatch)
     memory["activations"], notes = count_activations(plan, policy, layout, microbatch)
-    # the backward pass or the optimizer's step; gradients of the only backward pass come as activations go
-    only_in_step = ["update"] + ["gradients"] * (plan.data.gradient_accumulation_steps == 1)
-    phases = (["activations", "logits"], only_in_step)
-    for purpose in min(phases, key=lambda purposes: sum(memory[purpose] for purpose in purposes)):
+    in_backward, in_step = ["activations", "logits"], ["update"]  # but not both at a time
+    if plan.data.gradient_accumulation_steps == 1:  # gradients of the only backward pass come as activations go
+        in_step.append("gradients")
+    for purpose in min(in_backward, in_step, key=lambda purposes: sum(memory[purpose] for purpose in purposes)):
         del memory[purpose]
     if not plan.gpus:
         allocated = sum(memory[purpose] for purpose in ("gradients", "optimizer", "activations", "logits"))
@@ -130,30 +129,26 @@ def count_logits(plan: Plan, policy: Any, microbatch: Microbatch) -> int:
         return copy + microbatch.n_tokens * vocabulary * 12
     n_logits = len(microbatch.inputs.targets) * vocabulary
     n_chunks = max(1, math.ceil(n_logits / LOGITS_AT_ONCE["cuda" if plan.gpus else "cpu"]))
-    # a GPU computes a chunk's log-probabilities at once, after a copy in float32; a CPU computes a few rows at a time
-    size_on_gpu = itemsize + (4 if itemsize == 4 else 8)
-    return copy + n_logits // n_chunks * (size_on_gpu if plan.gpus else itemsize)
+    # a GPU computes a chunk's log-probabilities at once, from a copy in float32; a CPU computes a few rows at a time
+    extra = (4 if itemsize == 4 else 8) if plan.gpus else 0
+    return copy + n_logits // n_chunks * (itemsize + extra)
 
 
 def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> Microbatch:
     """The training microbatch of most tokens."""
-    size = plan.dims.data_size
     if plan.online:  # the longest answers to the longest prompts
-        n_pairs = math.ceil(plan.data.batch_size / plan.data.gradient_accumulation_steps / size)
+        n_pairs = math.ceil(plan.data.batch_size / plan.data.gradient_accumulation_steps / plan.dims.data_size)
         prompts = [encode_prompt(prompt, data, plan) for prompt in some_prompts(data)]
         longest = sorted(prompts, key=lambda example: len(example.prompt))[-n_pairs:]
         pairs = [add_placeholders(prompt, plan.online.max_new_tokens, n_answers=2) for prompt in longest]
         return layout.split(pairs, 1)[0]
-    batches = Batches(plan, data, layout, seed=plan.run.seed, size=size).train()  # other ranks' are about as large
-    microbatches = (part for batch in islice(batches, N_SEARCHED_BATCHES) for part in batch.microbatches)
+    batches = Batches(plan, data, layout, seed=plan.run.seed, size=plan.dims.data_size)  # others have about as many
+    microbatches = (part for batch in islice(batches.train(), N_SEARCHED_BATCHES) for part in batch.microbatches)
     return max(microbatches, key=lambda part: part.n_tokens)
 
 
 def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> tuple[int, list[str]]:
-    """Bytes that a forward pass keeps for its backward pass, without logits.
-
-    They are counted on the meta device, or estimated with a note if the model cannot run there. Changes the policy.
-    """
+    """Bytes that a forward pass keeps, without logits, and a note if they are only estimated."""
     config, compute_size = policy.config.get_text_config(), DTYPES[plan.compute_dtype].itemsize
     n_blocks, notes = config.num_hidden_layers, []
     try:
@@ -162,8 +157,8 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
         # as if the inputs and outputs of all its matrices were kept
         matrices = [parameter for parameter in policy.base_model.parameters() if parameter.ndim > 1]
         kept = sum(sum(matrix.shape[-2:]) for matrix in matrices) * microbatch.n_tokens * compute_size
-        why = f"{type(policy).__name__} does not run without data ({one_sentence(error)})"
-        notes.append(f"warning: activations are estimated roughly, as {why}")
+        why = f"as {type(policy).__name__} does not run without data ({one_sentence(error)})"
+        notes = [f"warning: activations are estimated roughly, {why}"]
     block = kept // n_blocks
     if plan.training.activation_checkpointing:  # keeps the blocks' inputs, and one block that is computed again
         kept = block + n_blocks * microbatch.n_tokens * config.hidden_size * compute_size
@@ -172,7 +167,7 @@ def count_activations(plan: Plan, policy: Any, layout: Layout, microbatch: Micro
 
 def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch) -> int:
     autocast, head = DTYPES.get(plan.model.autocast), policy.get_output_embeddings()
-    vocabulary = None if head is None else head.weight.shape[0]
+    vocabulary = head and head.weight.shape[0]
     if plan.trainer.multi_process:  # FSDP gathers all weights in one dtype
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(DTYPES[plan.compute_dtype])
@@ -182,16 +177,15 @@ def _run_on_meta(plan: Plan, policy: Any, layout: Layout, microbatch: Microbatch
         if isinstance(module, Linear4bit) and autocast:  # it multiplies where `_OnMeta` does not see it
             module.register_forward_pre_hook(lambda _, args: (args[0].to(autocast),))
     held = {tensor.untyped_storage() for tensor in (*policy.parameters(), *policy.buffers())}
-    kept: set[torch.UntypedStorage] = set()
+    kept = set()  # storages, so that views count once
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 0 or tensor.shape[-1] != vocabulary:  # `count_logits` counts logits
             kept.add(tensor.untyped_storage())
         return tensor
 
-    policy.train()
     with saved_tensors_hooks(keep, lambda tensor: tensor), _OnMeta(autocast):
-        layout.forward(policy, microbatch.map(lambda tensor: tensor.to("meta")).inputs)
+        layout.forward(policy.train(), microbatch.map(lambda tensor: tensor.to("meta")).inputs)
     return sum(storage.nbytes() for storage in kept - held)
 
 
@@ -214,8 +208,7 @@ class _OnMeta(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:
-        is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(self.autocast) if is_number else value
+        return value.to(self.autocast) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -271,8 +264,8 @@ def suggest_settings(plan: Plan, data: TrainingData, memory: Bytes) -> str:
         if total < (1 - MIN_SAVED_SHARE) * memory.total():
             text = str(value).lower() if isinstance(value, bool) else value  # as on the command line
             suggestions.append((total, f"{key}={text} (then {total / 1e9:.2f} GB per process)"))
-    best = [text for _, text in sorted(suggestions)[:3]]
-    return ", or ".join(best) or "a smaller model, or more processes with trainer=FSDPTrainer"
+    best = ", or ".join(text for _, text in sorted(suggestions)[:3])
+    return best or "a smaller model, or more processes with trainer=FSDPTrainer"
 
 
 def print_prediction(plan: Plan, data: TrainingData) -> None:
@@ -293,12 +286,10 @@ def explain_out_of_memory(plan: Plan, data: TrainingData) -> Iterator[None]:
     """Raise RunError with advice if memory runs out inside."""
     try:
         yield
-    except RunError:  # a RuntimeError too, but its message needs no explanation
-        raise
     except (MemoryError, RuntimeError) as error:
         # on a CPU torch raises a plain RuntimeError: "can't allocate memory", "couldn't allocate memory"
-        is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_out_of_memory and "t allocate memory" not in str(error):
+        is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "t allocate memory" in str(error)
+        if isinstance(error, RunError) or not is_out_of_memory:
             raise
         traceback.clear_frames(error.__traceback__)  # frees the tensors that local variables hold
         torch.cuda.empty_cache()
