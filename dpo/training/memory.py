@@ -38,7 +38,7 @@ from dpo.training.optimization import count_states
 
 Bytes = Counter[str]  # memory of a process in bytes, by purpose
 
-KEPT_SHARE = 0.2  # of what a CPU allocates while training, lost to fragmentation; measured on SmolLM2
+KEPT_SHARE = 0.3  # of what a CPU allocates while training, lost to fragmentation; measured on SmolLM2
 WITHOUT_TEMPORARIES = ("Adafactor", "SGD")  # other optimizers take one more value per weight, all at once on a GPU
 MAX_HELD_SHARE = 0.5  # of a GPU's memory, for frozen weights to be whole: the rest is for activations
 MIN_SAVED_SHARE = 0.03  # a setting is suggested if it saves at least this share of the memory
