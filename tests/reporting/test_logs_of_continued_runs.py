@@ -162,6 +162,7 @@ def test_lines_that_are_damaged_before_the_checkpoint_keep_those_before_them(dam
 
     def log(logger: FileLogger, number: int) -> None:
         logger.on_evaluation(Evaluation(number, 4 * number, {"loss/eval": 0.5}))
+        logger.on_answers(4 * number, {"p": f"answer {number}"})
         logger.on_samples(4 * number, [Sample("p", f"answer {number}", None)])
 
     file, logger = tmp_path / name, logger_in({})
