@@ -221,7 +221,7 @@ def test_an_adapter_of_a_policy_goes_on_with_a_new_head(finished, run, tmp_path)
 def test_the_report_has_the_accuracy_with_its_interval(finished):
     run = read_run(finished("loss=bradley_terry", "ledger=true"))
     right = round(4 * run.eval.last("rewards_eval/accuracies"))
-    assert f"{right} of 4 held-out pairs are ranked right" in describe_result(run)
+    assert f"In {right} of 4 held-out pairs the chosen response is rated above" in describe_result(run)
     assert "(95 % interval " in describe_result(run)
     assert "Chosen responses become much less likely" not in {finding.title for finding in find_all(run)}
 
