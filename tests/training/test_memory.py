@@ -22,12 +22,10 @@ from torch.utils._pytree import tree_iter
 
 from dpo.errors import InputError
 from dpo.models.loading import model_loaders
-from dpo.settings import choices
 from dpo.settings.plan import resolve
 from dpo.training import memory
-from dpo.training.evaluation import count_states
 from dpo.training.memory import SUGGESTIONS, decide_frozen_weights, predict, suggest_settings
-from dpo.training.optimization import make_optimizer
+from dpo.training.optimization import OPTIMIZERS, count_states, make_optimizer
 from preference_datasets import load_data
 from trainers import BasicTrainer
 
@@ -175,7 +173,7 @@ def test_what_a_process_holds_is_arithmetic(settings, expected, predict_for):
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        *((name, {}) for name in choices.OPTIMIZERS),
+        *((name, {}) for name in OPTIMIZERS),
         ("SGD", {"momentum": 0.9}),
         ("RMSprop", {"momentum": 0.9, "centered": True}),
         ("AdamW", {"amsgrad": True}),
