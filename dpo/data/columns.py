@@ -8,7 +8,7 @@ give a field's column. Other columns are recognized by their names, unless sever
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ OTHER_NAMES = {
 UNQUOTED = re.compile(r"[A-Za-z_][\w .-]*", re.ASCII)  # names that Hydra accepts without quotes
 DIALOGUE, PROSE, OTHER = "dialogue", "prose", "other"  # kinds of columns; see `_find_kind`
 N_INSPECTED = 100  # records that decide the kind of a column
+HOLD_TURNS = {"instruction", "conversations"}  # beside these, any `system` is a turn; elsewhere it may name a model
 # the fields that are asked for if data has none of what a loss trains on
 ASKED = {"prompts": PROMPT_FIELDS, "targets": TARGET_FIELDS, "labels": LABEL_FIELDS, "lists": SCORED_FIELDS}
 
@@ -151,7 +152,7 @@ def recognize_columns(
             f"or none"
         )
     if form is None:
-        raise ColumnsError(_explain_missing(present, candidates, configured, name, origin, trains_on))
+        raise ColumnsError(_explain_missing(present, candidates, name, origin, trains_on))
     for field in form:
         if len(candidates[field]) > 1:
             columns = " or ".join(candidates[field])
@@ -160,8 +161,9 @@ def recognize_columns(
     numbers = NUMBER_FIELDS if with_margins else ("weight",)
     parts = PROMPT_PARTS if "prompt" in form else ()
     used = {field: candidates[field][0] for field in (*form, *numbers, *parts, TOOLS) if candidates[field]}
-    if candidates[SYSTEM] and (configured.get(SYSTEM) or formatted or _has_turns(candidates[SYSTEM], present, used)):
-        used[SYSTEM] = candidates[SYSTEM][0]
+    for column in candidates[SYSTEM]:
+        if formatted or configured.get(SYSTEM) or present[column] != OTHER or HOLD_TURNS & {*used.values()}:
+            used[SYSTEM] = column
     unused = [column for column in present if column not in used.values()]
     words = [column for column in unused if present[column] != OTHER]
     if form == WHOLE_PAIR_FIELDS and words and not (are_whole or formatted):
@@ -191,7 +193,7 @@ def _collect_candidates(
     return candidates
 
 
-def _check_configured(present: Iterable[str], configured: Mapping[str, str | None], name: str, origin: str) -> None:
+def _check_configured(present: Collection[str], configured: Mapping[str, str | None], name: str, origin: str) -> None:
     """Check the config's columns: that they exist, and make up a form."""
     key = f"dataset_sources.{name}.columns"
     if not any(configured.keys() <= {*form, *OPTIONAL_FIELDS} for form in chain.from_iterable(FORMS.values())):
@@ -234,18 +236,13 @@ def normalize(name: str) -> str:
     return re.sub(r"[\W_]+", "", name.lower())
 
 
-def _separate_parts(candidates: Sequence[str], present: Iterable[str]) -> dict[str, list[str]]:
-    """Separate `input` and `history` from a prompt in `instruction`.
-
-    In Alpaca's data the prompt is an instruction with an input below it, after a history of turns. Returns nothing for
-    other data.
-    """
+def _separate_parts(candidates: Sequence[str], present: Collection[str]) -> dict[str, list[str]]:
+    """Separate `input` and `history` from a prompt in `instruction`, as in Alpaca's data."""
     by_name = {column.strip().lower(): [column] for column in candidates}
-    is_alpaca = "instruction" in by_name and by_name.keys() <= {"instruction", "input"}
-    if len(by_name) < len(candidates) or not is_alpaca:  # as many columns may be named `input` and `Input`
-        return {}
-    parts = {"prompt": by_name["instruction"], "history": ["history"] if "history" in present else []}
-    return {**parts, "input": by_name.get("input", [])}
+    if len(by_name) < len(candidates) or sorted(by_name) not in (["instruction"], ["input", "instruction"]):
+        return {}  # other data, or two columns such as `input` and `Input`
+    history = [column for column in ("history",) if column in present]
+    return {"prompt": by_name["instruction"], "input": by_name.get("input", []), "history": history}
 
 
 def _find_form(
@@ -258,35 +255,18 @@ def _find_form(
     return None
 
 
-def _has_turns(candidates: Sequence[str], present: Mapping[str, str], used: Mapping[str, str]) -> bool:
-    """Return whether the system turn has one candidate, which fits.
-
-    A column fits if it holds words, or if the `used` columns are of a format that has this system column. Any other
-    column `system` may hold names of models.
-    """
-    columns = {field: column for field, column in used.items() if field not in NUMBERS}
-    in_format: Mapping[str, str] = next((each for each in FORMATS.values() if columns.items() <= each.items()), {})
-    has_words = present[candidates[0]] != OTHER
-    return len(candidates) == 1 and (has_words or in_format.get(SYSTEM) == candidates[0])
-
-
 def _explain_missing(
-    present: Collection[str],
-    candidates: Mapping[str, Sequence[str]],
-    configured: Mapping[str, str | None],
-    name: str,
-    origin: str,
-    trains_on: str,
+    present: Collection[str], candidates: Mapping[str, Sequence[str]], name: str, origin: str, trains_on: str
 ) -> str:
     """Explain that the columns lack what a loss trains on."""
     forms = (ASKED.get(trains_on, PAIR_FIELDS), *FORMS[trains_on])
     fields = max(forms, key=lambda form: sum(bool(candidates[field]) for field in form))
     fixes = [f"name them with {_write_override(name, fields, candidates)}"]
-    # SFT would learn the undesirable completions of labels too
-    kinds = [kind for kind in ("labels", "targets", "pairs") if _find_form(kind, candidates, configured)]
-    if kinds:
-        loss = next(loss for loss in LOSSES if LOSSES[loss].trains_on == kinds[0])
-        fixes.append(f"train on the {kinds[0]} that are there with loss={loss}")
+    # labels first, as SFT would learn the undesirable completions too
+    there = (kind for kind in ("labels", "targets", "pairs") if kind != trains_on and _find_form(kind, candidates, {}))
+    if kind := next(there, None):
+        loss = next(loss for loss in LOSSES if LOSSES[loss].trains_on == kind)
+        fixes.append(f"train on the {kind} that are there with loss={loss}")
     return (
         f"training on {trains_on} needs the columns {', '.join(fields)}; {origin} has {', '.join(present)}: "
         f"{', or '.join(fixes)}, or write them in a format: {', '.join(FORMATS)} (docs/formats.md)"

@@ -104,7 +104,7 @@ def read_record(row: Mapping[str, Any], used: Mapping[str, str], where: str, *, 
     if input_text:
         get_field(row, used["prompt"], where)  # raises for a prompt of messages, to which no input belongs
     history = _read_history(row, used["history"], where) if "history" in used else ()
-    label = _read_label(row, used["label"], where, name) if "label" in used else None
+    label = _read_label(row, used["label"], where) if "label" in used else None
     tools = row.get(used[TOOLS]) if TOOLS in used else None
     if isinstance(prompt, list):
         _check_chat(prompt, responses, where)
@@ -356,16 +356,14 @@ def _read_list(row: Mapping[str, Any], column: str, where: str) -> list[tuple[st
     return [(column, _read_value(items, item, where)) for item in items]
 
 
-def _read_label(row: Mapping[str, Any], column: str, where: str, name: str) -> bool:
+def _read_label(row: Mapping[str, Any], column: str, where: str) -> bool:
     """Read whether a response is desirable."""
     value = get_field(row, column, where, LABEL_TYPES)
     label = str(value).strip().lower()
     if label not in DESIRABLE + UNDESIRABLE:
-        has_tag = column != "kto_tag" and "kto_tag" in row  # LLaMA-Factory's column, beside an unrelated `label`
-        other_fix = f", or give 'dataset_sources.{name}.columns={{label: kto_tag}}'" if has_tag else ""
         raise InputError(
             f"{where}: {column} is {value!r:.80}, which does not say whether the response is good: write true or "
-            f"false (1 or 0, good or bad, up or down), or remove the record{other_fix}"
+            f"false (1 or 0, good or bad, up or down), or remove the record"
         )
     return label in DESIRABLE
 

@@ -173,10 +173,6 @@ def test_a_labelled_response_is_chosen_or_rejected(tokenizer, good, bad):
     ("label", "message"),
     [
         ({"label": "maybe"}, "record 1 of mine: label is 'maybe', which does not say whether the response is good: wr"),
-        (
-            {"label": "spam", "kto_tag": True},
-            "remove the record, or give 'dataset_sources.mine.columns={label: kto_tag}'",
-        ),
         ({"label": 2}, "record 1 of mine: label is 2, which does not say whether the response is good: write true or "),
         ({"label": None}, "record 1 of mine: label is null: give it a value, or remove the record"),
         ({"label": [True]}, "record 1 of mine: label must be true or false, and is [True]: correct it, "),
@@ -202,35 +198,20 @@ def test_unpaired_pairs_are_a_desirable_and_an_undesirable_response_each(tokeniz
         list_texts()
 
 
-def test_the_last_message_of_a_chat_is_the_target_and_the_rest_is_prompt(chat):
-    turns = [user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")]
-    template = chat(ENDS_TURNS_WITH_SEMICOLON)
-    data = get_custom([{"messages": turns}], "mine", template, trains_on="targets")
-    assert [*data.items()] == [
-        ("<user>Hi;<assistant>Hm?;<user>Sing;<assistant>", {"responses": ["La;"], "pairs": [], "sft_target": "La;"})
-    ]
-    assert [*data.messages.values()] == [turns[:-1]]
-    # the same as prompt and completion
-    assert get_custom([{"prompt": turns[:-1], "completion": turns[-1:]}], "mine", template, trains_on="targets") == data
-
-
-def test_the_input_of_an_instruction_comes_below_it(tokenizer):
-    row = {"instruction": "Sum up.", "output": " A"}
-    rows = [{**row, "input": "Text"}, {**row, "input": ""}, {**row, "input": None}, row]
-    data = get_custom(rows, "mine", tokenizer, trains_on="targets")
-    assert data.notes == ["mine: format alpaca; columns prompt=instruction, completion=output, input=input"]
-    assert {prompt: entry["responses"] for prompt, entry in data.items()} == {
-        "Sum up.\n\nText": [" A"],
-        "Sum up.": [" A", " A", " A"],
-    }
-    pairs = [{"instruction": "Sum up.", "input": "Text", "chosen": " A", "rejected": " B"}]
-    assert list(get_custom(pairs, "mine", tokenizer)) == ["Sum up.\n\nText"]
+def test_an_empty_input_is_left_out_and_one_that_is_no_text_is_refused(tokenizer):
+    row = {"instruction": "Sum up.", "input": "Text", "chosen": " A", "rejected": " B"}
+    for empty in ({**row, "input": ""}, {**row, "input": None}):
+        assert list(get_custom([row, empty], "mine", tokenizer)) == ["Sum up.\n\nText", "Sum up."]
     with pytest.raises(InputError, match="record 1 of mine: input must be text, and is 0"):
-        get_custom([{**pairs[0], "input": 0}], "mine", tokenizer)
+        get_custom([{**row, "input": 0}], "mine", tokenizer)
     # unless the config says what the prompt is
-    assert list(get_custom(pairs, "mine", tokenizer, {"prompt": "instruction"})) == ["Sum up."]
+    assert list(get_custom([row], "mine", tokenizer, {"prompt": "instruction"})) == ["Sum up."]
     with pytest.raises(InputError, match="record 1 of mine: instruction must be text, and is "):
-        get_custom([{**rows[0], "instruction": [user("a")]}], "mine", tokenizer, trains_on="targets")
+        get_custom(
+            [{**row, "instruction": [user("a")], "chosen": [assistant("A")], "rejected": [assistant("B")]}],
+            "mine",
+            tokenizer,
+        )
 
 
 @pytest.mark.parametrize(
@@ -301,21 +282,6 @@ def test_pairs_of_a_ranked_list_are_all_of_different_scores_or_the_best_with_the
     with pytest.raises(InputError, match="mine: the responses of each list have equal scores, which make no pair"):
         get_custom([all_equal], "mine", tokenizer)
     assert len(take([all_equal, {**RANKED, "prompt": "R:"}], tokenizer, "pairs")) == 5
-
-
-def test_a_ranked_list_is_in_the_order_of_its_scores_or_best_first(tokenizer, chat):
-    in_order = {"prompt": "Q:", "responses": [" a", " b", " c"]}
-    expected = {"chosen": " a", "rank2": " b", "rejected": " c"}
-    assert take([in_order], tokenizer, "lists") == [expected]
-    by_scores = {"prompt": "Q:", "responses": [" c", " a", " b"], "scores": [0, 2, 1]}
-    assert take([by_scores], tokenizer, "lists") == [expected]
-    pair = {"prompt": "Q:", "chosen": " a", "rejected": " b"}
-    assert take([pair], tokenizer, "lists") == [{"chosen": " a", "rejected": " b"}]
-    answers = [assistant("Hello"), [assistant("Go")], [assistant("Hm")]]
-    chats = {"prompt": [user("Hi")], "responses": answers}
-    assert take([chats], chat(ENDS_TURNS_WITH_SEMICOLON), "lists") == [
-        {"chosen": "Hello;", "rank2": "Go;", "rejected": "Hm;"}
-    ]
 
 
 def test_scores_of_a_given_format_may_have_another_spelling(tokenizer):
@@ -493,10 +459,6 @@ def test_an_empty_cell_of_a_table_is_an_empty_text_except_for_a_prompt(tmp_path)
 
 
 WHOLE = [user("Hi"), assistant("Hello")]
-SHARING = {
-    "chosen": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("La")],
-    "rejected": [user("Hi"), assistant("Hm?"), user("Sing"), assistant("No")],
-}
 OPENS_WITH_THINK = ENDS_TURNS_WITH_SEMICOLON.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")
 
 
@@ -507,8 +469,6 @@ OPENS_WITH_THINK = ENDS_TURNS_WITH_SEMICOLON.replace("<assistant>{% endif %}", "
         (HELLO, ENDS_TURNS_WITH_EOS, "<user>Hi<|endoftext|>\n<assistant>", ["Hello", "Go away"]),
         # another ending of turns stays
         (HELLO, ENDS_TURNS_WITH_SEMICOLON, "<user>Hi;<assistant>", ["Hello;", "Go away;"]),
-        # without a prompt, it is the messages that both begin with
-        (SHARING, ENDS_TURNS_WITH_SEMICOLON, "<user>Hi;<assistant>Hm?;<user>Sing;<assistant>", ["La;", "No;"]),
         # conversations that share everything leave a response each
         ({"chosen": WHOLE, "rejected": WHOLE}, ENDS_TURNS_WITH_SEMICOLON, "<user>Hi;<assistant>", ["Hello;"] * 2),
         # a tag that only an open turn shows is not part of the prompt

@@ -214,7 +214,12 @@ TABLE = [
         ],
         others={"weights": [0.5]},
     ),
-    Frozen("list of two", (Q, "Blue.", "Green."), [{"prompt": Q, "responses": [YES, NO]}], chat="never"),
+    Frozen(
+        "list of two",
+        (Q, "Blue.", "Green."),
+        [{"prompt": Q, "responses": [YES, NO]}, {"prompt": Q, **TEXTS}],
+        chat="never",
+    ),
     Frozen(
         "list with a tie",
         (Q, "Blue.", "Green.", "Red."),
