@@ -161,9 +161,9 @@ def recognize_columns(
     numbers = NUMBER_FIELDS if with_margins else ("weight",)
     parts = PROMPT_PARTS if "prompt" in form else ()
     used = {field: candidates[field][0] for field in (*form, *numbers, *parts, TOOLS) if candidates[field]}
-    for column in candidates[SYSTEM]:
-        if formatted or configured.get(SYSTEM) or present[column] != OTHER or HOLD_TURNS & {*used.values()}:
-            used[SYSTEM] = column
+    system = candidates[SYSTEM][0] if len(candidates[SYSTEM]) == 1 else None  # of several, none is a turn for sure
+    if system and (formatted or configured.get(SYSTEM) or present[system] != OTHER or HOLD_TURNS & {*used.values()}):
+        used[SYSTEM] = system
     unused = [column for column in present if column not in used.values()]
     words = [column for column in unused if present[column] != OTHER]
     if form == WHOLE_PAIR_FIELDS and words and not (are_whole or formatted):

@@ -119,6 +119,11 @@ def test_a_labelled_response_is_recognized(present, columns):
             {},
             "prompt=conversations, chosen=chosen, rejected=rejected, system=system",
         ),
+        (  # of two columns, none is a system turn for sure
+            {"prompt": "Hi?", **TEXTS, "System": "Be kind.", "system_prompt": "Be short."},
+            {},
+            "prompt=prompt, chosen=chosen, rejected=rejected; not used: System, system_prompt",
+        ),
         (
             {"prompt": "Hi?", **TEXTS, "system": "gpt-4", "images": ["a.png"]},
             {},
