@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers.pytorch_utils import Conv1D
 
 from dpo.errors import InputError
@@ -75,9 +74,9 @@ class _Multiply(torch.autograd.Function):
 def _quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """The buffers of a `Linear4bit` for a weight.
 
-    For a weight without values (meta or fake) the buffers have no values either.
+    For a weight on the meta device they have no values either.
     """
-    if weight.is_meta or isinstance(weight, FakeTensor):
+    if weight.is_meta:
         n_blocks, empty = weight.numel() // BLOCK, partial(torch.empty, device=weight.device)
         return {
             "weight": empty((weight.numel() // 2, 1), dtype=torch.uint8),

@@ -9,7 +9,6 @@ import torch
 import transformers
 from support.models import batch_of, build
 from support.runs import GOLDEN
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
@@ -133,12 +132,10 @@ def test_a_model_without_weights_gets_layers_of_the_same_form(family: str) -> No
     assert len(layers_to_quantize(build(family))) == sum(isinstance(layer, Linear4bit) for layer in model.modules())
 
 
-def test_fake_weights_run_forward_and_backward() -> None:  # as memory is predicted
-    with FakeTensorMode():
-        layer, inputs = in_4_bits(torch.nn.Linear(64, 32)), torch.empty(3, 64, requires_grad=True)
-        layer(inputs).sum().backward()
+def test_a_layer_without_weights_runs_forward_and_backward() -> None:  # as memory is predicted
+    inputs = torch.empty(3, 64, requires_grad=True, device="meta")
+    in_4_bits(torch.nn.Linear(64, 32, device="meta"))(inputs).sum().backward()
     assert inputs.grad.shape == (3, 64)
-    in_4_bits(layer_of(64, 32)).dequantized(torch.float32)  # nothing fake is left behind
 
 
 def test_the_digest_tells_bases_apart() -> None:
