@@ -32,7 +32,16 @@ from dpo.settings.keys import KEYS, Resume
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, check_writable, move_aside, replacing
 from dpo.system.redaction import redact
-from dpo.system.run_directory import LOCK, ORIGIN, check_free, create_run_dir, is_lock, lock_run_dir, read_record
+from dpo.system.run_directory import (
+    LOCK,
+    ORIGIN,
+    check_free,
+    check_unlocked,
+    create_run_dir,
+    is_lock,
+    lock_run_dir,
+    read_record,
+)
 from dpo.system.waiting import report_progress
 
 FACTS: dict[str, Any] = {  # facts about the run in a manifest, with their types
@@ -94,7 +103,7 @@ def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
     """
     run_dir = _resolve(plan.run.local_run_dir)
     if is_lock(run_dir / LOCK):
-        lock_run_dir(run_dir).close()  # raises if another run has the lock
+        check_unlocked(run_dir)
     if plan.run.resume is None:
         check_free(run_dir, logs)
         return None

@@ -225,12 +225,8 @@ def lock_run_dir(run_dir: Path) -> IO:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        file.seek(0)
-        holder = file.read(200).strip() or "a running process"
         file.close()
-        raise InputError(
-            f"local_run_dir={run_dir} is locked by {holder}: stop that process first, or choose another directory"
-        ) from error
+        raise _explain_lock(run_dir) from error
     except OSError as error:  # some network file systems have no locks
         print(f"warning: {run_dir} cannot be locked ({error}): do not start a second run there")
     else:
@@ -242,6 +238,22 @@ def lock_run_dir(run_dir: Path) -> IO:
 def is_lock(path: Path) -> bool:
     """Return whether `lock_run_dir` made a file."""
     return path.is_file() and (not path.stat().st_size or path.read_bytes().startswith(HOLDER.encode()))
+
+
+def check_unlocked(run_dir: Path) -> None:
+    """Raise InputError if another process holds the lock; writes nothing."""
+    if is_locked(run_dir):
+        raise _explain_lock(run_dir)
+
+
+def _explain_lock(run_dir: Path) -> InputError:
+    with suppress(OSError):
+        holder = (run_dir / LOCK).read_bytes()[:200].decode("utf-8", "replace").strip()
+        if holder:
+            return InputError(
+                f"local_run_dir={run_dir} is locked by {holder}: stop that process first, or choose another directory"
+            )
+    return InputError(f"local_run_dir={run_dir} is locked by a running process: choose another directory")
 
 
 def is_locked(run_dir: Path) -> bool:

@@ -186,7 +186,10 @@ def run_here(overrides: list[str]) -> None:
     config = compose(*overrides)
     problems = entry.find_config_problems(config)
     assert not problems, problems
-    entry.run(config)
+    try:
+        entry.run(config)
+    finally:
+        entry.RUN_LOG.close()  # else later output of this process would be in the run's log
 
 
 def train_here(overrides: list[str]) -> None:
