@@ -223,7 +223,9 @@ def test_compiled_blocks_switch_adapters_within_the_recompile_limit(reference, r
     run("plain", *settings)
     compile_block = torch.nn.Module.compile
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda block, **options: compile_block(block, backend="eager", **options)
+        torch.nn.Module,
+        "compile",
+        lambda block, dynamic, options: compile_block(block, backend="eager", dynamic=dynamic),
     )
     torch._dynamo.reset()
     counters.clear()

@@ -88,7 +88,9 @@ class CountedBackend:
 @pytest.fixture
 def backend(monkeypatch):
     counted, compile = CountedBackend(), torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **options: compile(block, backend=counted, **options))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda block, dynamic, options: compile(block, backend=counted, dynamic=dynamic)
+    )
     torch._dynamo.reset()
     yield counted
     torch._dynamo.reset()
