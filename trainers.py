@@ -395,9 +395,11 @@ class Trainer:
         examples = [example for batch in self.eval_batches for example in batch.examples]
         means = evaluated.means(examples, [example.weight for example in examples])
         metrics = {**self.batches.evaluate(), **means}
-        draws_samples = self.plan.evaluation.sample_during_eval and self.interval.samples_after(state.example_counter)
-        if state.batch_counter == 0:
-            draws_samples = self.plan.evaluation.samples_first
+        plan = self.plan.evaluation
+        is_wanted = (
+            plan.do_first_sampling if state.batch_counter == 0 else self.interval.samples_after(state.example_counter)
+        )
+        draws_samples = plan.sample_during_eval and is_wanted
         evaluation = Evaluation(
             state.batch_counter, state.example_counter, metrics, examples, evaluated.examples, draws_samples
         )

@@ -378,11 +378,6 @@ class EvaluationPlan:
     sample_top_p: Annotated[float | None, "(0, 1]", CHANGE]
     sample_top_k: Annotated[int | None, ">= 0", CHANGE]
 
-    @property
-    def samples_first(self) -> bool:
-        """Return whether samples are drawn before the first update."""
-        return self.do_first_eval and self.sample_during_eval and self.do_first_sampling
-
 
 @dataclass(frozen=True)
 class LoggingPlan:

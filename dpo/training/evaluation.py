@@ -109,7 +109,7 @@ def notes_on_first_work(plan: Plan, data: TrainingData) -> list[str]:
             evaluation.sample_during_eval
         ),
         f"{count(evaluation.n_eval_model_samples, 'sample')} (do_first_sampling, n_eval_model_samples)": (
-            evaluation.samples_first
+            evaluation.do_first_eval and evaluation.sample_during_eval and evaluation.do_first_sampling
         ),
     }
     wanted = [task for task, is_wanted in tasks.items() if is_wanted]

@@ -132,7 +132,7 @@ REFUSED = [
     ("dataset_sources.a={path:a,columns:{chosen:3}}", "dataset_sources.a.columns={'chosen': 3} must map"),
     (
         "dataset_sources.a={path:a,columns:{best:chosen}}",
-        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, messages, ",
+        "dataset_sources.a.columns={'best': 'chosen'} must map some of prompt, chosen, rejected, responses, ",
     ),
     ("dataset_sources.a={path:a,format:trl}", "dataset_sources.a.format=trl is not one of hh, trl_standard, trl_con"),
     (

@@ -100,17 +100,22 @@ def run_out_of_memory_at(number: int) -> None:
 
 
 def fail_to_sample(*ranks: int) -> None:
-    """Let these ranks fail at the third token of every sample."""
+    """Let these ranks fail at the third token of every sample, which a checkpoint precedes."""
+    from dpo.training.evaluation import Evaluator
     from dpo.training.stop import StopRequest
 
-    check = StopRequest.raise_before_token
+    check, draw = StopRequest.raise_before_token, Evaluator.samples
 
     def failing(self: StopRequest, index: int) -> None:
         if index == 2 and self._mesh.rank in ranks:
             raise ArithmeticError("no such token")
         check(self, index)
 
-    StopRequest.raise_before_token = failing
+    def draw_failing(self: Evaluator, **options: Any) -> Any:
+        StopRequest.raise_before_token = failing
+        return draw(self, **options)
+
+    Evaluator.samples = draw_failing
 
 
 def swallow_signal_in(place: str, number: int) -> None:
