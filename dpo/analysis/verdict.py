@@ -14,6 +14,7 @@ from dpo.numbers import count, figure, percent, signed
 
 # spacing of numbers near 1 in each dtype, by which larger log-probabilities are rounded in proportion
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+COARSE = 1e-4  # nats: rounding that may hide what small learning rates do
 SMALL_CHANGE = 0.01  # nats: a token's probability changes by a hundredth of itself
 ENOUGH = 100  # pairs, or half as many responses of each label, tell an accuracy or AUC of 0.6 from 0.5
 FEWEST = 30  # fewer are too few whatever they say
@@ -49,6 +50,8 @@ def describe_change(run: Run) -> str:
         return ""
     largest = max(map(abs, changes.values()), default=math.nan)
     advice = ""
+    if not n_answers and largest <= rounding and rounding > COARSE:
+        return f"Whether the model changed cannot be told: {facts[0]}."
     if not n_differ and largest <= rounding:
         verb, advice = "did not change", ": raise lr, or train longer"
     elif not n_differ and n_answers and largest >= SMALL_CHANGE:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -28,8 +29,11 @@ MEANINGS = {
 }
 UserPrompt = str | list[Mapping[str, str]]  # a text, or chat messages {role, content}
 MARK = "\ufdd1"  # a noncharacter, which no text has: marks a place in a text that is rendered
-HEADER = re.compile(r"#+ ?[^:：]{1,40}[:：]?|\W{0,2}\w[\w;./-]*( \w+)?[:：]\W{0,2}")  # the last line of a prompt
-CONTROL = re.compile(r"(<\|[^|<>\n]+\|>|\[/[A-Z]+\])\w*$")
+HEADER = re.compile(  # the last line of a prompt, below others: ### Response, <assistant>, Answer (short):, Output =>
+    r"#{2,} ?\w.{0,40}|<\w[\w-]*>|\W{0,3}\w[\w;./-]*( \w+| \(\w+\)){0,2} ?([:：]|=>|->)\W{0,2}"
+)
+CONTROL = re.compile(r"(<\|[^|<>\n]+\|>|\[/INST\])\w*$")
+TURN = r"[A-Z]\w{0,15} ?:"  # a speaker on a line of several turns, as in `USER: Hi ASSISTANT:`
 SPEAKER = re.compile(f"({HUMAN}|{ASSISTANT})")
 
 
@@ -37,20 +41,36 @@ class TemplateRejects(Exception):
     """A chat template cannot render messages; the message says why."""
 
 
-def ends_in_header(prompt: str, tokenizer: Any) -> bool:
-    """Return whether a text ends in the header of an answer.
+def find_header(prompt: str, tokenizer: Any) -> str:
+    """Find the header of an answer in which a text ends; "" if there is none.
 
-    That is a control token, perhaps with a role behind it, or, below other lines, one like `Assistant:`,
-    `### Response:` or `**Answer:**`.
+    That is a control token, perhaps with a role behind it; a last line like `Assistant:`, `### Response:` or
+    `**Answer:**` below others; or a speaker in a line that begins with another one.
     """
-    _, newline, line = prompt.rstrip().rpartition("\n")
+    text = prompt.rstrip()
+    _, newline, line = text.rpartition("\n")
     if newline and HEADER.fullmatch(line.strip()):
-        return True
-    added = (token.content.strip() for token in tokenizer.added_tokens_decoder.values())
-    if CONTROL.search(line):
-        return True
-    # the role's name may follow, as in <start_of_turn>model
-    return any(text.startswith(("<", "[")) and re.search(rf"{re.escape(text)}\w*$", line) for text in added)
+        return line.strip()
+    if match := CONTROL.search(line):
+        return match[0]
+    if (match := re.search(rf"\s({TURN})$", text)) and re.search(rf"(^|\s){TURN} ", text[: match.start()]):
+        return match[1]
+    for token in tokenizer.added_tokens_decoder.values():
+        name = token.content.strip()
+        # the role's name may follow, as in <start_of_turn>model
+        if name.startswith(("<", "[")) and (match := re.search(rf"{re.escape(name)}\w*$", line)):
+            return match[0]
+    return ""
+
+
+def share_header(prompts: Sequence[str], tokenizer: Any) -> bool:
+    """Return whether most texts end in the same header of an answer.
+
+    A single one may end in a colon by chance.
+    """
+    headers = Counter(find_header(prompt, tokenizer) for prompt in prompts)
+    del headers[""]
+    return 2 * max(headers.values(), default=0) > len(prompts)
 
 
 def find_format(prompt: str, *, rendered: bool) -> str:

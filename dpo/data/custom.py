@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import tqdm
 
-from dpo.data.asking import ends_in_header
+from dpo.data.asking import share_header
 from dpo.data.columns import RecognizedColumns, find_columns, recognize_columns
 from dpo.data.problems import BadRecords
 from dpo.data.records import (
@@ -198,8 +198,8 @@ class _Reader(NamedTuple):
     ) -> _Reader:
         """Make a reader that suits the first records.
 
-        With `chat="auto"`, a template that exists renders texts, unless most prompts of the first records end in an
-        answer's header, or chosen and rejected hold the prompt. Raises InputError for `always` without a template.
+        With `chat="auto"`, a template that exists renders texts, unless most prompts of the first records share the
+        header of an answer, or chosen and rejected hold the prompt. Raises InputError for `always` without a template.
         """
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if chat == "always" and not has_template:
@@ -216,8 +216,7 @@ class _Reader(NamedTuple):
         holds_chats = bool(records) and records[0].is_chat
         renders = chat == "always"
         if chat == "auto" and has_template and data_format != "hh" and "prompt" in used:
-            have_headers = [ends_in_header(record.join_prompt(), tokenizer) for record in records if not record.is_chat]
-            renders = 2 * sum(have_headers) <= len(have_headers)  # a single prompt may end in a colon by chance
+            renders = not share_header([each.join_prompt() for each in records if not each.is_chat], tokenizer)
         return cls(tokenizer, used, verdicts, name, data_format, trains_on, holds_chats, renders and not holds_chats)
 
     @property

@@ -19,9 +19,16 @@ SHOWN = 20  # bad records, or records of a kind, that a message names
 class BadRecordsError(InputError):
     """Some records cannot be used."""
 
-    def __init__(self, name: str, found: list[tuple[int, str]]) -> None:
-        super().__init__(found[0][1] if len(found) == 1 else list_bad(name, found))
-        self.name, self.found = name, found
+    def __init__(self, name: str, found: list[tuple[int, str]], *, are_all: bool) -> None:
+        reasons = {reason.partition(": ")[2] for _, reason in found}  # without the record's place
+        if len(found) == 1:
+            text = found[0][1]
+        elif are_all and len(reasons) == 1:  # such as a template that cannot render anything
+            text = f"dataset {name}: none of its {len(found):,} records can be used: {reasons.pop()}"
+        else:
+            text = list_bad(name, found)
+        super().__init__(text)
+        self.name, self.found, self.are_all = name, found, are_all
 
 
 class BadRecords:
@@ -38,12 +45,14 @@ class BadRecords:
         """
         self.found.sort()
         if self.found and (is_empty or not self.skip):
-            raise BadRecordsError(name, self.found)
+            raise BadRecordsError(name, self.found, are_all=is_empty)
         return [f"warning: left out: {list_bad(name, self.found)}"] if self.found else []
 
 
 def explain_refusal(error: BadRecordsError, path: Path | None) -> InputError:
-    """Name all bad records in a file, if `path` is given."""
+    """Name all bad records in a file, if `path` is given, and how to leave them out."""
+    if error.are_all:
+        return InputError(str(error))
     where = ""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

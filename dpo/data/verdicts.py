@@ -79,8 +79,9 @@ def find_verdicts(
     if not columns or not all(said[column] for column in worse):  # there are pairs already
         return None
     column = min(columns, key=lambda name: normalize(name).startswith("label"))
-    names, digits = sorted(pairs[0]), said[column] - {"a", "b"}
-    # digits beside letters say nothing if they may count from 0 as well as from 1
+    names = sorted(pairs[0])
+    digits = {text for value in _iterate_values(rows, column) if re.fullmatch(r"-?[\d.]+", text := _to_text(value))}
+    # digits say nothing if they may count from 0 as well as from 1, or if others are on a scale, as -1, 0 and 1
     options = [("0", "1"), ("1", "2")] if names == ["a", "b"] else [(names[0], names[1])]
     fitting = [option for option in options if digits <= {*option} or (len(options) == 1 and digits >= {*option})]
     numbers = dict(zip(fitting[0], (0, 1), strict=True)) if len(fitting) == 1 else {}
@@ -94,6 +95,10 @@ def _iterate_values(rows: Sequence[Mapping[str, Any]], column: str) -> Iterable[
 
 def _read_side(value: Any) -> str:
     """Read a response's letter or digit from a value, if any."""
-    text = str(value).strip().removesuffix(".0")  # a number of a table may be a float
+    text = _to_text(value)
     match = None if text.startswith("-") else VALUE.fullmatch(normalize(text))
     return "".join(match.groups()) if match else ""
+
+
+def _to_text(value: Any) -> str:
+    return str(value).strip().removesuffix(".0")  # a number of a table may be a float

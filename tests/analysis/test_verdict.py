@@ -95,6 +95,12 @@ def test_without_an_evaluation_before_training_the_change_is_that_from_the_refer
     assert "moved: chosen +0.05, rejected \u22120.15 (rounding: 0.03)." in judge(
         tmp_path, last, config={"model": model}
     )
+    small = evaluation(
+        1, 0.6, **rewards("eval", 1e-3, -1e-3), **{"logps_eval/chosen": -50.0, "logps_eval/rejected": -70}
+    )
+    assert "Whether the model changed cannot be told: the log-probability per token" in judge(
+        tmp_path / "small", small, config={"model": model}
+    )
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,7 @@ def test_a_number_is_no_response_beside_a_text_of_another_name():
         ("response_a response_b", "winner", ["c", "a", "-1"], "!x!"),
         ("response_a response_b", "winner", [1, 1, "a"], "!!x"),  # 1 may be the first or the second
         ("response_a response_b", "winner", [0, 1, 2], "!!!"),  # 0 may be a tie
+        ("response_a response_b", "preference", [-1, 0, 1], "!!!"),  # a scale, on which 0 is a tie
         ("response_1 response_2", "winner", [0, 1], "!!"),
         ("response_1 response_2", "winner", [0, 1, 2], "!xy"),
     ],

@@ -9,7 +9,8 @@ import pytest
 from support.formats import assistant, user
 from support.runs import train, write_rows
 
-from dpo.data.problems import SHOWN
+from dpo.data.custom import get_custom
+from dpo.data.problems import SHOWN, BadRecords, BadRecordsError, explain_refusal
 from dpo.errors import InputError
 from preference_datasets import get_dataset
 
@@ -81,6 +82,16 @@ def test_a_rejected_response_may_be_empty(row, tokenizer, chat, tmp_path):
     trains_on = "labels" if "label" in row else "pairs"
     sources = {"mine": str(tmp_path)}
     assert get_dataset("mine", "train", dataset_sources=sources, tokenizer=tokenizer, trains_on=trains_on)
+
+
+def test_what_makes_all_records_bad_is_said_once_and_cannot_be_skipped(chat):
+    bad = BadRecords(skip=True)
+    with pytest.raises(BadRecordsError) as refused:
+        get_custom([CHAT, {**CHAT, "chosen": [assistant("Si.")]}], "mine", chat("{{ 1 / 0 }}"), bad=bad)
+    message = str(explain_refusal(refused.value, None))
+    assert message.startswith("dataset mine: none of its 2 records can be used: ")
+    assert "division by zero" in message
+    assert "bad_records=skip" not in message
 
 
 def test_a_run_names_all_its_problems_in_a_file(command, tmp_path):

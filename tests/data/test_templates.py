@@ -537,20 +537,32 @@ def test_texts_of_every_kind_get_the_chat_template(row, trains_on, said, chat):
 
 @pytest.mark.parametrize(
     "end",
-    ["\nAssistant:", "\n\n### Response:", "\n### Response:\n", "\n**Answer:**", "\nTL;DR:", "\nA: ", " [/INST]",
-     "<|im_start|>assistant\n", f"{EOS}assistant\n", "<turn>model\n"],
+    ["\nAssistant:", "\n\n### Response:", "\n### Response:\n", "\n### Response", "\n**Answer:**", "\nTL;DR:", "\nA: ",
+     "\nRéponse :", "\nAnswer (short):", "\nOutput =>", "\n<assistant>", " [/INST]", "<|im_start|>assistant\n",
+     f"{EOS}assistant\n", "<turn>model\n", " ASSISTANT:", " A:"],
 )  # fmt: skip
 def test_a_dataset_whose_prompts_end_in_an_answers_header_stays_text_unless_told(end, chat):
     """Most of its prompts do: a few may end so by chance."""
     tokenizer = chat(WITH_TOOLS)
     tokenizer.add_tokens(["<turn>"])
-    rows = [{**TEXT, "prompt": f"{i}?{end if i > 38 else ''}"} for i in range(80)]
+    rows = [{**TEXT, "prompt": f"Q: {i}?{end if i > 38 else ''}"} for i in range(80)]
     data = get_custom(rows, "mine", tokenizer)
     assert (data.rendered, [*data]) == (False, [row["prompt"] for row in rows])
     assert any("texts are used as they are, without the chat template (chat=auto; chat=always" in n for n in data.notes)
     assert get_custom(rows, "mine", tokenizer, chat="always").rendered
     assert get_custom(rows[:70], "mine", tokenizer).rendered
     assert get_custom([{**TEXT, "prompt": "Say: a"}, {**TEXT, "prompt": "Assistant:"}], "mine", tokenizer).rendered
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["\n#endif", "\n#include <stdio.h>", "\n#cats #ai", "\n# Title", "[B]bold[/B]", " in French:", "\n12:30:", "\n..."],
+)
+def test_prompts_that_end_in_no_header_of_an_answer_are_rendered(end, chat):
+    rows = [{**TEXT, "prompt": f"What is this, number {i}?{end}"} for i in range(3)]
+    assert get_custom(rows, "mine", chat(WITH_TOOLS)).rendered
+    different = [{**TEXT, "prompt": f"Explain\n{word}:"} for word in ("else", "thanks", "task")]
+    assert get_custom(different, "mine", chat(WITH_TOOLS)).rendered
 
 
 def test_dialogues_and_shared_prompts_stay_text_unless_told(chat):
