@@ -6,7 +6,6 @@ them takes half a second and text files need neither.
 
 from __future__ import annotations
 
-import codecs
 import csv
 import dataclasses
 import gzip
@@ -40,10 +39,20 @@ SHEETS = (".xlsx", ".xlsm", ".xlsb", ".xls", ".ods", ".numbers")
 SHEET = "a spreadsheet or another ZIP archive: save the sheet as CSV (UTF-8), and give that file"
 FIRST_BYTES = {  # of files that are no text, whatever their names say
     b"PK\x03\x04": SHEET,
+    b"PK\x05\x06": SHEET,  # without content
     b"\xd0\xcf\x11\xe0": SHEET,  # .xls
     b"\x1f\x8b": "compressed with gzip: add .gz to its name",
+    b"BZh": "compressed with bzip2: unpack it",
+    b"\xfd7zXZ": "compressed with xz: unpack it",
+    b"7z\xbc\xaf": "compressed with 7-Zip: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed with Zstandard: unpack it",
     b"PAR1": "a Parquet file: give it the suffix .parquet",
+    b"SQLite format 3\0": "an SQLite database: export its table as CSV",
+    b"%PDF-": "a PDF document: save its table as CSV (UTF-8)",
+    b"\x89PNG": "a PNG picture, and records are text",
+    b"\xff\xd8\xff": "a JPEG picture, and records are text",
 }
+UTF8_ADVICE = "save it as UTF-8 (in a spreadsheet as CSV UTF-8), or convert it, as with `iconv -f {} -t UTF-8`"
 
 
 class FileRows(list[Mapping[str, Any]]):
@@ -214,10 +223,9 @@ def _read(file: Path, rows: FileRows, bad: BadRecords | None, limit: int | None)
             bad.found.append((n_before + number, str(reason)))
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        is_utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        encoding = "UTF-16LE" if b"\0" in error.object else "WINDOWS-1252"  # which Excel writes as CSV
         raise InputError(
-            f"{file} cannot be read: it is not UTF-8 (byte {byte:#04x}); convert it, as with "
-            f"`iconv -f {'UTF-16' if is_utf16 else 'LATIN1'} -t utf-8`"
+            f"{file} cannot be read: it is not UTF-8 (byte {byte:#04x}); {UTF8_ADVICE.format(encoding)}"
         ) from error
     except InputError:
         raise
@@ -243,8 +251,6 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
         return
     check_readable(file)
     suffix = find_suffix(file.name)
-    if not suffix.endswith((".gz", ".parquet")):
-        _check_is_text(file)
     if suffix == ".parquet":
         import pyarrow.parquet
 
@@ -257,23 +263,28 @@ def _read_values(file: Path) -> Iterator[tuple[int, Any]]:
         batches = table.to_batches(ROWS_PER_BATCH)
         yield from ((0, _name_classes(row, features)) for batch in batches for row in batch.to_pylist())
         return
+    opener = gzip.open if suffix.endswith(".gz") else open
+    with opener(file, "rb") as stream:
+        _check_is_text(file, stream.read(16))
     if not suffix:
         raise InputError(
             f"{file} is not one of {', '.join(f'*{suffix}' for suffix in SUFFIXES)}: give it the suffix of its format"
         )
-    opener = gzip.open if suffix.endswith(".gz") else open
     # utf-8-sig skips a byte order mark; newline="" keeps the newlines in a table's fields as they are
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
         yield from PARSERS[suffix.removesuffix(".gz")](lines, file)
 
 
-def _check_is_text(file: Path) -> None:
-    """Refuse a spreadsheet or packed file, whatever its name says."""
-    with file.open("rb") as stream:
-        start = stream.read(4)
-    kind = SHEET if file.name.lower().endswith(SHEETS) else FIRST_BYTES.get(start, FIRST_BYTES.get(start[:2]))
-    if kind:
-        raise InputError(f"{file} is {kind}")
+def _check_is_text(file: Path, start: bytes) -> None:
+    """Refuse all but UTF-8 by a file's first bytes, whatever its name says."""
+    kinds = [kind for first, kind in FIRST_BYTES.items() if start.startswith(first)]
+    if kinds or file.name.lower().endswith(SHEETS):
+        raise InputError(f"{file} is {kinds[0] if kinds else SHEET}")
+    encoding = json.detect_encoding(start)  # by a byte order mark or, without one, by NUL bytes
+    if not encoding.startswith("utf-8"):
+        name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")  # as iconv names it
+        reason = "has its byte order mark" if name in ("UTF-16", "UTF-32") else "has NUL bytes between its characters"
+        raise InputError(f"{file} looks like {name}, as it {reason}: {UTF8_ADVICE.format(name)}")
 
 
 def _keep_encoded(feature: Any) -> Any:
@@ -389,32 +400,47 @@ def _parse_table(lines: TextIO, file: Path, *, separator: str) -> Iterator[tuple
     """Parse a table whose first line names its columns."""
     csv.field_size_limit(LONGEST_FIELD)
     first_line = lines.readline()
-    if separator == "," and "," not in first_line:  # Excel writes semicolons where 0.5 is 0,5
-        separator = next((other for other in (";", "\t") if other in first_line), separator)
+    if re.fullmatch(r'"?sep=."?\s*', first_line):
+        raise InputError(
+            f"{file}: the first line must name the columns: remove {first_line.strip()}, which is for Excel"
+        )
+    if separator == ",":  # Excel writes semicolons where 0.5 is 0,5
+        separator = max(SEPARATORS, key=re.sub('"[^"]*"', "", first_line).count)
     reader = csv.reader(itertools.chain([first_line], lines), delimiter=separator, strict=True)
     header: list[str] = []
     n_records = 0
     n_lines = 0  # lines of the file up to the end of the last record
     try:
         for fields in reader:
-            if not header:
-                header = fields
-                if len(set(header)) < len(header):
-                    raise InputError(f"{file}: the first line names a column twice: {', '.join(header)}")
-            elif fields:  # an empty line is not a record
-                n_records += 1
-                if len(fields) != len(header):
-                    problem = (
-                        f"record {n_records} of {file} (line {reader.line_num}) has {len(fields)} fields, and the "
-                        f"first line names {len(header)}: put fields with {SEPARATORS[separator]} or newlines in quotes"
-                    )
-                    yield reader.line_num, InputError(problem)
-                    continue
-                row = dict(zip(header, fields, strict=True))
-                if separator == ";":
-                    row |= {name: row[name].replace(",", ".") for name in NUMBER_FIELDS if name in row}
-                yield reader.line_num, row
             n_lines = reader.line_num
+            if any("\0" in field for field in fields):
+                raise InputError(
+                    f"{file} holds NUL bytes (line {n_lines}): remove them, or if it is UTF-16, "
+                    f"{UTF8_ADVICE.format('UTF-16LE')}"
+                )
+            if not any(fields):  # an empty line is not a record, nor is an empty row of a sheet
+                continue
+            if not header:
+                while not fields[-1]:  # a sheet may have empty columns at its end
+                    fields.pop()
+                header = fields
+                names = [name for name in header if name]
+                if len(set(names)) < len(names):
+                    raise InputError(f"{file}: the first line names a column twice: {', '.join(names)}")
+                continue
+            n_records += 1
+            if len(fields) < len(header) or any(fields[len(header) :]):
+                problem = (
+                    f"record {n_records} of {file} (line {n_lines}) has {len(fields)} fields, and the first line names "
+                    f"{len(header)}: put fields with {SEPARATORS[separator]} or newlines in quotes, and let the first "
+                    f"line, with no title above it, name the columns"
+                )
+                yield n_lines, InputError(problem)
+                continue
+            row = {name: field for name, field in zip(header, fields, strict=False) if name}
+            if separator == ";":
+                row |= {name: row[name].replace(",", ".") for name in NUMBER_FIELDS if name in row}
+            yield n_lines, row
     except csv.Error as error:
         raise InputError(
             f"{file} cannot be read: {error}, in the record that begins on line {n_lines + 1}: quote a "

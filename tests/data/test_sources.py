@@ -247,7 +247,7 @@ def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path
         ({"train.jsonl": "\n"}, ["{dir}/train.jsonl holds no records"]),
         ({"train.jsonl": ""}, ["{dir}/train.jsonl holds no records"]),
         ({"train.json": "[]"}, ["{dir}/train.json holds no records"]),
-        ({"train.jsonl": b'{"a": "\xff"}'}, ["{dir}/train.jsonl cannot be read", "utf-8"]),
+        ({"train.jsonl": b'{"a": "\xff"}'}, ["{dir}/train.jsonl cannot be read", "UTF-8"]),
         ({"train.jsonl.gz": "not compressed"}, ["{dir}/train.jsonl.gz cannot be read"]),
         ({"train.jsonl.gz": gzip.compress(b"{}" * 99)[:-9]}, ["{dir}/train.jsonl.gz cannot be read"]),  # cut short
         (  # the header is whole, what follows is not
@@ -286,14 +286,6 @@ def test_the_size_of_a_held_out_test_split_is_printed_once(n, held_out, tmp_path
         ),
         ({"train.csv": "a;b\n1,5;2;3\n"}, ["line 2) has 3 fields", "names 2: put fields with semicolons or newlines"]),
         ({"train.csv": "a,b,a\n1,2,3\n"}, ["{dir}/train.csv: the first line names a column twice: a, b, a"]),
-        (
-            {"train.csv": "a\ncaf\xe9".encode("latin1")},
-            ["{dir}/train.csv cannot be read: it is not UTF-8 (byte 0xe9)", "iconv"],
-        ),
-        (
-            {"train.csv": "a\nb".encode("utf-16")},
-            ["it is not UTF-8 (byte 0xff); convert it, as with `iconv -f UTF-16"],
-        ),
         ({"train.xlsx": b"PK\x03\x04"}, ["it holds train.xlsx. Save sheets as CSV (UTF-8)"]),
         *(
             ({f"train{suffix}": start + b"\xb5\0"}, [f"train{suffix} is {kind}"])
@@ -314,6 +306,61 @@ def test_a_directory_that_cannot_be_read_says_which_file_and_why(tmp_path, files
         load_rows(Source(str(tmp_path)), "train")
     for message in messages:
         assert message.format(dir=tmp_path) in str(error.value)
+
+
+TABLE = "question,good,bad\nHow?,So,Or “so”\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TABLE + ",,\n,,\n",
+        TABLE.replace("\n", "\n,,\n"),
+        ",,\n" + TABLE,
+        TABLE.replace("\n", ",,\n"),
+        TABLE + ",,,,\n",
+        ",," + TABLE.replace("\n", "\n0,,", 1),  # the numbers that pandas writes, and another column without a name
+        TABLE.replace(",", ";"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
+def test_empty_rows_and_columns_without_a_name_are_no_data(tmp_path, text, suffix):
+    data = text.encode()
+    (tmp_path / f"a{suffix}").write_bytes(gzip.compress(data) if suffix == ".csv.gz" else data)
+    rows = load_rows(Source(str(tmp_path / f"a{suffix}")), "train")
+    assert list(rows) == [{"question": "How?", "good": "So", "bad": "Or “so”"}]
+
+
+def test_the_separator_of_a_csv_is_what_its_first_line_has_most_of_outside_quotes(tmp_path):
+    (tmp_path / "a.csv").write_text("question, if any;good;bad\nHow, then?;So;Or so\n")
+    (tmp_path / "b.csv").write_text('"question; if; any",good\nHow?,So\n')
+    assert load_rows(Source(str(tmp_path / "a.csv")), "train")[0]["question, if any"] == "How, then?"
+    assert load_rows(Source(str(tmp_path / "b.csv")), "train")[0] == {"question; if; any": "How?", "good": "So"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (TABLE.encode("utf-16"), "looks like UTF-16, as it has its byte order mark: save it as UTF-8"),
+        (TABLE.encode("utf-32"), "`iconv -f UTF-32 -t UTF-8`"),
+        (TABLE.encode("utf-16-le"), "looks like UTF-16LE, as it has NUL bytes between its characters"),
+        (TABLE.encode("utf-16-be"), "`iconv -f UTF-16BE -t UTF-8`"),
+        ("вопрос,да,нет\n".encode("utf-16-le"), "holds NUL bytes (line 1): remove them, or if it is UTF-16, save it"),
+        ("问题,好,坏\n".encode("utf-16-le"), "`iconv -f UTF-16LE -t UTF-8`"),
+        (TABLE.replace("How", "H\0w").encode(), "holds NUL bytes (line 2): remove them"),
+        (TABLE.encode("cp1252"), "is not UTF-8 (byte 0x93); save it as UTF-8 (in a spreadsheet as CSV UTF-8), or"),
+        (TABLE.encode("cp1252"), "`iconv -f WINDOWS-1252 -t UTF-8`"),
+        (b"sep=;\n" + TABLE.encode(), "the first line must name the columns: remove sep=;, which is for Excel"),
+        (b"My questions,,\n" + TABLE.encode(), "names 1: put fields with commas or newlines in quotes, and let the f"),
+        (TABLE.replace("\n", ",,\n").replace("Or", "Or,").encode(), "has 6 fields, and the first line names 3: put"),
+        (TABLE.replace("good", "bad").encode(), "the first line names a column twice: question, bad, bad"),
+    ],
+)
+def test_a_table_that_a_spreadsheet_wrote_otherwise_is_refused_with_the_fix(tmp_path, data, message):
+    for name, content in (("a.csv", data), ("a.csv.gz", gzip.compress(data))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match=re.escape(message)):
+            load_rows(Source(str(tmp_path / name)), "train")
 
 
 def test_a_saved_dataset_without_a_test_split_is_offered_as_both(tmp_path):
