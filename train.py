@@ -53,6 +53,7 @@ from dpo.system.run_directory import (
     explaining_full_disk,
     get_local_run_dir,
     leaving_nothing_if_refused,
+    read_record,
     write_record,
 )
 from dpo.system.run_log import RunLog
@@ -129,7 +130,7 @@ def run(config: DictConfig) -> None:
                 timeout_secs=config.collective_timeout_secs,
             )
     except (RunError, Stopped):  # what is printed about these belongs to the run, also if rank 0 was another process
-        if is_rank_0() and (Path(config.local_run_dir) / "config.yaml").exists():
+        if is_rank_0() and read_record(Path(config.local_run_dir)):
             RUN_LOG.open(config.local_run_dir)
         raise
 

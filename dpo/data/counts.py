@@ -20,13 +20,14 @@ import numpy as np
 
 from dpo.data.asking import RAW, find_format
 from dpo.data.examples import ExampleId, count_cut, cut_tokens, read_examples, tokenize, truncate_example
-from dpo.data.problems import BAD, PROBLEMS, SHOWN, write_problems
+from dpo.data.problems import BAD, SHOWN, write_problems
 from dpo.data.schema import ASSISTANT
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder, find_control, unescape
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
+from dpo.system.run_directory import PROBLEMS
 
 SAMPLE_SIZE = 4_000  # examples of a split whose tokens are counted
 LEAST_WORDS = 6  # shorter first turns, speaker included, are not looked for in the other split

@@ -302,9 +302,8 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
                     silent=silent,
                 )
             except BadRecordsError as error:
-                name = f"bad_records-{plan.run.exp_name.replace('/', '_')}.jsonl"
-                path = None if plan.run.dry_run else Path(plan.run.local_dir, name)
-                raise explain_refusal(error, path) from error
+                folder = None if plan.run.dry_run else Path(plan.run.local_dir)
+                raise explain_refusal(error, folder, plan.run.exp_name) from error
             _check_loss_fits(plan, facts["reports"])
             return json.dumps([str(table), facts])
 

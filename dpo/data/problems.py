@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from dpo.numbers import count
 from dpo.system.plain_files import replacing
 
 BAD = "bad record"
-PROBLEMS = "data_problems.jsonl"  # in a run's directory
 SHOWN = 20  # bad records, or records of a kind, that a message names
 
 
@@ -49,13 +49,16 @@ class BadRecords:
         return [f"warning: left out: {list_bad(name, self.found)}"] if self.found else []
 
 
-def explain_refusal(error: BadRecordsError, path: Path | None) -> InputError:
-    """Name all bad records in a file, if `path` is given, and how to leave them out."""
+def explain_refusal(error: BadRecordsError, folder: Path | None, exp_name: str) -> InputError:
+    """Name all bad records in a new file of `folder`, if that is given, and how to leave them out."""
     if error.are_all:
         return InputError(str(error))
     where = ""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        prefix = f"bad_records-{exp_name.replace('/', '_')}-"
+        with tempfile.NamedTemporaryFile(prefix=prefix, suffix=".jsonl", dir=folder, delete=False) as file:
+            path = Path(file.name)
         keys = ("dataset", "record", "problem", "reason")
         write_problems(
             path, (dict(zip(keys, (error.name, number, BAD, reason), strict=True)) for number, reason in error.found)

@@ -63,6 +63,11 @@ def load_tokenizer(
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, cache_dir=cache_dir, trust_remote_code=trust_remote_code
         )
+        tokenizer.decode(tokenizer("a")["input_ids"])  # settings of a wrong kind raise only when they are used
+        templates = tokenizer.chat_template or ""
+        for template in templates.values() if isinstance(templates, dict) else [templates]:
+            if not isinstance(template, str):
+                raise TypeError(f"its chat_template is {template!r}, which must be text")
     if tokenizer.eos_token_id is None:
         raise InputError(f"tokenizer {name!r} has no EOS token, which ends every response; set one in its files")
     tokenizer.pad_token_id = tokenizer.eos_token_id
@@ -87,6 +92,8 @@ def bind_template(tokenizer: Any, chat: ChatPlan, *, date: str | None = None) ->
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"chat_template={chat.template} cannot be read: {one_sentence(error)}") from error
+        if not tokenizer.chat_template.strip():
+            raise InputError(f"chat_template={chat.template} is empty: write a template into it, or give another file")
     texts = tokenizer.chat_template
     if not texts:
         if chat.template_args:
@@ -179,11 +186,15 @@ def identify_tokenizer(tokenizer: Any) -> str | None:
     None if no digest can tell: a tokenizer in Python may do anything, and a template may write today's date.
     """
     template = str(getattr(tokenizer, "chat_template", None))
-    if not tokenizer.is_fast or ("strftime_now" in template and DATE_MACRO not in template):
+    in_python = not tokenizer.is_fast or type(tokenizer).__module__.startswith("transformers_modules.")
+    if in_python or ("strftime_now" in template and DATE_MACRO not in template):
         return None
     media_tokens = getattr(tokenizer, "media_tokens", None)
+    # settings outside the backend, such as split_special_tokens, show in the ids of the added tokens
+    added = " ".join(token.content for token in tokenizer.added_tokens_decoder.values())
+    ids = tokenizer(added, verbose=False)["input_ids"]  # not verbose, as they may be more than a model takes
     settings = repr(
-        (transformers.__version__, tokenizer.eos_token, tokenizer.special_tokens_map, template, media_tokens)
+        (transformers.__version__, tokenizer.eos_token, tokenizer.special_tokens_map, template, media_tokens, ids)
     )
     return hashlib.sha256((settings + tokenizer.backend_tokenizer.to_str()).encode()).hexdigest()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -33,7 +34,7 @@ from dpo.settings.choices import (
 )
 from dpo.settings.files import GROUPS, UNRESOLVED, dotted, flatten, load_aliases, load_defaults, options_in
 from dpo.settings.keys import KEYS, Key, Problem, make_option_key
-from dpo.settings.places import find_dataset_problems, name_datasets
+from dpo.settings.places import find_dataset_problems, name_datasets, seen_from
 from dpo.settings.plan import Plan, resolve
 
 Values = Mapping[str, Any]  # by dotted key
@@ -235,6 +236,9 @@ CHECKS = (
           lambda v, p: _explain_missing("model.name_or_path", v), keys=("model.name_or_path",)),
     Check(lambda v, p: _is_missing(v["model.tokenizer_name_or_path"]),
           lambda v, p: _explain_missing("model.tokenizer_name_or_path", v), keys=("model.tokenizer_name_or_path",)),
+    Check(lambda v, p: v["chat_template"] and not os.path.isfile(os.path.expanduser(v["chat_template"])),
+          lambda v, p: f"chat_template={v['chat_template']} is no file{seen_from(Path(v['chat_template']))}: give the "
+                       f"path of a template in Jinja's language"),
     Check(lambda v, p: v["lora.reference"] == "adapter" and v["model.archive"] is None,
           "lora.reference=adapter needs an adapter: give model.archive=RUN/LATEST of a run with lora=lora"),
     Check(lambda v, p: v["max_prompt_length"] >= v["max_length"],

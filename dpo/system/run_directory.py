@@ -32,7 +32,8 @@ STREAM, PARQUET = "ledger.arrows", "ledger.parquet"  # with ledger=true
 REPORT = Path("report", "report.html")  # with report=true
 HOLDER = "process"  # the first word of the lock, before the id of the process that holds it
 RUN_LOG = "log.txt"  # only appended to
-FILES = (LOCK, "config.yaml", "env.json", "preflight.json", ORIGIN, RUN_LOG)
+PROBLEMS = "data_problems.jsonl"  # with records that have problems
+FILES = (LOCK, "config.yaml", "env.json", "preflight.json", PROBLEMS, ORIGIN, RUN_LOG)
 FURTHER = ("BEST", "step-*", ".step-*", "nonfinite-*", "report", "tensorboard")  # what else it writes, besides logs
 PACKAGES = "torch transformers datasets tokenizers hydra-core omegaconf wandb numpy accelerate"  # whose versions matter
 
@@ -76,7 +77,7 @@ def check_free(path: str | Path, logs: Iterable[str] = ()) -> None:
             f"one away, or continue the run with resume=auto"
         )
     patterns = ("step-*",) if read_record(run_dir) else (*FILES, *FURTHER, *logs)
-    harmless = {RUN_LOG, LOCK} if is_lock(run_dir / LOCK) else {RUN_LOG}
+    harmless = {LOCK} if is_lock(run_dir / LOCK) else set()
     held = [n for n in names if n not in harmless and any(fnmatchcase(n, pattern) for pattern in patterns)]
     if held:
         raise InputError(

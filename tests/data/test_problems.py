@@ -88,7 +88,7 @@ def test_what_makes_all_records_bad_is_said_once_and_cannot_be_skipped(chat):
     bad = BadRecords(skip=True)
     with pytest.raises(BadRecordsError) as refused:
         get_custom([CHAT, {**CHAT, "chosen": [assistant("Si.")]}], "mine", chat("{{ 1 / 0 }}"), bad=bad)
-    message = str(explain_refusal(refused.value, None))
+    message = str(explain_refusal(refused.value, None, ""))
     assert message.startswith("dataset mine: none of its 2 records can be used: ")
     assert "division by zero" in message
     assert "bad_records=skip" not in message
@@ -102,12 +102,18 @@ def test_a_run_names_all_its_problems_in_a_file(command, tmp_path):
     own = ("datasets=[mine]", f"dataset_sources.mine={file}", "n_examples=4", f"local_dirs=[{tmp_path}/cache]")
     (tmp_path / "cache").mkdir()
 
-    refused = train(*command("refused", *own))
-    assert refused.returncode == 2
-    assert refused.stderr.count("chosen is empty") == SHOWN
-    [listed] = (tmp_path / "cache").rglob("bad_records-*.jsonl")
-    assert f"bad_records=skip leaves such records out; {listed} names all of them" in refused.stderr
-    assert [json.loads(line)["record"] for line in listed.read_text().splitlines()] == [*range(41, 63)]
+    for n in (1, 2):  # each refusal has a file of its own
+        before = {path: path.read_text() for path in (tmp_path / "cache").rglob("bad_records-*")}
+        refused = train(*command("refused", *own))
+        assert refused.returncode == 2
+        assert refused.stderr.count("chosen is empty") == SHOWN
+        [listed] = {*(tmp_path / "cache").rglob("bad_records-*")} - before.keys()
+        assert f"bad_records=skip leaves such records out; {listed} names all of them" in refused.stderr
+        assert [json.loads(line)["record"] for line in listed.read_text().splitlines()] == [*range(41, 63)]
+        assert len(before) == n - 1
+        for path, text in before.items():
+            assert path.read_text() == text
+        listed.write_text("mine now")
 
     for name in ("run", "again"):  # the second run finds the table of the first
         result = train(*command(name, *own, "bad_records=skip"))

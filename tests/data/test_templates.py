@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 from support.formats import ASK, CALL, END, RESULT, SKY, TOOLS, TURN, WITH_TOOLS, assistant, user
-from support.runs import write_rows
+from support.runs import GOLDEN, write_rows
+from transformers import AutoTokenizer
 
 from dpo.data.asking import as_messages, render
 from dpo.data.counts import SplitCounter
@@ -483,6 +485,7 @@ def test_arguments_and_date_are_bound_to_the_template_in_training_and_asking(arg
     ("text", "arguments", "message"),
     [
         (None, {}, "chat_template=.* cannot be read: .*No such file"),
+        (" \n", {}, "chat_template=.* is empty: write a template into it"),
         ("{% for %}", {}, "chat_template=.* is not a template in Jinja's language: "),
         (
             "{{ date_string }}",
@@ -499,6 +502,27 @@ def test_a_template_that_cannot_be_used_is_refused(text, arguments, message, cha
         bind_template(chat(None), ChatPlan(str(tmp_path / "a"), arguments, None))
     with pytest.raises(InputError, match="has no effect, as the tokenizer has no chat template"):
         bind_template(chat(None), ChatPlan(None, {"enable_thinking": True}, None))
+
+
+@pytest.mark.parametrize("options", [{"split_special_tokens": True}, {"extra_special_tokens": {"x_token": "<x>"}}])
+def test_the_digest_of_a_tokenizer_tells_what_else_gives_other_tokens(options):
+    def load(**options: object) -> Any:
+        return AutoTokenizer.from_pretrained(GOLDEN / "tiny-llama", **options)
+
+    digests = []
+    for tokenizer in (load(), load(), load(**options), load(**options)):
+        digests += [identify_tokenizer(tokenizer), tokenizer("a") and identify_tokenizer(tokenizer)]
+    assert digests[:4] == [digests[0]] * 4
+    assert digests[4:] == [digests[4]] * 4
+    assert None not in digests
+    assert digests[0] != digests[4]
+
+
+def test_no_digest_tells_what_a_tokenizer_with_python_code_of_its_own_does(tokenizer, monkeypatch):
+    assert identify_tokenizer(tokenizer) is not None
+    own = type("Own", (type(tokenizer),), {"__module__": "transformers_modules.mine.tokenization"})
+    monkeypatch.setattr(tokenizer, "__class__", own)
+    assert identify_tokenizer(tokenizer) is None
 
 
 TEXT = {"prompt": "Which colour?", "chosen": " Blue.", "rejected": "  Green."}

@@ -184,6 +184,11 @@ def change(**entries: Any) -> Callable[[Path], Any]:
         ("tokenizer.json", write("[]")),
         ("tokenizer.json", write("")),
         ("tokenizer_config.json", write("[]")),
+        ("tokenizer_config.json", change(model_max_length="long")),
+        ("tokenizer_config.json", change(model_input_names=5)),
+        ("tokenizer_config.json", change(split_special_tokens="yes")),
+        ("tokenizer_config.json", change(chat_template=5)),
+        ("tokenizer_config.json", change(chat_template=[{"name": "default", "template": 5}])),
         ("tokenizer_config.json", write('{"added_tokens_decoder": 5}')),
     ],
 )

@@ -107,6 +107,9 @@ REFUSED = [
     ("local_dirs=.cache", "local_dirs=.cache must be a list of paths"),
     ("model.archive=''", "model.archive= must be a path, or null"),
     ("exp_name=../../x", "exp_name=../../x must be a name for the run, relative and without '..'"),
+    ("chat_template=no/such.jinja", f"chat_template=no/such.jinja is no file in {ROOT}: give the path of a template"),
+    ("chat_template=/no/such.jinja", "chat_template=/no/such.jinja is no file: give the path of a template"),
+    (f"chat_template={ROOT}/dpo", f"chat_template={ROOT}/dpo is no file: give the path of a template"),
     # --- datasets
     ("datasets=3", f"datasets=3 must be {LISTS}"),
     ("datasets=[hh,hh]", f"datasets=['hh', 'hh'] must be {LISTS}"),

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from support.runs import ROOT
 
-from dpo.errors import InputError
+import train
+from dpo.errors import InputError, RunError
 from dpo.system import run_directory
 from dpo.system.redaction import redact, secrets_in
 from dpo.system.run_directory import (
@@ -105,7 +106,7 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_alone(name, tmp_path):
 @pytest.mark.parametrize("resume", [None, "auto"])
 @pytest.mark.parametrize(
     "name", [".lock", "config.yaml", "env.json", "preflight.json", "step-8", ".step-8.dpo-tmp", "samples.txt",
-             "ledger.parquet", "nonfinite-1", "report", "tensorboard"],
+             "ledger.parquet", "nonfinite-1", "report", "tensorboard", "log.txt", "data_problems.jsonl"],
 )  # fmt: skip
 def test_a_run_does_not_begin_where_something_else_has_a_name_of_its_own(name, resume, tmp_path, run):
     (tmp_path / "run").mkdir()
@@ -218,3 +219,22 @@ def test_a_home_directory_may_be_abbreviated(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     run("run", "local_run_dir='~/short'", "n_examples=4")
     assert {"config.yaml", "metrics.jsonl", "step-4"} <= {path.name for path in (tmp_path / "short").iterdir()}
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_what_a_run_says_as_it_fails_is_added_to_the_log_of_a_run_alone(is_ours, run, tmp_path, monkeypatch):
+    def fail(*arguments, **options) -> None:
+        print("it fails")
+        raise RunError("no luck")
+
+    directory = create_run_dir(str(tmp_path / "run"))
+    if is_ours:
+        write_record(directory, {})
+    else:
+        (directory / "config.yaml").write_text("mine")
+    (directory / "log.txt").write_text("before\n")
+    monkeypatch.setattr(train, "launch", fail)
+    train.RUN_LOG.begin()
+    with pytest.raises(RunError, match="no luck"):
+        run("run")
+    assert (directory / "log.txt").read_text() == "before\n" + "it fails\n" * is_ours
