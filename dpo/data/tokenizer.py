@@ -63,7 +63,8 @@ def load_tokenizer(
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, cache_dir=cache_dir, trust_remote_code=trust_remote_code
         )
-        tokenizer.decode(tokenizer("a")["input_ids"])  # settings of a wrong kind raise only when they are used
+        # settings of a wrong kind raise only when they are used
+        tokenizer.decode(tokenizer("a")["input_ids"], clean_up_tokenization_spaces=False)
         templates = tokenizer.chat_template or ""
         for template in templates.values() if isinstance(templates, dict) else [templates]:
             if not isinstance(template, str):

@@ -183,10 +183,9 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], tokenize
             texts.append(unescape(prompt.text))
         elif prompt.shortened is not None:
             texts.append(unescape(prompt.shortened))
-        elif prompt.truncation_mode == "keep_start":
-            texts.append(f"{tokenizer.decode(list(example.prompt))} {CUT}")
         else:
-            texts.append(f"{CUT} {tokenizer.decode(list(example.prompt))}")
+            part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
+            texts.append(f"{part} {CUT}" if prompt.truncation_mode == "keep_start" else f"{CUT} {part}")
     return texts
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
+import logging
 import sys
 
 import pytest
 import tqdm
-from support.runs import train
+from support.faults import start_run
 
 from dpo.analysis.page import write_report
 from dpo.system.run_log import RunLog
@@ -61,14 +62,27 @@ def test_a_bar_leaves_no_redraws_and_a_secret_no_trace(log, tmp_path, monkeypatc
     assert ("3/3" in theirs, "1/3" in theirs) == (True, False)
 
 
+def log_as_a_library() -> None:
+    from dpo.data import preflight
+
+    load = preflight.load_tokenizer
+
+    def load_and_log(*args, **kwargs):
+        logging.getLogger("library").warning("of a library")
+        return load(*args, **kwargs)
+
+    preflight.load_tokenizer = load_and_log
+
+
 @pytest.mark.parametrize("processes", [[], ["trainer=FSDPTrainer", "world_size=2"]])
 def test_a_run_has_its_text_from_the_first_line_to_the_last_and_its_warnings_in_the_report(
     command, tmp_path, processes
 ):
-    result = train(*command("run", "warmup_steps=100", *processes))
-    assert result.returncode == 0, result.stderr
+    run = start_run(command("run", "warmup_steps=100", *processes), log_as_a_library)
+    assert run.wait() == 0, run.text
     text = read(tmp_path / "run")
-    printed = result.stdout.splitlines()
+    printed = run.text.splitlines()
+    assert "of a library" in printed
     assert [line for line in printed if line not in text.splitlines()] == []
     assert text.splitlines()[0] == printed[0]
     warnings = {line.removeprefix("warning: ") for line in printed if line.startswith("warning: ")}
