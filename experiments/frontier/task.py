@@ -166,14 +166,16 @@ def draw_pairs(
     *,
     noise: float = 0.0,
 ) -> Pairs:
-    """Draw two different responses to each prompt with `write`, and label them.
+    """Draw two different responses to each prompt with `write`, and label them; data may have no empty responses.
 
     By Bradley and Terry's model y is chosen over z with probability sigmoid(r(y) - r(z)). Then each label is flipped
     with probability `noise`. The responses, and the labels before the flips, are the same for every `noise`.
     """
     y, z = write(prompts), write(prompts)
-    while (is_same := (y == z).all(-1)).any():
-        z[is_same] = write(prompts[is_same])
+    while (is_empty := (y == NONE).all(-1)).any():
+        y[is_empty] = write(prompts[is_empty])
+    while (is_unfit := (y == z).all(-1) | (z == NONE).all(-1)).any():
+        z[is_unfit] = write(prompts[is_unfit])
     margins = task.reward(prompts, y) - task.reward(prompts, z)
     chooses_y = rng.random(len(prompts)) < 1 / (1 + np.exp(-margins))
     is_flipped = rng.random(len(prompts)) < noise

@@ -130,10 +130,11 @@ def test_labels_are_bradley_and_terrys_and_noise_flips_its_share_of_them():
     assert (scores[:, 0] > scores[:, 1]).mean() == pytest.approx(chance(margin), abs=0.015)
 
 
-def test_the_two_responses_of_a_pair_differ(model):
+def test_the_two_responses_of_a_pair_differ_and_none_is_empty(model):
     rng = np.random.default_rng(0)
     pairs = draw_pairs(TASK, TASK.train_prompts, lambda asked: exact.draw(model, TASK, asked, rng), rng)
     assert (pairs.chosen != pairs.rejected).any(-1).all()
+    assert (np.stack((pairs.chosen, pairs.rejected)) != NONE).any(-1).all()
 
 
 # --- what a model makes of it -----------------------------------------------------------------------------------------

@@ -144,13 +144,13 @@ class Counts:
     def __init__(self) -> None:
         self.graphs, self.runs = 0, 0
 
-    def __call__(self, graph: Any, inputs: Any) -> Any:
+    def __call__(self, graph: Any, inputs: Any, options: Any = None) -> Any:
         self.graphs += 1
         compiled: Any = graph.forward
         if GPU:
             from torch._inductor.compile_fx import compile_fx  # what the backend "inductor" calls
 
-            compiled = compile_fx(graph, inputs)
+            compiled = compile_fx(graph, inputs, config_patches=options)
 
         def run(*arguments: Any) -> Any:
             self.runs += 1

@@ -566,7 +566,7 @@ def test_two_processes_compute_in_the_dtype_asked_for_and_save_float32(tmp_path)
     assert "in another dtype" in sharded.stdout  # bfloat16 against a float32 reference
     first = read_metrics(tmp_path / "two", "train")[0]
     assert first["rewards_train/margins"] != 0
-    assert len((tmp_path / "two" / "samples.jsonl").read_text().splitlines()) == 2 * 16  # before and after
+    assert len((tmp_path / "two" / "samples.jsonl").read_text().splitlines()) == 3 * 16  # before, halfway and after
 
     policy = torch.load(tmp_path / "two" / "LATEST" / "policy.pt", weights_only=True)
     assert {str(tensor.dtype) for tensor in policy["state"].values()} == {"torch.float32"}

@@ -213,8 +213,8 @@ def test_without_a_reference_answers_are_not_compared_and_one_prompt_has_no_erro
 
 @pytest.mark.slow
 def test_best_is_the_checkpoint_with_the_highest_score(run, tmp_path):
-    scorer = ("online.scorer=keyword", "online.keyword=e")
-    run("run", *ONLINE, *scorer, *IN_EIGHTS, "n_examples=40", "eval_every=8", "save_every=8")
+    fall = write_scorer(tmp_path, "score.calls = getattr(score, 'calls', 0) + 1; return [-score.calls] * len(prompts)")
+    run("run", *ONLINE, *fall, *IN_EIGHTS, "online.ties=keep", "n_examples=40", "eval_every=8", "save_every=8")
     lines = read_metrics(tmp_path / "run", "eval")[1:]
     assert len({line["online_eval/score"] for line in lines}) > 2
     best = max(lines, key=lambda line: line["online_eval/score"])  # the first of them
@@ -229,7 +229,7 @@ def test_prompts_without_responses_are_enough(run, capsys, tmp_path):
     run("run", *settings)
     said = capsys.readouterr().out
     assert "train: 22 prompts without responses; " in said
-    assert "answers of policy and reference to 4 held-out prompts, up to 64 tokens" in said
+    assert "answers to 4 held-out prompts (do_first_eval, n_eval_examples)" in said
     evaluations = read_metrics(tmp_path / "run", "eval")
     assert [line["examples"] for line in evaluations] == [0, 4, 8, 12]
     assert all(name.partition("/")[0] == "online_eval" for name in [*evaluations[-1]][3:])

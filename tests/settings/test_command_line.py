@@ -144,7 +144,7 @@ def test_no_job_of_a_sweep_runs_if_own_files_name_code_in_one(command, tmp_path)
     own, more = tmp_path / "own" / "experiment", tmp_path / "own" / "more"
     own.mkdir(parents=True)
     more.mkdir()
-    (own / "a.yaml").write_text("{}\n")
+    (own / "a.yaml").write_text("path: of/a-hub\n")
     (own / "b.yaml").write_text("# @package _global_\ndefaults:\n  - /more@_global_: evil\n")
     (more / "evil.yaml").write_text("# @package _global_\nhydra:\n  callbacks:\n    c: {a: 1}\n")
     sweep = ("+experiment@dataset_sources.b=a,b", "n_examples=4", f"hydra.sweep.dir={tmp_path}/sweeps")
