@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tqdm
@@ -176,11 +176,10 @@ class Progress(Callback):
         """Print a line above the bar."""
         if self.silent:
             return
-        if self.show_bar:
-            with tqdm.tqdm.external_write_mode(file=_find_screen()):
-                print(text, flush=True)
-        else:
-            print(text, flush=True)
+        above_bar = tqdm.tqdm.external_write_mode(file=_find_screen()) if self.show_bar else nullcontext()
+        with above_bar:
+            # in one write, as a thread that saves prints too
+            print(f"{text}\n", end="", flush=True)
 
     def close(self) -> None:
         """Close all bars, so that further output appears below them."""

@@ -176,6 +176,13 @@ def test_on_a_terminal_the_bar_says_the_same(clock, monkeypatch):
     assert "saved\n" in shown
 
 
+def test_a_line_is_one_write_into_which_a_thread_that_saves_cannot_print(monkeypatch):
+    written = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=list, isatty=bool))
+    Progress(interval=0, silent=False).line("evaluation:\n  loss/eval 0.5")
+    assert [text for text in written if text] == ["evaluation:\n  loss/eval 0.5\n"]
+
+
 def test_ranks_other_than_0_are_silent(capsys):
     progress = Progress(interval=0.0, silent=True)
     for item in progress.updates([4], total=1, done=0):
