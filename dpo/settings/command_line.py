@@ -398,8 +398,10 @@ def _explain_refusal(override: str, error: Exception, directories: list[Path]) -
         return _explain_absent_key(key, directories[0])
     if value.lstrip("[").startswith("~"):
         return f"{override}: ~ is not expanded here; write the whole path"
-    if isinstance(error, OverrideParseException) and (quoted := _quote(value)):
-        return f"{override}: some of its characters have a meaning in Hydra: write '{key}={quoted}'"
+    if isinstance(error, OverrideParseException):
+        if quoted := _quote(value):
+            return f"{override}: some of its characters have a meaning in Hydra: write '{key}={quoted}'"
+        return f"{override} is not a valid override: remove what is not part of the value, such as a comma at its end"
     return f"{override} is not a valid override: {one_sentence(error)}"
 
 

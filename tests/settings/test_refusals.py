@@ -56,6 +56,7 @@ REFUSED = [
         "datasets=/data/we ird (1) é,x.jsonl: some of its characters have a meaning in Hydra: "
         "write 'datasets=\"/data/we ird (1) é,x.jsonl\"'",
     ),
+    ("lr=2e-5,", "lr=2e-5, is not a valid override: remove what is not part of the value"),
     ("hydra.sweeper.params.x=1", "hydra.sweeper.params.x=1 is not a valid override"),
     ("loss=sft loss.beta=1", "loss.beta does not exist here: it belongs to any loss but bradley_terry, sft"),
     (
