@@ -15,7 +15,7 @@ from dpo.errors import explaining_library, one_sentence
 from dpo.parallel.mesh import Mesh
 from dpo.system.host import host_memory
 from dpo.system.run_directory import read_record
-from dpo.system.waiting import meet_rank_0, report_progress
+from dpo.system.waiting import meet_rank_0, sending_heartbeats
 
 
 class Checkpoints:
@@ -101,11 +101,12 @@ class Checkpoints:
         meet_rank_0(f"meeting {self._n_meetings} over checkpoints")
 
     def _write(self, directory: Path, states: Iterable[tuple[str, Any]], *, links: list[str], **content: Any) -> None:
-        write_checkpoint(directory, states, progress=report_progress, **content)
-        for link in links:
-            point(self.run_dir / link, directory)
-        if self.keep is not None:
-            prune(self.run_dir, self.keep, self.run)
+        with sending_heartbeats():
+            write_checkpoint(directory, states, **content)
+            for link in links:
+                point(self.run_dir / link, directory)
+            if self.keep is not None:
+                prune(self.run_dir, self.keep, self.run)
         self.log(f"saved {directory}")
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 from transformers.utils.hub import cached_file
 
-from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, sync_directory
+from dpo.checkpoint.files import EXPORTED, MANIFEST, check_complete, sync
 from dpo.data.tokenizer import bind_template, explaining_load_errors, find_pad_token
 from dpo.errors import InputError, RunError, explaining
 from dpo.models.adapters import CONFIG, WEIGHTS, StoredAdapter, merge_adapter, read_adapter
@@ -84,8 +84,8 @@ def export(
                 shutil.copymode(folder / "README.md", path)  # safetensors makes files that other users cannot read
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-            sync_directory(folder)
-        sync_directory(out.parent)
+            sync(folder)
+        sync(out.parent)
     return out
 
 
