@@ -194,8 +194,7 @@ def sample_lengths(run: Run) -> str | None:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 CUT = {"truncated_prompts": "tokenized", "truncated_responses": "tokenized", "identical_pairs": "tokenized"}
-LEAKED = dict.fromkeys(("prompts_in_train", "first_turns_in_train", "prompts_like_train"), "prompts")
-LEAKED["answers_in_train"] = "examples"
+LEAKED = {"prompts_like_train": "prompts", "answers_in_train": "examples"}
 FAULTS = dict.fromkeys(("contradictory_pairs", "contradictory_labels", "empty_responses", "joined_words"), "examples")
 
 

@@ -50,7 +50,7 @@ class TrainingData:
     train: PromptTable
     test: PromptTable
     report: Preflight
-    digest: str = ""  # of the texts of `train`, in order
+    digest: str = ""  # of the examples of `train`, in order
     test_digest: str = ""
 
     @property
@@ -60,9 +60,8 @@ class TrainingData:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Digests of texts, token ids before truncation, and how they are truncated."""
-        digests = (self.digest, self.test_digest, self.report.train.token_digest, self.report.test.token_digest)
-        return *digests, self.report.train.truncation_digest, self.report.test.truncation_digest
+        """Digests of examples and how they are truncated, and of token ids before truncation."""
+        return self.digest, self.test_digest, self.report.train.token_digest, self.report.test.token_digest
 
     @classmethod
     def open(
@@ -125,7 +124,6 @@ def build_table(
     Raises InputError for unusable data.
     """
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
-    counters: dict[str, SplitCounter] = {}
     held_out: dict[str, PreferenceData] = {}
     trains_on = "prompts" if options.online else options.trains_on
     limits = Limits(options.truncation, options.max_length, options.max_prompt_length, options.new_tokens)
@@ -152,9 +150,6 @@ def build_table(
         )
         prompts = fit_prompts(prompts, encode, limits, counter.count_example)
         write_prompts(path, counter.watch(prompts), trains_on=trains_on)
-        counters[split] = counter
-        if split == "test":
-            counter.count_in_train(counters["train"])
         report = counter.count_tokens(
             PromptTable(path), max_length=options.max_length, max_prompt_length=options.max_prompt_length
         )
@@ -309,8 +304,7 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
 
         table, facts = json.loads(once_per_machine(prepare, silence_secs=plan.run.collective_timeout_secs))
         data = TrainingData.open(Path(table), facts, tokenizer, plan.data, online=options.online)
-    kinds = ("", "token ids of the ", "truncation of the ")
-    names = [f"{kind}{split} data" for kind in kinds for split in ("training", "test")]
+    names = [f"{kind}{split} data" for kind in ("", "token ids of the ") for split in ("training", "test")]
     template = str(getattr(tokenizer, "chat_template", None))
     check_alike({**dict(zip(names, data.identity, strict=True)), "chat template": template})
     if plan.online and plan.n_offline and (n_without := int((data.train.counts == 0).sum())):
@@ -341,7 +335,7 @@ def _check_loss_fits(plan: Plan, reports: Mapping[str, Mapping[str, Any]]) -> No
                 f"prompt: give 2 prompts or more in each split; if the data is one file, a tenth of its prompts is the "
                 f"test split, so the file needs 20"
             )
-        if not plan.loss.takes_weights and report["largest_weight"] is not None:
+        if not plan.loss.takes_weights and report["effective_examples"] is not None:
             raise InputError(
                 f"{place} has a column weight, and loss={plan.loss.name} compares the examples of a batch, so it takes "
                 f"no weights: remove the column, or choose another loss, such as loss=dpo"
@@ -354,28 +348,19 @@ def find_weight_warnings(report: SplitReport, options: Mapping[str, Any]) -> lis
     All desirable examples together should weigh 1 to 4/3 times as much as all undesirable examples (arXiv 2402.01306,
     section 4). In data with weights, an example counts as its weight.
     """
-    weights = [options.get(f"{label}_weight", 1) for label in ("desirable", "undesirable")]
-    if report.desirable is None or not all(weights):  # there are no labels, or one kind has weight 0
+    desirable, undesirable = (options.get(f"{label}_weight", 1) for label in ("desirable", "undesirable"))
+    if report.desirable is None or not (desirable and undesirable):  # there are no labels, or one kind has weight 0
         return []
     if not (report.desirable and report.undesirable):
         missing = "undesirable" if report.desirable else "desirable"
         return [f"the train split has no {missing} response, and a loss of labels learns from both kinds: add some"]
-    if "desirable_weight" not in options:
+    sums = (report.desirable_weights or report.desirable, report.undesirable_weights or report.undesirable)
+    ratio = desirable * sums[0] / (undesirable * sums[1])
+    if "desirable_weight" not in options or 0.99 <= ratio <= 1.01 * 4 / 3:  # the advised weights are rounded
         return []
-    counts, measure = (report.desirable, report.undesirable), "number"
-    if report.desirable_weights and report.undesirable_weights:
-        counts, measure = (report.desirable_weights, report.undesirable_weights), "weight"
-    desirable, undesirable = (weight * n for weight, n in zip(weights, counts, strict=True))
-    if 0.99 * undesirable <= desirable <= 1.01 * 4 / 3 * undesirable:  # the advised weights are rounded
-        return []
-    if desirable < undesirable:
-        key, least, most = "loss.desirable_weight", undesirable / counts[0], 4 / 3 * undesirable / counts[0]
-    else:
-        key, least, most = "loss.undesirable_weight", 3 / 4 * desirable / counts[1], desirable / counts[1]
     return [
-        f"the desirable responses weigh {desirable / undesirable:.3g} times as much as the undesirable responses (the "
-        f"{measure} of each times loss.desirable_weight or loss.undesirable_weight), and the paper of KTO advises 1 to "
-        f"4/3: try {key} from {least:.3g} to {most:.3g}"
+        f"the desirable responses weigh {ratio:.3g} times as much as the undesirable responses, and the paper of KTO "
+        f"advises 1 to 4/3: try loss.desirable_weight from {desirable / ratio:.3g} to {4 / 3 * desirable / ratio:.3g}"
     ]
 
 

@@ -15,7 +15,6 @@ from dpo.data.examples import Example
 from dpo.models.answers import Drawn
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.files import Appender
-from dpo.settings.choices import NUMBER_FIELDS
 from dpo.system.run_directory import PARQUET, STREAM
 
 if TYPE_CHECKING:
@@ -39,8 +38,7 @@ class Ledger(Appender):
         self.rows = self.parquet_rows = 0  # in the stream; in ledger.parquet
         self.online = context.plan.online is not None
         splits = (context.data.report.train, context.data.report.test)
-        # the data has weights or margins; the preflight has None for numbers that the data lacks
-        self.weighted = any(getattr(split, f"largest_{name}") is not None for split in splits for name in NUMBER_FIELDS)
+        self.weighted = any(split.has_numbers for split in splits)
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:

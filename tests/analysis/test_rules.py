@@ -205,7 +205,7 @@ NEARLY = {
         replace(HEALTHY, **sampled([answer * 3 for answer in ANSWERS])), loss={"name": "sft"}
     ),
     "one sample is very long": replace(HEALTHY, **sampled([ANSWERS[0] * 90, *ANSWERS[1:]])),
-    "published splits share prompts": replace(HEALTHY, **counts("test", prompts_in_train=26)),
+    "published splits share prompts": replace(HEALTHY, **counts("test", prompts_like_train=26)),
     "less than 1 % is cut": replace(HEALTHY, **counts("train", truncated_responses=3)),
     "half of forty prompts tie": replace(HEALTHY_ONLINE, **drawn(ties=0.6)),
     "longer answers that score less": replace(
