@@ -14,7 +14,7 @@ from dpo.losses import LOSSES, TRAINS_ON, Loss, Scores, _get_batch_logps, find_l
 from dpo.losses.formulas import bradley_terry
 from dpo.losses.options import OPTIONS as OPTIONS_OF_ALL
 from dpo.settings.files import load_defaults
-from dpo.training.objective import make_scores, name_scores
+from dpo.training.objective import make_scores
 
 DEFAULTS = {name: load_defaults(name)["loss"] for name in LOSSES}
 
@@ -358,7 +358,9 @@ def rank(*log_ratios: list[float]) -> tuple[Scores, torch.Tensor]:
             at_i = torch.arange(len(log_ratios)) == i
             columns[role] = torch.where(at_i, policy[i, k], columns[role])
             reference[role], lengths[role] = reference[role] - 20.0 * at_i, lengths[role] + at_i
-    return make_scores(name_scores(columns, lengths, reference, None)), policy
+    columns |= {f"{role}_lengths": n_tokens for role, n_tokens in lengths.items()}
+    columns |= {f"reference_{role}": values for role, values in reference.items()}
+    return make_scores(columns), policy
 
 
 def test_plackett_luce_is_the_probability_of_the_order_for_lists_of_any_length():

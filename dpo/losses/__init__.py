@@ -87,12 +87,9 @@ class Loss:
 
     @property
     def reference_columns(self) -> list[str]:
-        """Names of the reference's log-probabilities that the loss needs.
-
-        Each is a role, or a role with the suffix `_tail`.
-        """
-        tails = [f"{role}_tail" for role in self.roles] if self.needs_tails else []
-        return [*self.roles, *tails]
+        """Names of the reference's log-probabilities that the loss needs."""
+        suffixes = ("", "_tail") if self.needs_tails else ("",)
+        return [f"reference_{role}{suffix}" for suffix in suffixes for role in self.roles]
 
     @property
     def can_be_mixed(self) -> bool:
@@ -130,18 +127,18 @@ class Loss:
 
     def __call__(self, scores: Scores) -> Losses:
         """Compute losses and rewards, with all options."""
-        output = self.compute(scores)
-        if self.trains_on != "pairs":
-            return output
-        return output._replace(losses=apply_to_losses(output.losses, scores, **self.shared_options))
-
-    def compute(self, scores: Scores) -> Losses:
-        """Compute losses and rewards, without `wpo` and `sft_weight`."""
-        return self.fn(self.transform(scores), **self.options)
+        output = self.fn(self.transform(scores), **self.options)
+        return self._apply_to_losses(output, scores)
 
     def transform(self, scores: Scores) -> Scores:
         """Apply `ld_alpha` and `f_divergence`, which need a reference."""
         return apply_to_scores(scores, **self.shared_options) if self.reference else scores
+
+    def _apply_to_losses(self, output: Losses, scores: Scores) -> Losses:
+        """Apply `wpo` and `sft_weight`, which only losses of pairs have."""
+        if self.trains_on != "pairs":
+            return output
+        return output._replace(losses=apply_to_losses(output.losses, scores, **self.shared_options))
 
     def find_batch_statistic(self, scores: Scores) -> Any:
         """Compute the statistic of a global batch, (B, k)."""
@@ -157,7 +154,7 @@ class Mix(Loss):
     log-probabilities if no loss has a reference.
     """
 
-    fn: Any = None  # `compute` calls the losses instead
+    fn: Any = None  # `__call__` calls those of the losses instead
     weighted_losses: Sequence[tuple[float, Loss]] = ()
 
     @property
@@ -185,12 +182,12 @@ class Mix(Loss):
             per_token=not any(loss.reference for loss in losses),
         )
 
-    def compute(self, scores: Scores) -> Losses:
+    def __call__(self, scores: Scores) -> Losses:
         losses = scores.chosen * 0  # zeros of the right shape, dtype and device
         for weight, loss in self.weighted_losses:
-            losses = losses + weight * loss.compute(scores).losses
+            losses = losses + weight * loss.fn(loss.transform(scores), **loss.options).losses
         chosen, rejected = self.transform(scores).log_ratios() if self.reference else scores.mean_logps()
-        return formulas.with_rewards(losses, chosen, rejected, self.options["beta"])
+        return self._apply_to_losses(formulas.with_rewards(losses, chosen, rejected, self.options["beta"]), scores)
 
 
 def find_loss(loss_config: Mapping[str, Any]) -> Loss:

@@ -14,7 +14,7 @@ from dpo.data.examples import Example
 from dpo.losses import ROLES
 from dpo.system.host import list_own_gpus
 
-REFERENCE = "reference/"  # prefix of the reference's log-probabilities, which travel with the metrics
+REFERENCE = "reference_"  # prefix of the reference's log-probabilities, which travel with the metrics
 
 # per microbatch: indices of its examples in the global batch, (n,), and their metrics, (n,) each
 MicrobatchMetrics = Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]

@@ -13,7 +13,7 @@ from support.models import COMMON, FAMILIES, GPT, GROUPED, ROUNDING, build, list
 
 from dpo.checkpoint.files import write_checkpoint
 from dpo.errors import InputError
-from dpo.losses import ROLES, find_loss
+from dpo.losses import find_loss
 from dpo.models.weights import load_archive
 from dpo.parallel.state import full_state
 from dpo.parallel.tensor_parallel_package import split_over_devices
@@ -145,11 +145,12 @@ def test_forwards_agree_bit_for_bit_on_more_devices():
     whole = build("gpt-neox")
     policy, reference = (split_over_devices(whole, ["cpu"] * 4) for _ in range(2))
     examples = list_examples(2)
+    roles, lengths = ("chosen", "rejected"), torch.tensor([example.n_scored for example in examples]).T
     (note,) = check_models(
         policy,
-        lambda: dict(zip(ROLES, plain_logps(policy, examples), strict=False)),
-        lambda: dict(zip(ROLES, plain_logps(reference, examples), strict=False)),
-        lengths=dict(zip(ROLES, torch.tensor([example.n_scored for example in examples]).T, strict=False)),
+        lambda: dict(zip(roles, plain_logps(policy, examples), strict=True)),
+        lambda: dict(zip([f"reference_{role}" for role in roles], plain_logps(reference, examples), strict=True)),
+        given=dict(zip([f"{role}_lengths" for role in roles], lengths, strict=True)),
         loss=find_loss({"name": "dpo", **DPO}),
     )
     assert "rewards within 0 of 0" in note
