@@ -33,7 +33,6 @@ from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
 from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
 from dpo.parallel.state import clip_gradient, step_optimizer
-from dpo.parallel.tensor_parallel import explaining_cut_weights
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.anomalies import NonFinite
 from dpo.reporting.events import Callbacks, Evaluation, RunContext, Update
@@ -339,9 +338,7 @@ class Trainer:
 
     def self_test(self) -> None:
         """Run the step-0 self-test on the first two evaluation examples per process."""
-        with explaining_cut_weights(self.objective.policy):
-            notes = self_test(self.objective, self.eval_examples[0], self.plan)
-        for note in notes:
+        for note in self_test(self.objective, self.eval_examples[0], self.plan):
             self.progress.line(note)
 
     @contextmanager

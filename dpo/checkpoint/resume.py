@@ -35,9 +35,10 @@ from dpo.system.run_directory import (
     LOCK,
     ORIGIN,
     check_free,
-    check_unlocked,
     create_run_dir,
+    explain_lock,
     is_lock,
+    is_locked,
     lock_run_dir,
     read_record,
 )
@@ -98,8 +99,8 @@ class Run(NamedTuple):
 def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
     """The checkpoint that `open_run` would continue from, or its InputError; writes nothing."""
     run_dir = _resolve(plan.run.local_run_dir)
-    if is_lock(run_dir / LOCK):
-        check_unlocked(run_dir)
+    if is_lock(run_dir / LOCK) and is_locked(run_dir):
+        raise explain_lock(run_dir)
     source = _find_source(plan, run_dir)
     if not source.began_here:
         check_free(run_dir, logs)

@@ -35,8 +35,7 @@ def is_rank_0() -> bool:
 def open_standard_streams() -> None:
     """Open closed standard streams on the null device, also for child processes.
 
-    Some daemons start processes without standard streams. The next file that such a process opens would become its
-    standard output, and Python would have no stream to print to.
+    Otherwise the next file that this process opens would become its standard output.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -60,10 +59,7 @@ class _Log(io.FileIO):
 
 
 def print_whatever_happens() -> None:
-    """Make printing never fail.
-
-    Otherwise a full disk, a pipe that nobody reads, or a character that cannot be encoded would end the run.
-    """
+    """Make printing never fail: on a full disk, into a pipe that nobody reads, of characters that cannot be encoded."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -75,10 +71,7 @@ def print_whatever_happens() -> None:
 
 
 def silence_bitsandbytes() -> None:
-    """Silence bitsandbytes' request for a kernel package that is not used here.
-
-    Call it before importing PEFT, which imports bitsandbytes if that is installed.
-    """
+    """Silence bitsandbytes' request for a kernel package that is not used here, before PEFT imports it."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
@@ -95,10 +88,7 @@ def set_allocators(environ: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def without_collecting_garbage() -> Iterator[None]:
-    """Turn garbage collection off inside, for faster imports.
-
-    Imports leave no garbage, and looking for it takes a quarter of their time.
-    """
+    """Turn garbage collection off inside: it takes a quarter of the time of imports, which leave no garbage."""
     gc.disable()
     try:
         yield
@@ -107,10 +97,9 @@ def without_collecting_garbage() -> Iterator[None]:
 
 
 def never_collect_imports() -> None:
-    """Exempt the objects that exist now from garbage collection.
+    """Exempt the objects that exist after a run's imports from garbage collection.
 
-    Call it after a run's imports. In a sweep only the first call has an effect, as a later one would also exempt the
-    garbage of earlier runs.
+    In a sweep only the first call has an effect, as a later one would also exempt the garbage of earlier runs.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
@@ -123,11 +112,7 @@ def raise_open_file_limit() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed memory, for speed on a CPU.
-
-    By default glibc returns the memory of large tensors to the system. When memory is needed again, each page costs a
-    page fault; together the faults take a tenth of an update's time.
-    """
+    """Make glibc reuse the memory of large tensors, whose page faults take a tenth of an update's time on a CPU."""
     # the largest values that glibc accepts
     _set_malloc(M_MMAP_THRESHOLD, 2**25)
     _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -136,17 +121,13 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Make glibc return large freed tensors to the system immediately.
 
-    By default glibc keeps freed tensors of growing sizes. Sharding gathers and frees tensors at every block, so the
-    memory that glibc keeps would grow to the size of the whole model.
+    Sharding gathers and frees tensors at every block, so what glibc keeps would grow to the size of the whole model.
     """
     _set_malloc(M_MMAP_THRESHOLD, 2**20)
 
 
 def release_freed_memory() -> None:
-    """Return all free memory to the system now.
-
-    By default glibc returns only the free memory at the end of the heap.
-    """
+    """Return all free memory to the system now; by default glibc returns only that at the end of the heap."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -200,10 +181,7 @@ def resident_memory() -> int:
 
 
 def count_gpus(devices: tuple[str, ...] = DEVICES) -> int:
-    """The number of GPUs that torch can use.
-
-    Imports torch, which takes seconds, only if a GPU driver is present.
-    """
+    """The number of GPUs that torch can use; torch is imported only if a GPU driver is present."""
     if "torch" not in sys.modules and not any(map(glob.glob, devices)):
         return 0
     import torch

@@ -31,7 +31,7 @@ class RunLog:
         return kept
 
     def begin(self, kept: str = "") -> None:
-        """Record from now on, in memory; `kept` was printed before."""
+        """Record from now on; `kept` was printed before."""
         self.close()
         self._kept, self._unfinished = kept, ""
         for name in ("stdout", "stderr"):
@@ -76,10 +76,7 @@ class RunLog:
 
 
 class RecordedStream:
-    """A standard stream whose text a log gets too.
-
-    A progress bar is drawn on `screen`.
-    """
+    """A standard stream whose text a log gets too; a progress bar is drawn on its `screen`."""
 
     def __init__(self, screen: Any, log: RunLog) -> None:
         self.screen, self._log = screen, log

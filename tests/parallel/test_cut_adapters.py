@@ -149,23 +149,3 @@ def test_a_plan_that_forgets_an_adapted_layer_which_sees_slices_is_refused():
     model._tp_plan = {name: style for name, style in model._tp_plan.items() if not name.endswith("k_proj")}
     with pytest.raises(InputError, match=r"does not say how to shard model\.layers\.0\.self_attn\.k_proj; use trainer"):
         find_plan(model)
-
-
-@pytest.mark.parametrize(
-    ("family", "layer", "sides"),
-    [
-        ("llama", "model.layers.0.self_attn.q_proj", {"base_layer": "out", "lora_A": None, "lora_B": "out"}),
-        ("llama", "model.layers.0.mlp.down_proj", {"base_layer": "in", "lora_A": "in", "lora_B": None}),
-        ("gpt2, tied", "transformer.h.1.attn.c_attn", {"base_layer": "out", "lora_A": None, "lora_B": "out"}),
-        ("llama", "lm_head", {"base_layer": "out", "lora_A": None, "lora_B": "out"}),
-    ],
-)
-def test_an_adapter_is_cut_along_the_features_that_its_layer_is(family, layer, sides):
-    plan = find_plan(adapted(family, targets=[layer.rpartition(".")[2]]))
-    for part, side in sides.items():
-        of_part = plan[f"{layer}.{part}" if part == "base_layer" else f"{layer}.{part}.{POLICY}"]
-        assert of_part.cut == side
-        assert of_part.grad_is_partial == (side is None)  # every process sees a slice of what it multiplies
-        assert of_part.enter is of_part.leave is None
-    assert plan[layer].cut is None
-    assert plan[layer].enter or plan[layer].leave

@@ -132,11 +132,5 @@ def test_the_mask_is_copied_to_a_device_once_not_for_every_layer(monkeypatch):
     assert shapes_copied("shared_prefix", monkeypatch, ours=False).count((rows, 1, length, length)) == 4
 
 
-def test_the_logits_of_all_tokens_stay_on_the_device_of_the_head(monkeypatch):
-    logits = (8, 12, 101)  # rows, tokens, vocabulary
-    assert logits not in shapes_copied("padded", monkeypatch, ours=True)
-    assert logits in shapes_copied("padded", monkeypatch, ours=False)
-
-
 def test_one_gpu_takes_all_of_a_model_several_share_its_layers():
     assert [choose_device_map(gpus) for gpus in (0, 1, 4)] == [None, {"": 0}, "balanced"]

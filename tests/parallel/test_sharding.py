@@ -28,13 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.data.examples import Example
 from dpo.errors import InputError
-from dpo.models import logprobs
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.loading import model_loaders
 from dpo.parallel import sharding
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import distribute, find_blocks, release_gathered
-from dpo.parallel.state import clip_gradient, copy_to_host, full_state, full_tensor, hold_the_same, step_optimizer
+from dpo.parallel.state import clip_gradient, full_state, full_tensor, hold_the_same, step_optimizer
 from dpo.settings.choices import NEED_WHOLE_TENSORS
 from dpo.settings.plan import ParallelDims, resolve
 from dpo.system.host import HostMemory
@@ -135,66 +134,6 @@ def compare_with_one_process(family: str, mesh: Mesh, *, activation_checkpointin
             getattr(parameter, "_local_tensor", parameter).add_(1)
     if mesh.rank == 0:
         assert all(torch.equal(saved[name], whole.get_parameter(name)) for name, _ in whole.named_parameters()), family
-
-
-def distribute_over_two(compute_dtype: torch.dtype = torch.float32) -> Any:
-    """A model as rank 0 of two processes holds it."""
-    mesh = Mesh(0, ParallelDims.of(2))
-    return distribute(build("llama", attention="sdpa"), mesh, block_name=None, compute_dtype=compute_dtype)
-
-
-def test_a_model_without_backward_passes_keeps_no_record_of_its_forward_passes(fake_group):
-    model, layout = distribute_over_two().eval(), SharedPrefix({"full_attention": None}, max_length=32)
-    [microbatch] = layout.split(list_examples(rows=4), 1)
-    release_gathered(model)  # also before the first, as in a run that continues with a cached reference
-    for _ in range(2):
-        with torch.no_grad():
-            layout.forward(model, microbatch.inputs)
-        record = model._get_fsdp_state()._comm_ctx.post_forward_order
-        assert len(record) == 3  # two blocks and the root
-        release_gathered(model)
-        assert record == []
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def test_policy_and_reference_share_the_masks_of_a_microbatch(fake_group, monkeypatch):
-    made, make = [], logprobs.tree_mask
-    monkeypatch.setattr(
-        logprobs, "tree_mask", lambda *arguments, **options: made.append(1) or make(*arguments, **options)
-    )
-    layout = SharedPrefix({"full_attention": None}, max_length=32)
-    [microbatch] = layout.split(list_examples(rows=4), 1)
-    for model in (distribute_over_two(torch.bfloat16), distribute_over_two(torch.bfloat16)):
-        layout.forward(model, microbatch.inputs)
-    assert len(made) == 1
-
-
-@pytest.mark.parametrize("piece", [8, 12, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-def test_a_copy_through_a_small_buffer_is_the_tensor(piece, dtype, monkeypatch):
-    monkeypatch.setattr("dpo.parallel.state.PIECE_BYTES", piece)
-    tensor = torch.arange(35).view(5, 7).to(dtype)
-    for values in (tensor, tensor.T, tensor[0, 3], tensor[:0]):
-        copied = copy_to_host(values, pinned=False)  # a CPU has no memory to pin
-        assert (copied.dtype, copied.shape) == (values.dtype, values.shape)
-        assert torch.equal(copied, values)
-        assert copied.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
-
-
-def test_a_state_on_a_gpu_is_copied_through_a_pinned_buffer(monkeypatch):
-    """Tied tensors once."""
-    copied: list[torch.Tensor] = []
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        copied.append(tensor)
-        return torch.zeros(tensor.shape)
-
-    monkeypatch.setattr("dpo.parallel.state.copy_to_host", copy)
-    on_gpu, on_host = torch.zeros(3, device="meta"), torch.zeros(3)  # meta stands for a GPU
-    gathered = full_state({"weights": [], "moments": {0: {"square": on_gpu, "tied": on_gpu, "step": on_host}}})
-    assert [tensor.is_meta for tensor in copied] == [True]
-    assert gathered["moments"][0]["square"] is gathered["moments"][0]["tied"]
-    assert gathered["moments"][0]["step"] is not None
 
 
 @pytest.mark.parametrize("mesh", IN_CI)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from support.models import COMMON, FAMILIES, build, list_examples
+from support.models import COMMON, FAMILIES
 from support.runs import GOLDEN
 from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.models.generation import Sampling, sample
-from dpo.models.layouts import Padded, SharedPrefix, choose_layout, layout_by_rules
 from dpo.models.pretrained import choose_attention, load_model
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import set_allocators
@@ -32,38 +29,6 @@ def restored():
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.use_deterministic_algorithms(deterministic)
-
-
-# --- TF32 ----------------------------------------------------------------------------------------------------------
-
-
-class EmulatedTF32(TorchDispatchMode):
-    """Inputs of products are off at random, as TF32 rounds them.
-
-    At random, for what rounds one way in one layout rounds the other way in the other; and by more than TF32's 10 bits
-    of mantissa, as it adds up in a deep model. Only where `allow_tf32` is set, unless `always`.
-    """
-
-    def __init__(self, *, always: bool = False) -> None:
-        super().__init__()
-        self.always = always
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in PRODUCTS and (self.always or torch.backends.cuda.matmul.allow_tf32):
-            args = tuple(a + a * (torch.rand_like(a) - 0.5) * 2**-4 if isinstance(a, torch.Tensor) else a for a in args)
-        return function(*args, **(kwargs or {}))
-
-
-def test_rounding_of_tf32_does_not_cost_the_layout_and_stays_on_for_training():
-    model = build("llama")
-    torch.backends.cuda.matmul.allow_tf32 = True
-    chosen = {}
-    for always in (False, True):
-        with EmulatedTF32(always=always):
-            chosen[always] = choose_layout("shared_prefix", model, max_length=64, compute_dtype=torch.float32)
-    assert isinstance(chosen[False][0], SharedPrefix), chosen[False]
-    assert isinstance(chosen[True][0], Padded)  # the rounding would have cost it
-    assert torch.backends.cuda.matmul.allow_tf32
 
 
 # --- torch.compile -------------------------------------------------------------------------------------------------
@@ -188,33 +153,9 @@ def test_no_attention_kernel_that_plans_for_every_shape_and_memory_that_grows_in
         assert environment.get("PYTORCH_ALLOC_CONF") == setting
 
 
-def test_a_deterministic_run_does_not_fill_tensors_before_they_are_written():
-    set_up_torch(deterministic=True, compiles=False)
-    assert not torch.utils.deterministic.fill_uninitialized_memory
-
-
-def test_rows_are_aligned_on_a_gpu_alone(monkeypatch):
-    model, lengths = build("llama"), {}
-    for device in ("cpu", "cuda"):
-        embeddings = SimpleNamespace(weight=SimpleNamespace(device=torch.device(device)))
-        monkeypatch.setattr(model, "get_input_embeddings", lambda embeddings=embeddings: embeddings)
-        layout, _ = layout_by_rules("shared_prefix", model, max_length=64)
-        [microbatch] = layout.split(list_examples(4, length=9), 1)
-        lengths[device] = microbatch.inputs.input_ids.shape[1]
-    assert lengths["cpu"] % 8
-    assert lengths["cuda"] == 64
-
-
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gpt-j", "eager"), ("gemma2", "eager")])
 def test_a_model_without_sdpa_gets_eager_attention_by_default(family, attention):
     config = FAMILIES[family]()
     assert choose_attention(config, "sdpa") == attention
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention(config, "sdpa"))
     assert model.config._attn_implementation == attention
-
-
-def test_what_is_slower_than_it_could_be_is_noted(make_trainer):  # noqa: F811
-    trainer = make_trainer(*DPO)
-    assert trainer.notes() == []
-    trainer.policy.config._attn_implementation = "eager"
-    assert trainer.notes() == ["LlamaForCausalLM does not support sdpa; using eager attention"]

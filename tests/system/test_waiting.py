@@ -164,11 +164,6 @@ def test_heartbeats_are_waited_for_and_silence_ends_the_wait(store, monkeypatch)
         wait_for({1: "key", 3: "none"}, silence_secs=0.3)
 
 
-def test_one_process_waits_for_nobody():
-    meet_rank_0("a place")
-    assert once_per_machine(lambda: "made", silence_secs=0) == "made"
-
-
 # --- for one process of each machine ---------------------------------------------------------------------------------
 
 
