@@ -58,7 +58,15 @@ def explaining_library(make: Callable[[Exception], Exception]) -> Iterator[None]
     except (InputError, RunError):
         raise
     except Exception as error:
-        classes = {base.__name__ for base in type(error).__mro__}  # torch's take seconds to import
-        if classes & {"OutOfMemoryError", "DistError"} or "/gloo/" in str(error):
+        if type(error).__name__ == "OutOfMemoryError" or is_lost_contact(error):
             raise
         raise make(error) from error
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Return whether it is an error of a collective or the store, probably because another process failed.
+
+    Gloo's errors have no class of their own, but their text begins with the path of its source.
+    """
+    classes = {base.__name__ for base in type(error).__mro__}  # torch's take seconds to import
+    return "DistError" in classes or "/gloo/" in str(error)
