@@ -171,10 +171,7 @@ def prune(run_dir: Path, keep: int, run: str | None) -> None:
 
 
 def tidy(run_dir: Path) -> None:
-    """Clean up after a run that was killed while saving.
-
-    Restores a checkpoint that the run was about to replace.
-    """
+    """Clean up after a run that was killed while saving; restore a checkpoint that it was about to replace."""
     for former in run_dir.glob(f".step-*.{FORMER}"):
         directory = run_dir / former.name.removeprefix(".").removesuffix(f".{FORMER}")
         if not os.path.lexists(directory):
@@ -228,16 +225,15 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> Any:
-    """Read the `state` in a checkpoint's file, as `read_file` does."""
+    """Read the `state` in a checkpoint's file."""
     return read_file(path)["state"]
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
     """Read a checkpoint's file: a mapping with `state`.
 
-    Tensors are memory-mapped: the system reads pages on demand and drops them when memory is short. The caller must
-    copy tensors that it keeps, as the file may be deleted. Raises DamagedCheckpoint for any other file, such as one
-    with pickled objects.
+    Tensors are memory-mapped, so the caller must copy those that it keeps: the file may be deleted. Raises
+    DamagedCheckpoint for any other file, such as one with pickled objects.
     """
     try:
         check_readable(path)

@@ -25,10 +25,7 @@ class Stateful(Protocol):
 
 
 class Part:
-    """The whole state of `source`, in a file NAME.pt.
-
-    Every process must call `gather` and `restore`; rank 0 has the file.
-    """
+    """The whole state of `source`, in a file NAME.pt of rank 0; every process must call `gather` and `restore`."""
 
     n_bytes = 0  # size of a copy of the state; 0 if it is small
 

@@ -196,10 +196,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _find_resume_point(path: Path, plan: Plan) -> ResumePoint | None:
-    """A run's newest complete checkpoint, or the checkpoint at `path`.
+    """A run's newest complete checkpoint, or the checkpoint at `path`; None if `resume=auto` finds none at all.
 
-    None if `resume=auto` finds no checkpoint at all. In all other cases, raises InputError if none is complete, or if
-    the config does not fit the checkpoint.
+    Raises InputError if none is complete, or if the config does not fit the checkpoint.
     """
     candidates = [path] if _is_checkpoint(path) else find_checkpoints(path)
     reasons = ""

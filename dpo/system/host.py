@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -21,7 +22,15 @@ from typing import Any, NamedTuple
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 DEVICES = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd")  # of the GPU drivers of NVIDIA, NVIDIA under WSL, AMD
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the system kill this process when the process `parent`, its parent, ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent has ended before the call above
+        os._exit(1)
 
 
 def is_rank_0() -> bool:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpo.errors import InputError, RunError, is_lost_contact
 from dpo.system.host import (
+    end_with_parent,
     keep_freed_memory,
     print_whatever_happens,
     raise_open_file_limit,
@@ -297,11 +298,7 @@ def _run_worker(rank_env: RankEnv, parent: int, pipe: Any, worker: Callable, arg
     """Run a spawned worker, and send its message to the parent process."""
     print_whatever_happens()
     faulthandler.enable()  # the parent kills a stuck worker by SIGABRT, and this prints its stack
-    with without_collecting_garbage():
-        import torch.multiprocessing
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # end this process when its parent ends
-    if os.getppid() != parent:  # the parent has ended before the call above
-        os._exit(FAILED)
+    end_with_parent(parent)
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank_env.local_rank), str(rank_env.world_size)
     status, message = _run_in_group(rank_env, worker, args, timeout_secs)
     # the parent reads after this process has exited, so the message must fit into the pipe's buffer

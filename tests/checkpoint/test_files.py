@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
 import weakref
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import PARTS, ROOT, run_script
+from support.runs import PARTS
 
 from dpo.checkpoint import files, saver
 from dpo.checkpoint.files import (
@@ -76,31 +75,6 @@ def test_a_directory_that_is_saved_again_holds_only_the_new_files(tmp_path):
     saved = write_checkpoint(tmp_path / "step-8", {"policy": {"a": 2}})
     assert sorted(os.listdir(saved)) == ["manifest.json", "policy.pt"]
     assert read(saved) == {"a": 2}
-
-
-KILLED_WHILE_SAVING = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from dpo.checkpoint.files import write_checkpoint
-
-class Killer:
-    def __reduce__(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-run = Path(sys.argv[1])
-write_checkpoint(run / "step-8", {"policy": {"a": torch.ones(1)}}.items(), step_idx=8, metrics=None, facts={})
-states = {"policy": {"a": torch.zeros(1)}, "optimizer": {"a": torch.zeros(1), "b": Killer()}}
-write_checkpoint(run / "step-8", states.items(), step_idx=16, metrics=None, facts={})
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_while_saving_again_leaves_what_was_complete(tmp_path):
-    result = run_script("-c", KILLED_WHILE_SAVING, str(tmp_path), PYTHONPATH=str(ROOT))
-    assert result.returncode == -signal.SIGKILL, result.stderr
-    assert sorted(n for n in os.listdir(tmp_path) if not n.startswith(".")) == ["step-8"]
-    assert read(tmp_path / "step-8")["a"].item() == 1
 
 
 class CannotBeSaved:

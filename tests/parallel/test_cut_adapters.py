@@ -129,19 +129,16 @@ def compare_families(rank: int, world_size: int, sizes: dict, families: list[str
         hold_shards_alone(mesh)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "frozen_whole"), [("sharded", False), ("cut", False), ("sharded", True)])
-def test_logps_and_gradients_are_those_of_one_process_to_1e5_and_none_is_of_the_base(mesh, frozen_whole):
-    processes, sizes = MESHES[mesh]
-    launch(compare_families, processes, sizes, ["llama", "gpt2, tied"], frozen_whole, process_group=True)
+CASES = [
+    ("cut", False, ["llama"]),
+    *(pytest.param(mesh, whole, list(FAMILIES), marks=pytest.mark.slow) for mesh in MESHES for whole in (False, True)),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("frozen_whole", [False, True])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_they_are_for_every_family_on_every_mesh(mesh, frozen_whole):
+@pytest.mark.parametrize(("mesh", "frozen_whole", "families"), CASES)
+def test_logps_and_gradients_are_those_of_one_process_to_1e5_and_none_is_of_the_base(mesh, frozen_whole, families):
     processes, sizes = MESHES[mesh]
-    launch(compare_families, processes, sizes, list(FAMILIES), frozen_whole, process_group=True)
+    launch(compare_families, processes, sizes, families, frozen_whole, process_group=True)
 
 
 def test_a_plan_that_forgets_an_adapted_layer_which_sees_slices_is_refused():

@@ -24,7 +24,6 @@ from support.varlen import run_varlen_on_cpu
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpo.data.examples import Example
 from dpo.errors import InputError
@@ -39,7 +38,6 @@ from dpo.settings.plan import ParallelDims, resolve
 from dpo.system.host import HostMemory
 from dpo.system.launching import get_open_port
 from dpo.system.signals import Stopped
-from dpo.training import evaluation
 from dpo.training.optimization import OPTIMIZERS
 from dpo.training.reference import Reference, ReferenceLogps
 from trainers import TRAINERS, BasicTrainer
@@ -375,29 +373,6 @@ def test_samples_metrics_and_checkpoints_are_those_of_one_process(mesh, greedy_m
                 assert mine[key] == value
 
 
-class AllReduces(TorchDispatchMode):
-    """The sizes of all-reduces, but for single numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.c10d.allreduce_.default:
-            self.sizes += [tensor.numel() for tensor in args[0] if tensor.numel() > 1]
-        return function(*args, **(kwargs or {}))
-
-
-def count_all_reduces_in_an_update(rank: int, world_size: int, run_dir: Path) -> None:
-    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "fsdp_shard_size=1"))
-    batch = next(trainer.train_iterator)
-    assert len(batch.microbatches) == 2
-    with AllReduces() as collectives:
-        trainer.train_step(batch)
-    # the gradients of 3 blocks and the root, once for both microbatches; one for all metrics and flags
-    assert len(collectives.sizes) == 4 + 1, collectives.sizes
-
-
 def update_and_stop(rank: int, world_size: int, run_dir: Path) -> None:
     trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "max_length=96"))
     root = 2 * 1024 * 64 // world_size  # embeddings and head, each 1,024 tokens by 64
@@ -430,42 +405,6 @@ def update_and_stop(rank: int, world_size: int, run_dir: Path) -> None:
 def test_if_one_process_is_asked_to_stop_all_break_off_sampling_at_the_same_token(tmp_path):
     launch(update_and_stop, 2, tmp_path, process_group=True)
     assert (tmp_path / "LATEST").exists()
-
-
-def fail_to_sample(rank: int, world_size: int, run_dir: Path) -> None:
-    trainer = make_trainer(rank, world_size, run_dir, ("trainer=FSDPTrainer", "max_length=96"))
-    lines, sampled, sample = [], [], evaluation.sample
-    trainer.progress.line = lines.append
-    trainer.callbacks.callbacks = {}
-
-    def fail_on_one(*arguments: Any, **options: Any) -> list[Any]:
-        texts = sample(*arguments, **options)
-        if rank == 1:
-            raise ValueError("bad text")
-        return texts
-
-    def fail_in_a_block(*arguments: Any) -> None:
-        raise IndexError("bad token")
-
-    blocks = trainer.policy.model.layers
-    for cause in ("bad text", "bad token", None):
-        handle = blocks[1].register_forward_hook(fail_in_a_block) if cause == "bad token" else None
-        evaluation.sample = fail_on_one if cause == "bad text" else sample
-        trainer.state.samples_due = True
-        trainer.sample_if_due()
-        sampled.append(cause in lines[-1] if cause else len(lines) == 2)
-        if handle is not None:
-            handle.remove()
-        trainer.train_step(next(trainer.train_iterator))  # on shards again
-    assert sampled == [True, True, True]
-
-
-def test_if_sampling_fails_on_one_process_or_all_every_process_trains_on(tmp_path):
-    launch(fail_to_sample, 2, tmp_path, process_group=True)
-
-
-def test_copies_add_up_their_gradients_once_per_update(tmp_path):
-    launch(count_all_reduces_in_an_update, 2, tmp_path, process_group=True)
 
 
 def count_gathers_in_sampling(rank: int, world_size: int, run_dir: Path, memory: int | None) -> None:
