@@ -31,7 +31,7 @@ from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activation
 from dpo.models.scoring import ScorerFailed
 from dpo.numbers import count
 from dpo.parallel.mesh import Mesh, from_rank_0
-from dpo.parallel.sharding import accumulate, distribute, find_blocks, move_less, release_gathered
+from dpo.parallel.sharding import accumulate, distribute, keep_outputs_where_they_are, release_gathered
 from dpo.parallel.state import clip_gradient, step_optimizer
 from dpo.parallel.tensor_parallel_package import split_over_devices
 from dpo.reporting.anomalies import NonFinite
@@ -515,7 +515,7 @@ class BasicTrainer(Trainer):
     def place(self, model: Any, *, compute_dtype: torch.dtype) -> Any:
         devices = set(getattr(model, "hf_device_map", {}).values())
         if len(devices) > 1:
-            move_less(model, find_blocks(model, self.plan.model.block_name))
+            keep_outputs_where_they_are(model)
         return model
 
     def concatenated_forward(self, model: torch.nn.Module, batch: PaddedBatch) -> tuple[torch.Tensor, ...]:

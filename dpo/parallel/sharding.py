@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpo.errors import InputError
 from dpo.parallel.mesh import Mesh
@@ -269,29 +268,6 @@ def choose_device_map(gpus: int) -> str | dict[str, int] | None:
     return {"": 0} if gpus == 1 else "balanced"  # "" stands for the whole model, 0 for the first GPU
 
 
-def move_less(model: Any, blocks: list[torch.nn.Module]) -> None:
-    """Move fewer tensors between the GPUs over which a model is spread.
-
-    accelerate's hooks would move the logits of all tokens back to the first GPU, and copy the attention mask once for
-    every layer. Here outputs stay where they are computed, and inputs that blocks share are copied once per GPU.
-    """
+def keep_outputs_where_they_are(model: Any) -> None:
+    """Let accelerate not move the logits of all tokens back to the first GPU of a model that is spread over several."""
     model._hf_hook.io_same_device = False
-    copies: Any = WeakTensorKeyDictionary()  # {tensor still in use: {device: copy}}
-
-    def copy_once(value: Any, device: torch.device) -> Any:
-        if not isinstance(value, torch.Tensor) or value.device == device or value.requires_grad:
-            return value
-        by_device = copies.setdefault(value, {})
-        if device not in by_device:
-            by_device[device] = value.to(device, non_blocking=True)
-        return by_device[device]
-
-    @torch.compiler.disable
-    def move_shared_inputs(block: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        device = next(block.parameters()).device
-        hidden_states, *shared = args  # no other block uses these hidden states, so accelerate's hook moves them
-        shared = tree_map(lambda value: copy_once(value, device), shared)
-        return (hidden_states, *shared), tree_map(lambda value: copy_once(value, device), kwargs)
-
-    for block in blocks:
-        block.register_forward_pre_hook(move_shared_inputs, with_kwargs=True)
