@@ -271,7 +271,7 @@ def check_inputs(resume_point: ResumePoint | None, data: TrainingData, model_con
         f"the tokenizer {since}: it encodes the same texts differently": saved["tokens"] != current["tokens"],
         f"the model's config.json {since}: {', '.join(changes)}": changes,
     }
-    for problem in (sentence for sentence, is_there in problems.items() if is_there):
+    if problem := next((sentence for sentence, is_there in problems.items() if is_there), None):
         raise InputError(
             f"{problem}; restore what has changed, or start a new run with model.archive={resume_point.path}"
         )

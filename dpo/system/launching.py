@@ -465,7 +465,8 @@ class _Workers:
         for ended in failed.values():  # bad input says more than other failures
             if ended.status == BAD_INPUT and ended.message:
                 return InputError(ended.message)
-        for rank, ended in failed.items():  # the first worker that exited is the cause
+        if failed:
+            rank, ended = next(iter(failed.items()))  # the first worker that exited is the cause
             return WorkerFailed(ended.message or f"rank {rank} {_describe_exit(ended.status)}")
         abort = "was killed by SIGABRT, as NCCL does when a collective times out"
         messages = [
