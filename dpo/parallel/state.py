@@ -141,16 +141,12 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     local_states = defaultdict(dict)  # by shard
     for parameter, state in states.items():
         local_states[shards[parameter]] = {key: local_tensor(value) for key, value in state.items()}
-    parameters_by_group = [group["params"] for group in groups]
     optimizer.state = local_states
-    for group in groups:
-        group["params"] = [shards[parameter] for parameter in group["params"]]
+    optimizer.param_groups = [group | {"params": [shards[p] for p in group["params"]]} for group in groups]
     try:
         optimizer.step()
     finally:
-        optimizer.state = states
-        for group, parameters in zip(groups, parameters_by_group, strict=True):
-            group["params"] = parameters
+        optimizer.state, optimizer.param_groups = states, groups
         for shard in shards.values():
             shard.grad = None
     for parameter, shard in shards.items():
