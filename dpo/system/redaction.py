@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 SECRET_KEY = re.compile(
@@ -29,7 +29,7 @@ INNER_KEY = re.compile(r"(?<![\w-])([\w-]+)[\"']?\s*[=:]")  # a key in the value
 INTERPOLATION = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 
 
-@cache
+@lru_cache(1000)
 def is_secret(name: Any) -> bool:
     """Return whether a key is named like a secret, as `api_key`, `authToken` and `db.password` are."""
     last_part = str(name).rpartition(".")[2]
