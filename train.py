@@ -30,16 +30,13 @@ if __name__ == "__main__":  # before the other imports, which take a while: a si
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dpo.errors import InputError, RunError
-from dpo.settings.command_line import check_command_line, exit_on
+from dpo.settings.command_line import check_command_line, exit_on, place_job
 from dpo.settings.files import differences, load_defaults, options_in, with_defaults
-from dpo.settings.places import place_datasets
 from dpo.settings.plan import Plan, resolve
-from dpo.settings.sweeps import Sweep
-from dpo.settings.validation import find_config_problems, find_warnings
+from dpo.settings.validation import find_problems, find_warnings, raise_problems
 from dpo.system.host import (
     is_rank_0,
     never_collect_imports,
@@ -47,7 +44,7 @@ from dpo.system.host import (
     silence_bitsandbytes,
     without_collecting_garbage,
 )
-from dpo.system.launching import find_rank_env, launch
+from dpo.system.launching import launch
 from dpo.system.redaction import redact
 from dpo.system.run_directory import (
     explaining_full_disk,
@@ -64,7 +61,6 @@ if TYPE_CHECKING:
     from dpo.checkpoint.resume import Run
     from dpo.data.preflight import TrainingData
 
-SWEEP = Sweep()
 RUN_LOG = RunLog()
 
 OmegaConf.register_new_resolver("get_local_run_dir", get_local_run_dir, use_cache=True, replace=True)
@@ -73,25 +69,26 @@ OmegaConf.register_new_resolver("project_dir", lambda: str(Path(__file__).parent
 
 @hydra.main(version_base="1.3", config_path="config", config_name="config")
 def main(config: DictConfig) -> None:
-    if HydraConfig.get().mode != RunMode.MULTIRUN:
-        run_or_exit(config)
-    elif find_rank_env() is None:
-        SWEEP.run_job(config, HydraConfig.get(), run_or_exit)
-    else:
-        exit_on(["a sweep (-m) starts its own processes, one job after the other: run it without a launcher"])
+    """Run a job of a sweep (-m); without one, Hydra only shows the config."""
+    try:
+        plan = place_job(resolve(config), HydraConfig.get())
+        exit_on([problem.sentence for problem in find_problems(plan)])  # a launcher may use another machine
+        run_or_exit(plan)
+    except SystemExit as ending:
+        if ending.code not in (1, 2):  # a stop signal ends the sweep
+            raise
+        raise RunError("this job failed for the reason above") from None  # Hydra goes on, and ends with status 1
 
 
-def run_or_exit(config: DictConfig) -> None:
-    """Run a config that may be invalid; exit after a failure."""
+def run_or_exit(plan: Plan) -> None:
+    """Run a plan without problems; exit after a failure."""
     if is_rank_0():
         RUN_LOG.begin()
     try:
-        plan = resolve(config)
-        exit_on(find_config_problems(config, plan))
         if is_rank_0():
-            for warning in find_warnings(config, plan):
+            for warning in find_warnings(plan):
                 print(f"warning: {warning}")
-        run(config)
+        run(plan)
     except (InputError, RunError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
@@ -105,39 +102,36 @@ def run_or_exit(config: DictConfig) -> None:
         sys.exit(stopped.status)
 
 
-def run(config: DictConfig) -> None:
-    """Run a validated config, in as many processes as it says."""
-    OmegaConf.resolve(config)  # once, before processes start: the name of the run's directory contains the time
-    place_datasets(config)
-    config.local_run_dir = os.path.expanduser(config.local_run_dir)
-    plan = resolve(config)
-    if config.dry_run:
+def run(plan: Plan) -> None:
+    """Run a plan without problems, in as many processes as it says."""
+    run_dir = plan.run.local_run_dir
+    if plan.run.dry_run:
         if is_rank_0():
             dry_run(plan)
         return
     if is_rank_0():
-        print(describe(config), flush=True)  # flushed, as importing torch takes seconds
+        print(describe(plan), flush=True)  # flushed, as importing torch takes seconds
     try:
-        with ending_on_stop_signals(config.local_run_dir):
+        with ending_on_stop_signals(run_dir):
             launch(
                 work,
                 plan.dims.world_size,
-                config,
+                plan,
                 None,
                 RUN_LOG.hand_over(),
                 process_group=plan.trainer.multi_process,
-                port=config.fsdp_port,
-                timeout_secs=config.collective_timeout_secs,
+                port=plan.run.fsdp_port,
+                timeout_secs=plan.run.collective_timeout_secs,
             )
     except (RunError, Stopped):  # what is printed about these belongs to the run, also if rank 0 was another process
-        if is_rank_0() and read_record(Path(config.local_run_dir)):
-            RUN_LOG.open(config.local_run_dir)
+        if is_rank_0() and read_record(Path(run_dir)):
+            RUN_LOG.open(run_dir)
         raise
 
 
-def describe(config: DictConfig) -> str:
+def describe(plan: Plan) -> str:
     """The settings that differ from the defaults, as text to print."""
-    values, options = redact(OmegaConf.to_container(config)), options_in(config)
+    values, options = redact(plan.nested_values()), options_in(plan.values)
     run_dir = values.pop("local_run_dir")
     chosen = ", ".join(f"{group}={option}" for group, option in options.items() if option != "none")
     title = f"{chosen}; settings that differ from the defaults (all will be in {run_dir}/config.yaml):"
@@ -180,30 +174,28 @@ def dry_run(plan: Plan) -> None:
 # --- the work of one process -----------------------------------------------------------------------------------------
 
 
-def work(
-    rank: int, world_size: int, config: DictConfig, models: tuple[Any, Any] | None = None, printed: str = ""
-) -> None:
+def work(rank: int, world_size: int, plan: Plan, models: tuple[Any, Any] | None = None, printed: str = "") -> None:
     """Open the run's directory, then load and train, in one process.
 
     `models` are the policy and the reference, if they are loaded already. `printed` is for the run's log.
     """
     if rank == 0:
         RUN_LOG.begin(printed)
-    with ending_on_stop_signals(config.local_run_dir), explaining_full_disk(config.local_run_dir):
-        plan = resolve(config, world_size=world_size)
+    run_dir = plan.run.local_run_dir
+    with ending_on_stop_signals(run_dir), explaining_full_disk(run_dir):
         with without_collecting_garbage():
             import trainers  # noqa: F401  (`train` uses it; imported here, as that takes seconds)
             from dpo.checkpoint.resume import open_run
             from dpo.reporting.table import LOGS
         if models is None:  # the caller's models may be in reference cycles, which must stay collectable
             never_collect_imports()
-        with leaving_nothing_if_refused(Path(config.local_run_dir)) if rank == 0 else nullcontext():
+        with leaving_nothing_if_refused(Path(run_dir)) if rank == 0 else nullcontext():
             run = open_run(plan, LOGS) if rank == 0 else None
             with run.lock if run else nullcontext():  # released, as a caller of worker_main may start another run
-                work_in_run_dir(run, rank, config, plan, models)
+                work_in_run_dir(run, rank, plan, models)
 
 
-def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, models: tuple[Any, Any] | None) -> None:
+def work_in_run_dir(run: Run | None, rank: int, plan: Plan, models: tuple[Any, Any] | None) -> None:
     """Load, train and export, in the run's directory.
 
     `run` is None on all ranks but 0, which has locked the directory.
@@ -225,7 +217,6 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
         "chat_template_date",
         from_rank_0(fix_template_date(plan, run.resume_point).chat.template_date if run is not None else None),
     )
-    config.chat_template_date = plan.chat.template_date
     transformers.set_seed(plan.run.seed)  # Python's, numpy's and torch's
     set_up_torch(plan)
     if rank != 0 or not sys.stderr.isatty():  # the libraries' bars would fill a log file
@@ -249,10 +240,10 @@ def work_in_run_dir(run: Run | None, rank: int, config: DictConfig, plan: Plan, 
     if run is not None:
         saved_at = None if run.checkpoint is None else (run.checkpoint / MANIFEST).stat().st_mtime
         facts = {"processes": plan.dims.world_size, "run": run.id, "continues_from": saved_at}
-        write_record(run.directory, OmegaConf.to_container(config), **facts)
+        write_record(run.directory, plan.nested_values(), **facts)
         data.report.write(run.directory / "preflight.json")
         RUN_LOG.open(run.directory)
-    train(rank, config, plan, data, models, resume_from)
+    train(rank, plan, data, models, resume_from)
     export_last(rank, plan)
     if rank == 0:
         from dpo.analysis.runs import read_run
@@ -275,14 +266,7 @@ def read_data(plan: Plan, *, silent: bool = False) -> TrainingData:
     return data
 
 
-def train(
-    rank: int,
-    config: DictConfig,
-    plan: Plan,
-    data: TrainingData,
-    models: tuple[Any, Any] | None,
-    resume_from: Path | None,
-) -> None:
+def train(rank: int, plan: Plan, data: TrainingData, models: tuple[Any, Any] | None, resume_from: Path | None) -> None:
     """Make the trainer, which loads the models and a checkpoint, and train."""
     from dpo.models.loading import find_following_reference, model_loaders
     from dpo.models.weights import load_archive
@@ -302,7 +286,7 @@ def train(
                 load_archive(reference, saved_reference)
         trainer = find_trainer(plan)(
             policy,
-            config,
+            OmegaConf.create(plan.nested_values()),
             plan.run.seed,
             plan.run.local_run_dir,
             reference,
@@ -310,6 +294,7 @@ def train(
             plan.dims.world_size,
             data=data,
             resume_from=resume_from,
+            plan=plan,
         )
         trainer.train()
 
@@ -382,31 +367,26 @@ def worker_main(
     from dpo.settings.rows import store_rows
     from dpo.system.launching import get_open_port, init_distributed
 
-    config = with_defaults(store_rows(config))
-    plan = resolve(config, world_size=world_size)
+    plan = resolve(with_defaults(store_rows(config)), world_size=world_size)
     if plan.trainer.multi_process:
-        config.world_size = world_size
-        if world_size > 1 and config.fsdp_port is None and "MASTER_PORT" not in os.environ:
+        plan = plan.change("world_size", world_size)
+        if world_size > 1 and plan.run.fsdp_port is None and "MASTER_PORT" not in os.environ:
             raise InputError(
                 "fsdp_port is null, but all processes need the same port: set config.fsdp_port to "
                 "utils.get_open_port() before the processes start"
             )
-    problems = find_config_problems(config, plan)
-    if problems:
-        raise InputError("; ".join(problems))
-    OmegaConf.resolve(config)
-    place_datasets(config)
+    raise_problems(plan)
     makes_process_group = plan.trainer.multi_process and not torch.distributed.is_initialized()
     if makes_process_group:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        init_distributed(rank, world_size, port=config.fsdp_port or get_open_port(), backend=backend)
+        init_distributed(rank, world_size, port=plan.run.fsdp_port or get_open_port(), backend=backend)
     # one directory for all ranks: the default name contains the time, which differs between them
-    config.local_run_dir = from_rank_0(config.local_run_dir)
+    plan = plan.change("local_run_dir", from_rank_0(plan.run.local_run_dir))
     if rank == 0:
         RUN_LOG.begin()
-        print(describe(config), flush=True)
+        print(describe(plan), flush=True)
     try:
-        work(rank, world_size, config, (unwrap(policy), unwrap(reference_model)), RUN_LOG.hand_over())
+        work(rank, world_size, plan, (unwrap(policy), unwrap(reference_model)), RUN_LOG.hand_over())
     finally:
         RUN_LOG.close()
     if makes_process_group:
@@ -416,8 +396,10 @@ def worker_main(
 if __name__ == "__main__":
     set_allocators(os.environ)
     try:
-        sys.argv[1:] = check_command_line(sys.argv[1:])
-        main()
-        SWEEP.end()
+        sys.argv[1:], plan = check_command_line(sys.argv[1:])
+        if plan is None:
+            main()
+        else:
+            run_or_exit(plan)
     except KeyboardInterrupt:
         abort()

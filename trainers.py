@@ -41,7 +41,7 @@ from dpo.reporting.terminal import Progress
 from dpo.settings import choices
 from dpo.settings.choices import TrainerSpec
 from dpo.settings.files import with_defaults
-from dpo.settings.plan import resolve
+from dpo.settings.plan import Plan, resolve
 from dpo.settings.rows import store_rows
 from dpo.settings.validation import check_values
 from dpo.system.signals import Stopped, on_stop_signals
@@ -63,8 +63,9 @@ class Trainer:
     """Trains a policy in this process, which may be one of several.
 
     `policy` and `reference_model` are models, or functions that load one. The reference is loaded after the policy was
-    distributed, so that host memory holds one whole model at a time. Keys missing from `config` get the defaults of
-    `config/`. `run_dir` is created if it does not exist. Subclasses say how models are distributed (`place`).
+    distributed, so that host memory holds one whole model at a time. `plan` is that of `config`, if it is made already;
+    else keys missing from `config` get the defaults of `config/`. `run_dir` is created if it does not exist. Subclasses
+    say how models are distributed (`place`).
     """
 
     def __init__(
@@ -78,14 +79,17 @@ class Trainer:
         world_size: int = 1,
         data: TrainingData | None = None,
         resume_from: Path | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        config = with_defaults(store_rows(config), run_dir=run_dir)
-        check_values(config)
+        if plan is None:
+            config = with_defaults(store_rows(config), run_dir=run_dir)
+            plan = resolve(config, trainer=self.spec, world_size=world_size)
+            check_values(plan)
         # the reference implementation's trainer has these five attributes
         self.config, self.seed, self.run_dir = config, seed, Path(run_dir)
         self.rank, self.world_size = rank, world_size
 
-        plan = self.plan = resolve(config, trainer=self.spec, world_size=world_size)
+        self.plan = plan
         self.loss = plan.loss
         if plan.reference == "model" and reference_model is None:
             raise InputError(f"loss={plan.loss.name} needs a reference model")

@@ -27,7 +27,7 @@ from dpo.checkpoint.files import (
 from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.settings.files import dotted, load_defaults
-from dpo.settings.keys import KEYS, Resume
+from dpo.settings.keys import KEYS, REMOVED, Resume
 from dpo.settings.plan import Plan
 from dpo.system.plain_files import check_readable, check_writable, move_aside, replacing
 from dpo.system.redaction import redact
@@ -244,7 +244,9 @@ def check_fits(manifest: Mapping[str, Any], config: Mapping[str, Any], *, where:
     saved = defaults | manifest["config"]
     changed: dict[Resume, list[str]] = defaultdict(list)
     for key, saved_value in saved.items():
-        if config.get(key) != saved_value:
+        if key in REMOVED:
+            print(f"{key}={saved_value} of {where} is ignored: it was removed after {REMOVED[key]}")
+        elif config.get(key) != saved_value:
             rule = KEYS[key].resume if key in KEYS else Resume.KEEP  # this version of the code may lack a saved key
             changed[rule].append(f"{key}={config.get(key)} (was {saved_value})")
     if changed[Resume.KEEP]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-
 from dpo.errors import InputError
 from dpo.settings.choices import FIELDS, FORMATS, OPTIONAL_FIELDS, REMOVED_FORMATS, join_with_or
 from dpo.settings.files import load_defaults
@@ -186,15 +184,20 @@ def _make_name(path: str) -> str:
     return re.sub(r"[^\w-]", "_", name[: len(name) - len(find_suffix(name))])
 
 
-def place_datasets(config: DictConfig) -> None:
+def place_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace paths in `datasets` by names, and define these in `dataset_sources`.
 
-    The path of the chat template becomes absolute, as a later command may run in another directory.
+    The path of the chat template becomes absolute, as a later command may run in another directory. Invalid values stay
+    as they are.
     """
-    if config.chat_template:
-        config.chat_template = os.path.abspath(os.path.expanduser(config.chat_template))
-    sources: Any = OmegaConf.to_container(config.dataset_sources)
-    datasets: Any = config.datasets if isinstance(config.datasets, str) else list(config.datasets)
-    names, named_sources, _ = name_datasets(datasets, sources)
-    with open_dict(config):
-        config.datasets, config.dataset_sources = names, named_sources
+    placed = dict(values)
+    template = values.get("chat_template")
+    if isinstance(template, str) and is_text(template):
+        placed["chat_template"] = os.path.abspath(os.path.expanduser(template))
+    datasets, sources = values.get("datasets"), values.get("dataset_sources")
+    given = [datasets] if isinstance(datasets, str) else datasets
+    if isinstance(sources, Mapping) and isinstance(given, list) and all(map(is_text, given)):
+        names, named_sources, problems = name_datasets(given, sources)
+        if not problems:
+            placed |= {"datasets": names, "dataset_sources": named_sources}
+    return placed

@@ -255,7 +255,7 @@ def suggest_settings(plan: Plan, data: TrainingData, memory: Bytes) -> str:
         if value is None or plan.values.get(key) == value:
             continue
         changed = plan.change(key, value)
-        if find_problems(changed.values, changed):
+        if find_problems(changed):
             continue
         try:
             total = predict(changed, data)[0].total()

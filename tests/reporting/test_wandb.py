@@ -21,8 +21,8 @@ from dpo.errors import InputError, RunError
 from dpo.models.adapters import ParameterCount
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.wandb import REPORT, WandbLogger
+from dpo.settings.command_line import place_job
 from dpo.settings.plan import resolve
-from dpo.settings.sweeps import place_job
 
 WANDB = {"project": "p", "entity": None, "group": None, "tags": [], "notes": None, "artifacts": True}
 
@@ -170,11 +170,10 @@ def test_a_run_that_ends_on_nan_says_so_before_it_ends(run, monkeypatch):
 
 @pytest.mark.parametrize(("given", "group"), [(None, "sweep"), ("mine", "mine")])
 def test_the_group_of_a_sweeps_run_is_the_sweep_unless_it_is_given(given, group):
-    config = OmegaConf.create({"local_run_dir": "runs/sweep", "wandb": {"group": given}, "dry_run": False})
-    job = {"num": 0, "config": {"override_dirname": {"exclude_keys": []}}}
-    overrides = {"task": ["local_run_dir=runs/sweep", "seed=1"]}
-    place_job(config, OmegaConf.create({"job": job, "overrides": overrides, "sweep": {"dir": "elsewhere"}}))
-    assert config.wandb.group == group
+    plan = resolve(OmegaConf.create({"local_run_dir": "runs/sweep", "wandb": {"group": given}}))
+    job = {"job": {"num": 0, "override_dirname": "++seed=1"}, "sweep": {"dir": "elsewhere"}}
+    plan = place_job(plan, OmegaConf.create(job))
+    assert (plan.run.local_run_dir, plan.wandb.group) == ("runs/sweep/0_seed=1", group)
 
 
 # --- what W&B's server gets ----------------------------------------------------------------------------------------

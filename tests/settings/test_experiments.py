@@ -13,7 +13,7 @@ from support.runs import ROOT, read_metrics, train
 
 from dpo.settings.files import help_text
 from dpo.settings.plan import ParallelDims, resolve
-from dpo.settings.validation import find_config_problems, find_warnings
+from dpo.settings.validation import find_problems, find_warnings
 
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "config" / "experiment").glob("*.yaml"))
 PAPER_SETTINGS = {"batch_size": 64, "eval_batch_size": 32, "trainer": "FSDPTrainer"}
@@ -25,7 +25,7 @@ def test_an_experiment_is_complete(name, tmp_path):
     processes = 8 if name.endswith("8gpu") else 4
     dims = ParallelDims.of(processes if config.trainer == "FSDPTrainer" else 1)
     plan = replace(resolve(config), dims=dims, gpus=dims.world_size)
-    assert (find_config_problems(config, plan), find_warnings(config, plan)) == ([], [])
+    assert (find_problems(plan), find_warnings(plan)) == ([], [])
     assert config.exp_name == name
 
 
@@ -104,7 +104,7 @@ def test_an_own_experiment_may_build_on_one_of_ours(own):
 
 
 def test_an_own_file_with_the_name_of_one_of_ours_is_refused(own):
-    [problem] = find_refusals(f"--config-dir={own} experiment=hh_pythia28_sft")
+    [problem, *_] = find_refusals(f"--config-dir={own} experiment=hh_pythia28_sft")
     name = "experiment/hh_pythia28_sft.yaml"
     assert problem == f"{own}/{name} would not be used, as there is a config/{name}: rename it"
 
