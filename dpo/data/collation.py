@@ -11,10 +11,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from dpo.data.examples import Example, TextExample, encode_examples, list_examples, make_labels
-from dpo.data.schema import name_pairs
+from dpo.data.schema import TruncationMode, name_pairs
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, unescape
-from dpo.data.truncation import TruncationMode
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX
 

@@ -17,10 +17,11 @@ from statistics import fmean
 import numpy as np
 
 from dpo.data.asking import RAW, find_format
-from dpo.data.examples import ExampleId, count_cut, cut_tokens, read_examples, tokenize, truncate_example
+from dpo.data.examples import ExampleId, count_cut, cut_tokens, read_examples, tokenize
 from dpo.data.problems import BAD, SHOWN, write_problems
 from dpo.data.table import Prompt, PromptTable
 from dpo.data.tokenization import TextEncoder, find_control, unescape
+from dpo.data.truncation import truncate_example
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.numbers import count
@@ -276,8 +277,7 @@ class SplitCounter:
     def _count_prompt(self, prompt: Prompt) -> None:
         self.counts["prompts"] += 1
         content = (prompt.text, prompt.responses, prompt.examples, prompt.cuts, prompt.weights, prompt.margins)
-        how_fed = (prompt.truncation_mode, prompt.apart, prompt.shortened)
-        self.digest.update(repr((content, how_fed)).encode())
+        self.digest.update(repr((content, prompt.truncation_mode, prompt.apart)).encode())
         prompt_format = find_format(prompt.text, rendered=prompt.rendered)
         if self._formats.setdefault(prompt.dataset, prompt_format) != prompt_format:
             self._formats[prompt.dataset] = RAW  # the prompts of the dataset have several formats
@@ -352,7 +352,12 @@ class SplitCounter:
                 digest.update(repr([tokens.prompt, *(list(chain(*pieces)) for pieces in tokens.responses)]).encode())
                 self.counts["crossed_limits"] += tokens.crosses
                 prompt_ids, responses, prompt_is_cut, responses_are_cut = truncate_example(
-                    example, tokens, tokenizer, max_length=max_length, max_prompt_length=max_prompt_length
+                    example.prompt,
+                    example.pieces,
+                    tokens,
+                    self.encode,
+                    max_length=max_length,
+                    max_prompt_length=max_prompt_length,
                 )
                 found = {"truncated_prompts": prompt_is_cut, "truncated_responses": responses_are_cut}
                 if tuple(example.texts) == TRAINS_ON["pairs"]:

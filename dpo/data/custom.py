@@ -92,7 +92,8 @@ def get_custom(
         used.pop("margin", None)
     reader = _Reader.of(rows, origin, tokenizer, used, verdicts, name, data_format, trains_on, chat)
     template, tally = ChatTemplate(tokenizer), Counter[str]()
-    data = PreferenceData(truncation_mode="keep_end", rendered=reader.renders, apart=reader.is_apart)
+    mode = "keep_turns" if reader.renders else "keep_end"
+    data = PreferenceData(truncation_mode=mode, rendered=reader.renders, apart=reader.is_apart)
     placed_rows = zip(rows, iterate_places(rows, origin), strict=True)
     for items, chunk_template, chunk_tally in read_chunks(reader, placed_rows, len(rows)):
         for number, item in items:

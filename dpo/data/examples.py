@@ -7,13 +7,13 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from dpo.data.table import Prompt
-from dpo.data.tokenization import TextEncoder, Tokens, append_eos, unescape
-from dpo.data.truncation import truncate
+from dpo.data.tokenization import TextEncoder, Tokens, unescape
+from dpo.data.truncation import truncate_example
 from dpo.errors import InputError
 from dpo.losses import IGNORE_INDEX, TRAINS_ON
 
@@ -188,58 +188,10 @@ def tokenize(examples: Sequence[TextExample], encode: TextEncoder) -> list[Token
     ids = encode(text for example in apart for text in (example.prompt.text, *chain(*example.pieces)))
     others = [example for example in examples if not example.prompt.apart]
     whole = iter(encode.encode_whole([(e.prompt.text, e.pieces, e.prompt.all_pieces()) for e in others]))
-    shortened = list(dict.fromkeys(filter(None, (example.prompt.shortened for example in others))))
-    short = dict(zip(shortened, encode.encode_whole([(text, [], []) for text in shortened]), strict=True))
-    tokens = []
-    for prompt, _, _, pieces in examples:
-        if prompt.apart:
-            tokens.append(Tokens(ids[prompt.text], [[ids[text] for text in texts] for texts in pieces]))
-        elif prompt.shortened is not None:
-            tokens.append(next(whole)._replace(shortened=short[prompt.shortened].prompt))
-        else:
-            tokens.append(next(whole))
-    return tokens
-
-
-class Truncated(NamedTuple):
-    """Token ids after truncation; uncut responses end with EOS."""
-
-    prompt: list[int]
-    responses: list[list[int]]
-    prompt_is_cut: bool
-    responses_are_cut: bool
-
-
-def truncate_example(
-    example: TextExample,
-    tokens: Tokens,
-    tokenizer: Any,
-    *,
-    max_length: int,
-    max_prompt_length: int,
-    new_tokens: int | None = None,
-) -> Truncated:
-    """Append EOS, and truncate the prompt and the responses together.
-
-    With `new_tokens`, an answer of so many tokens takes the place of the responses. Raises InputError for a text that
-    contains EOS.
-    """
-    prompt = example.prompt
-    untruncated, responses = append_eos(
-        prompt.text, example.pieces, tokens, tokenizer, rendered=prompt.rendered, apart=prompt.apart
-    )
-    if new_tokens is not None:
-        responses = [[0] * new_tokens]  # only its length matters
-    prompt_ids, cut_responses = truncate(
-        untruncated,
-        responses,
-        prompt.truncation_mode,
-        max_length,
-        max_prompt_length,
-        shortened=tokens.shortened,
-        as_reference=prompt.apart,
-    )
-    return Truncated(prompt_ids, cut_responses, prompt_ids != untruncated, cut_responses != responses)
+    return [
+        Tokens(ids[prompt.text], [[ids[text] for text in texts] for texts in pieces]) if prompt.apart else next(whole)
+        for prompt, _, _, pieces in examples
+    ]
 
 
 def encode_examples(
@@ -250,10 +202,9 @@ def encode_examples(
     Raises InputError for a text that contains EOS.
     """
     encoded, limits = [], {"max_length": max_length, "max_prompt_length": max_prompt_length}
-    for example, tokens in zip(examples, tokenize(examples, encode), strict=True):
-        prompt, example_index, texts, pieces = example
+    for (prompt, example_index, texts, pieces), tokens in zip(examples, tokenize(examples, encode), strict=True):
         prompt_ids, responses, prompt_is_cut, responses_are_cut = truncate_example(
-            example, tokens, encode.tokenizer, **limits
+            prompt, pieces, tokens, encode, **limits
         )
         encoded.append(
             Example(

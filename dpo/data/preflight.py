@@ -6,22 +6,25 @@ import hashlib
 import inspect
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpo.data.asking import CHAT, DATASETS_IN_HH_FORMAT
 from dpo.data.counts import Preflight, SplitCounter, SplitReport, count_updates
+from dpo.data.examples import TextExample, list_examples, tokenize
 from dpo.data.near_duplicates import find_near_duplicates
 from dpo.data.problems import BadRecordsError, explain_refusal
 from dpo.data.schema import PreferenceData
-from dpo.data.shortening import Limits, fit_prompts
 from dpo.data.table import (
     FOLDER,
+    ROWS_PER_BATCH,
     SPLITS,
+    Prompt,
     PromptTable,
     explaining_table,
     find_or_build,
@@ -126,7 +129,6 @@ def build_table(
     encode, notes, reports, digests = TextEncoder(tokenizer), [], {}, {}
     held_out: dict[str, PreferenceData] = {}
     trains_on = "prompts" if options.online else options.trains_on
-    limits = Limits(options.truncation, options.max_length, options.max_prompt_length, options.new_tokens)
     for split in SPLITS:
         counter, path = SplitCounter(encode, trains_on=trains_on), directory / f"{split}.arrow"
         prompts = iterate_prompts(
@@ -148,7 +150,11 @@ def build_table(
             chat=options.chat,
             **({} if options.bad_records == "refuse" else {"bad_records": options.bad_records}),
         )
-        prompts = fit_prompts(prompts, encode, limits, counter.count_example)
+        if options.truncation == "drop":
+            prompts = _drop_long(prompts, counter, options.max_length, options.new_tokens)
+        elif options.truncation != "auto":
+            mode: Any = options.truncation
+            prompts = (prompt._replace(truncation_mode=mode) for prompt in prompts)
         write_prompts(path, counter.watch(prompts), trains_on=trains_on)
         report = counter.count_tokens(
             PromptTable(path), max_length=options.max_length, max_prompt_length=options.max_prompt_length
@@ -168,6 +174,28 @@ def build_table(
                 f"{left_out if reports[split]['too_long'] else ''}"
             )
     return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
+
+
+def _drop_long(prompts: Iterable[Prompt], counter: SplitCounter, max_length: int, new_tokens: int) -> Iterator[Prompt]:
+    """Leave out examples that exceed `max_length`, and prompts that lose all examples."""
+    remaining = iter(prompts)
+    while batch := list(islice(remaining, ROWS_PER_BATCH)):
+        examples = [each for prompt in batch for each in list_examples(prompt) or [TextExample(prompt, 0, {}, [])]]
+        kept: dict[int, list[int]] = {prompt.index_in_split: [] for prompt in batch}
+        for (prompt, index, *_), tokens in zip(examples, tokenize(examples, counter.encode), strict=True):
+            longest = max([new_tokens, *(sum(map(len, pieces)) + 1 for pieces in tokens.responses)])
+            is_long = len(tokens.prompt) + longest > max_length
+            counter.count_example("too_long", is_long, prompt, index)
+            if not is_long:
+                kept[prompt.index_in_split].append(index)
+        for prompt in batch:
+            indices = kept[prompt.index_in_split]
+            if prompt.examples and indices:
+                by_example = {name: getattr(prompt, name) for name in ("examples", "weights", "margins", "rows")}
+                chosen = {name: all_ and [all_[i] for i in indices] for name, all_ in by_example.items()}
+                prompt = prompt._replace(**chosen)
+            if indices:
+                yield prompt
 
 
 def list_code(loader: Path) -> list[Path]:

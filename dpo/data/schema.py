@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations, product
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
-from dpo.data.truncation import TruncationMode
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 
@@ -19,6 +18,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a UTF-16 pair, which JSON can write and UTF-8 cannot
 MISSING = object()
 Messages = list[dict[str, Any]]  # of a chat, with role and content
+TruncationMode = Literal["keep_start", "keep_end", "keep_turns"]  # of a prompt that is too long
 LABEL_TYPES = (bool, int, float, str)
 TYPE_NAMES: dict[Any, str] = {
     str: "text",

@@ -25,9 +25,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-from dpo.data.schema import Messages, PreferenceData
+from dpo.data.schema import Messages, PreferenceData, TruncationMode
 from dpo.data.tokenization import split_at_cuts, unescape
-from dpo.data.truncation import TruncationMode
 from dpo.errors import InputError, RunError, explaining_library, one_sentence
 from dpo.losses import TRAINS_ON
 from dpo.system.plain_files import check_readable, make_directory, read_json, remove
@@ -51,7 +50,6 @@ def make_schema(trains_on: str) -> pa.Schema:
             "truncation_mode": pa.string(),
             "rendered": pa.bool_(),
             "apart": pa.bool_(),
-            "shortened": pa.large_string(),
             "dataset": pa.string(),
             "messages": pa.large_string(),  # as JSON
             "tools": pa.large_string(),  # as JSON
@@ -81,7 +79,6 @@ class Prompt(NamedTuple):
     # for each response, alternately where a part that is not scored begins and ends; None: all text is scored
     cuts: list[list[int]] | None = None
     apart: bool = True  # as the reference code tokenizes prompt and response; otherwise as one text
-    shortened: str | None = None  # the system turn and the newest turns, fed where the prompt has to be truncated
 
     def texts(self, example_index: int) -> dict[str, str]:
         """The responses of an example by role.

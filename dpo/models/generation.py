@@ -181,11 +181,10 @@ def fed_prompts(examples: Sequence[Example], prompts: Sequence[Prompt], tokenize
         prompt = prompts[example.id[0]]
         if not example.prompt_is_cut:
             texts.append(unescape(prompt.text))
-        elif prompt.shortened is not None:
-            texts.append(unescape(prompt.shortened))
         else:
             part = tokenizer.decode(list(example.prompt), clean_up_tokenization_spaces=False)
-            texts.append(f"{part} {CUT}" if prompt.truncation_mode == "keep_start" else f"{CUT} {part}")
+            cut = {"keep_start": f"{part} {CUT}", "keep_end": f"{CUT} {part}"}
+            texts.append(cut.get(prompt.truncation_mode, part))
     return texts
 
 

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from dpo.data.examples import Example, TextExample, iterate_once, list_examples, text_digest, tokenize, truncate_example
+from dpo.data.examples import Example, TextExample, iterate_once, list_examples, text_digest, tokenize
 from dpo.data.preflight import TrainingData
 from dpo.data.table import Prompt
 from dpo.data.tokenization import unescape
+from dpo.data.truncation import truncate_example
 from dpo.errors import InputError
 from dpo.losses import TRAINS_ON
 from dpo.models.answers import Answer, Drawn, Sampling, Tokens, answer
@@ -346,7 +347,7 @@ def encode_prompt(prompt: Prompt, data: TrainingData, plan: Plan) -> Example:
     [tokens] = tokenize([example], data.encode)
     limits = {"max_length": plan.data.max_length, "max_prompt_length": plan.data.max_prompt_length}
     fed, _, is_cut, _ = truncate_example(
-        example, tokens, data.tokenizer, new_tokens=plan.online.max_new_tokens, **limits
+        prompt, [], tokens, data.encode, new_tokens=plan.online.max_new_tokens, **limits
     )
     ids = (prompt.index_in_split, 0)
     return Example(tuple(fed), (), id=ids, dataset=prompt.dataset, truncated=is_cut, prompt_is_cut=is_cut)
