@@ -30,6 +30,10 @@ class TextExample(NamedTuple):
     texts: dict[str, str]  # of the responses, by role
     pieces: list[list[str]]  # of the same responses: see `split_at_cuts`
 
+    @classmethod
+    def of(cls, prompt: Prompt, index: int) -> TextExample:
+        return cls(prompt, index, prompt.texts(index), prompt.pieces(index))
+
 
 class Example(NamedTuple):
     """An example as token ids for the model: truncated, including EOS."""
@@ -60,8 +64,6 @@ class Example(NamedTuple):
         Each token is predicted from those before it, so without a prompt a response's first token has no score.
         """
         n_unscored = 0 if self.prompt else 1
-        if not self.cuts:
-            return tuple(len(response) - n_unscored for response in self.responses)
         return tuple(len(response) - n_unscored - count_cut(cuts) for response, cuts in self.cut_responses)
 
     @property
@@ -84,10 +86,7 @@ def make_labels(response: Sequence[int], cuts: Sequence[int]) -> list[int]:
 
 
 def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
-    """Digest of an example's prompt and its responses by role.
-
-    The digest does not depend on where the example is in the data.
-    """
+    """Digest of an example's prompt and its responses by role, wherever the example is in the data."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for text in (prompt, *chain.from_iterable(responses.items())):
         data = unescape(text).encode("utf-8", "surrogatepass")
@@ -96,11 +95,7 @@ def text_digest(prompt: str, responses: Mapping[str, str]) -> str:
 
 
 def list_examples(prompt: Prompt) -> list[TextExample]:
-    return [_read_example(prompt, index) for index in range(len(prompt.examples))]
-
-
-def _read_example(prompt: Prompt, index: int) -> TextExample:
-    return TextExample(prompt, index, prompt.texts(index), prompt.pieces(index))
+    return [TextExample.of(prompt, index) for index in range(len(prompt.examples))]
 
 
 def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[TextExample]:
@@ -110,7 +105,7 @@ def read_examples(prompts: Sequence[Prompt], ids: Iterable[ExampleId]) -> list[T
         # examples of a prompt come one after another, so each prompt is decoded once
         if prompt is None or prompt.index_in_split != prompt_index:
             prompt = prompts[prompt_index]
-        examples.append(_read_example(prompt, example_index))
+        examples.append(TextExample.of(prompt, example_index))
     return examples
 
 
@@ -129,7 +124,7 @@ def mismatch_examples(prompts: Sequence[Prompt], examples: Sequence[TextExample]
         other = next((candidate for candidate in later if candidate.text != prompt.text), None)
         if other is None:
             raise InputError("all prompts have the same text, and this loss needs responses to other prompts: add data")
-        other_example = _read_example(other, example.example_index % len(other.examples))
+        other_example = TextExample.of(other, example.example_index % len(other.examples))
         # `rendered` allows EOS inside texts: the other prompt's responses may need that, even if this prompt does not
         both = {"rendered": prompt.rendered or other.rendered, "apart": prompt.apart and other.apart}
         prompt = prompt._replace(**both)

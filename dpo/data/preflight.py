@@ -166,13 +166,9 @@ def build_table(
         digests[split] = counter.digest.hexdigest()[:32]
         counted = "prompts" if options.online else "examples"
         if not reports[split][counted]:
-            left_out = (
-                f" but {reports[split]['too_long']:,} that are too long: raise max_length, or choose truncation=auto"
-            )
-            raise InputError(
-                f"the {split} split of {', '.join(options.names)} has no {counted}"
-                f"{left_out if reports[split]['too_long'] else ''}"
-            )
+            n = reports[split]["too_long"]
+            too_long = f" but {n:,} that are too long: raise max_length, or choose truncation=auto" if n else ""
+            raise InputError(f"the {split} split of {', '.join(options.names)} has no {counted}{too_long}")
     return {"reports": reports, "digests": digests, "largest": encode.largest, "notes": notes}
 
 
@@ -260,17 +256,16 @@ def prepare_data(
     train_report = facts["reports"]["train"]
     n_examples = train_report["prompts"] if options.online else train_report["examples"]
     if n_examples < batch_size:
+        fix = "add data"
+        if largest := n_examples - n_examples % batch_parts:
+            fix = f"set batch_size={largest} or add data"
+        elif batch_parts > 1:
+            fix += f"; the batch size must be a multiple of gradient_accumulation_steps * processes = {batch_parts}"
         raise InputError(
             f"the train split of {', '.join(options.names)} has {count(n_examples, 'example')}, too few for one batch "
-            f"of batch_size={batch_size}: {_suggest_batch_size(n_examples, batch_parts)}"
+            f"of batch_size={batch_size}: {fix}"
         )
     return table, facts
-
-
-def _suggest_batch_size(n_examples: int, batch_parts: int) -> str:
-    if n_examples < batch_parts:
-        return f"add data; the batch size must be a multiple of gradient_accumulation_steps * processes = {batch_parts}"
-    return f"set batch_size={n_examples - n_examples % batch_parts} or add data"
 
 
 def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent: bool = False) -> TrainingData:
@@ -341,15 +336,16 @@ def load_data(plan: Plan, get_dataset: GetDataset, identify: Identify, *, silent
             f"{count(len(data.train), 'training prompt')} have none: give data with pairs, or online.mix_offline=0"
         )
     if not silent:
-        print(data.report.describe(plan.data.batch_size), flush=True)
-        formats = data.report.train.prompt_formats
-        for warning in find_chat_warnings(tokenizer, formats) + find_bos_warnings(tokenizer, data.train[0].text):
-            print(f"warning: {warning}", flush=True)
-        # whoever uses published splits, or the demo, can do nothing about what they share
-        has_own_data = not DATASETS_IN_HH_FORMAT.issuperset(plan.data.datasets)
-        leaks = data.report.test.find_leaks() if has_own_data else []
-        for warning in find_weight_warnings(data.report.train, plan.loss.options) + leaks:
-            print(f"warning: {warning}", flush=True)
+        report, own_leaks = data.report, []
+        if not DATASETS_IN_HH_FORMAT.issuperset(plan.data.datasets):  # nobody can change what published splits share
+            own_leaks = report.test.find_leaks()
+        warnings = [
+            *find_chat_warnings(tokenizer, report.train.prompt_formats),
+            *find_bos_warnings(tokenizer, data.train[0].text),
+            *find_weight_warnings(report.train, plan.loss.options),
+            *own_leaks,
+        ]
+        print(report.describe(plan.data.batch_size), *(f"warning: {text}" for text in warnings), sep="\n", flush=True)
     return data
 
 

@@ -81,10 +81,7 @@ class Prompt(NamedTuple):
     apart: bool = True  # as the reference code tokenizes prompt and response; otherwise as one text
 
     def texts(self, example_index: int) -> dict[str, str]:
-        """The responses of an example by role.
-
-        Empty for a prompt without examples.
-        """
+        """The responses of an example by role; empty for a prompt without examples."""
         roles = self.examples[example_index] if self.examples else {}
         return {role: self.responses[i] for role, i in roles.items()}
 
@@ -215,10 +212,7 @@ class PromptTable(Sequence[Prompt]):
         return len(self.counts)
 
     def iterate_texts(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield what the user wrote of each prompt, and the responses.
-
-        This is faster than decoding whole prompts.
-        """
+        """Yield what the user wrote of each prompt, and the responses; faster than decoding whole prompts."""
         for batch in self._table.select(["text", "messages", "responses"]).to_batches():
             for text, messages, responses in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 yield _find_written(text, messages), responses
@@ -299,8 +293,7 @@ def _publish(directory: Path, destination: Path) -> Path:
         try:
             return directory.rename(destination)
         except OSError as error:
-            is_taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-            if not is_taken:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # the name is not taken
                 raise
         if is_whole(destination):
             return destination

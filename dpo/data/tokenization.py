@@ -88,7 +88,8 @@ class Backend:
         encodings = self._tokens.encode_batch(["".join(parts) for parts in texts], add_special_tokens=False)
         for parts, encoding in zip(texts, encodings, strict=True):
             limits = [self._find_limit(encoding, position, parts) for position in accumulate(map(len, parts[:-1]))]
-            encoded.append(([self._renamed.get(token, token) for token in encoding.ids], limits))
+            ids = encoding.ids
+            encoded.append(([self._renamed.get(token, token) for token in ids] if self._renamed else ids, limits))
         return encoded
 
     def _find_limit(self, encoding: Encoding, position: int, parts: Parts) -> int | None:
@@ -100,14 +101,14 @@ class Backend:
             spans = encoding.offsets
             n_before = next((i for i, (start, _) in enumerate(spans) if start >= position), len(spans))
             return None if any(end > position for _, end in spans[:n_before]) else n_before
-        start, _ = encoding.token_to_chars(index)  # of the first token with this character
+        start = encoding.token_to_chars(index)[0]  # of the first token with this character
         if start == position:
             return index
-        token = encoding.tokens[index]
-        if token not in self._stripping:
-            return None
-        begin = "".join(parts).index(token, start)  # without the spaces that it takes from the text beside it
-        return index if position <= begin else index + 1 if position >= begin + len(token) else None
+        token = self._tokens.id_to_token(encoding.ids[index])
+        begin = "".join(parts).find(token, start) if token in self._stripping else -1
+        if position <= begin:  # only the spaces that the token takes from the text beside it are before
+            return index
+        return index + 1 if 0 <= begin <= position - len(token) else None
 
 
 def _rename_tokens(settings: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

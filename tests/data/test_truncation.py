@@ -57,10 +57,21 @@ def chat_row(turns: list[dict], n_words: int = 9) -> dict:
     return {"prompt": turns, "chosen": chosen, "rejected": rejected}
 
 
-def test_a_response_of_ones_own_may_use_the_room_of_a_short_prompt():
-    texts = [1], [[7, 8, 9, 10, 11, 0], [5, 0]]
-    assert truncate(*texts, "keep_end", 6, 2) == ([1], [[7, 8, 9, 10], [5, 0]])
-    assert truncate(*texts, "keep_end", 6, 2, as_reference=False) == ([1], [[7, 8, 9, 10, 11], [5, 0]])
+@pytest.mark.parametrize(
+    ("prompt", "responses", "mode", "as_reference", "expected"),  # to 6 tokens, and 2 of the prompt; 0 is EOS
+    [
+        # what fits exactly is not cut, even if the prompt exceeds its limit
+        ([1, 2, 3], [[7, 8, 0], [9, 0]], "keep_end", True, ([1, 2, 3], [[7, 8, 0], [9, 0]])),
+        # one token too many cuts the prompt to its limit and no less; the longer response decides for both
+        ([1, 2, 3, 4], [[7, 8, 0], [9, 0]], "keep_start", True, ([1, 2], [[7, 8, 0], [9, 0]])),
+        ([1, 2, 3, 4], [[9, 0], [7, 8, 0]], "keep_end", True, ([3, 4], [[9, 0], [7, 8, 0]])),
+        # a long response loses its EOS, in the reference code whatever room a short prompt leaves
+        ([1], [[7, 8, 9, 10, 11, 0], [5, 0]], "keep_end", True, ([1], [[7, 8, 9, 10], [5, 0]])),
+        ([1], [[7, 8, 9, 10, 11, 0], [5, 0]], "keep_end", False, ([1], [[7, 8, 9, 10, 11], [5, 0]])),
+    ],
+)
+def test_first_the_prompt_is_cut_to_its_limit_and_then_the_responses(prompt, responses, mode, as_reference, expected):
+    assert truncate(prompt, responses, mode, 6, 2, as_reference=as_reference) == expected
 
 
 @pytest.mark.parametrize(
