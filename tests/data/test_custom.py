@@ -111,8 +111,11 @@ def test_columns_are_given_on_the_command_line_beside_or_with_the_place(command,
     result = train(*command("run", *own))
     assert result.returncode == 0, result.stderr
     # the worst ones begin without a space
-    joined = "warning: in 36 of 36 examples (train) and 4 of 4 examples (test) a response follows its prompt without a "
-    assert f"{joined}space, as in 'What is " in result.stdout
+    for n, split in ((36, "train"), (4, "test")):
+        joined = (
+            f"warning: in {n} of {n} examples ({split}) a response follows its prompt without a space, as in 'What is "
+        )
+        assert joined in result.stdout
     report = json.loads((tmp_path / "run" / "preflight.json").read_text())
     assert report["test"]["joined_words"] == 4
     assert report["train"]["joined_example"].endswith("?No.")
@@ -478,7 +481,7 @@ OPENS_WITH_THINK = ENDS_TURNS_WITH_SEMICOLON.replace("<assistant>{% endif %}", "
 def test_messages_are_rendered_as_a_prompt_and_its_responses(row, template, prompt, responses, chat):
     data = get_custom([row], "mine", chat(template))
     assert data == {prompt: {"responses": responses, "pairs": [(0, 1)], "sft_target": responses[0]}}
-    assert (data.truncation_mode, data.rendered) == ("keep_end", True)
+    assert (data.truncation_mode, data.rendered) == ("keep_turns", True)
 
 
 def test_the_messages_of_a_prompt_are_kept_beside_its_text(chat):
