@@ -146,7 +146,7 @@ def dry_run(plan: Plan) -> None:
     """
     from dpo.checkpoint.resume import check_inputs, fix_template_date, look_at_run
     from dpo.models.loading import check_parts, find_model_config
-    from dpo.models.scoring import check_scorer
+    from dpo.models.scoring import load_scorer
     from dpo.reporting.table import LOGS
     from dpo.training.evaluation import notes_on_first_work
     from dpo.training.memory import print_prediction
@@ -157,7 +157,7 @@ def dry_run(plan: Plan) -> None:
     plan = fix_template_date(plan, resume_point)
     check_columns(plan)
     check_parts(plan)
-    scorer_notes = list(check_scorer(plan)) if plan.online else []
+    scorer_notes = list(load_scorer(plan, "meta", rows=1).notes) if plan.online else []
     set_up_torch(plan)  # attention's kernel depends on these settings, and the predicted memory on the kernel
     data = read_data(plan)
     check_inputs(resume_point, data, find_model_config(plan))

@@ -24,7 +24,6 @@ from dpo.data.preflight import TrainingData
 from dpo.errors import InputError
 from dpo.losses import ROLES, _get_batch_logps, find_loss, preference_loss  # noqa: F401
 from dpo.models import adapters
-from dpo.models.generation import SamplingFailed
 from dpo.models.layouts import Microbatch
 from dpo.models.loading import FOLLOWING, load_policy, load_reference, notes_on_base
 from dpo.models.pretrained import DTYPES, check_positions, checkpoint_activations, remarks
@@ -47,6 +46,7 @@ from dpo.settings.validation import check_values
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import after_rank_0
 from dpo.training.batches import Batch, Batches
+from dpo.training.drawing import SamplingFailed
 from dpo.training.evaluation import Evaluator, Interval, notes_on_disk, notes_on_first_work, notes_on_interval
 from dpo.training.memory import decide_frozen_weights
 from dpo.training.metrics import REFERENCE, MicrobatchMetrics, Reduced, peak_memory_gb
@@ -548,8 +548,7 @@ class BasicTrainer(Trainer):
         """
         texts: list[list[str]] = []  # by model
         for model in self.evaluator.sampled_models():
-            continuations = self.evaluator.continuations(model, batch, n_examples=self.state.example_counter)
-            texts.append([continuation.text for continuation in continuations])
+            texts.append(self.evaluator.continuations(model, batch, n_examples=self.state.example_counter))
         return texts[0], (texts[1] if len(texts) == 2 else [])
 
     def _make_microbatch(self, batch: PaddedBatch) -> Microbatch:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpo.errors import InputError
-from scripts.trust import add_trust_option
+from scripts import add_trust_option
 
 if TYPE_CHECKING:
     from dpo.analysis.ledger import LedgerSummary, Pair, Table

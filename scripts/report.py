@@ -23,7 +23,7 @@ from pathlib import Path
 
 from dpo.errors import InputError
 from dpo.system.run_directory import REPORT
-from scripts.trust import add_trust_option
+from scripts import add_trust_option
 
 
 def list_runs(path: Path) -> list[Path]:

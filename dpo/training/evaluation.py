@@ -6,33 +6,21 @@ import math
 import shutil
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dpo.data.collation import collate_prompts
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.models.adapters import trained_parameters
-from dpo.models.generation import (
-    Continuation,
-    SampleBatch,
-    Sampling,
-    before_each_forward,
-    choose_sampling,
-    describe_sampling,
-    fed_prompts,
-    find_added,
-    sample,
-    sample_batches,
-    write_turns,
-)
+from dpo.models.answers import Answer, Sampling, choose_sampling, find_added, show_fed, write_turns
 from dpo.numbers import count
-from dpo.parallel.sharding import release_gathered
+from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
 from dpo.training.batches import Batch
+from dpo.training.drawing import Drawing, group
 from dpo.training.metrics import Reduced
 from dpo.training.objective import Objective
 from dpo.training.optimization import count_states
@@ -143,23 +131,28 @@ class Evaluator:
     ) -> None:
         self.plan, self.data, self.objective, self.batches, self.prompts = plan, data, objective, batches, prompts
         self.mesh, self.progress, self.stop, self.seed = objective.mesh, progress, stop, seed
+        self.drawing = Drawing(data.tokenizer, objective, progress, stop)
 
     @cached_property
-    def sampling(self) -> dict[str, Any]:
-        """Temperature, top_p and top_k of samples."""
+    def sampling(self) -> Sampling:
+        """How samples are drawn, but for their length and seed."""
         plan = self.plan.evaluation
         wanted = {"temperature": plan.sample_temperature, "top_p": plan.sample_top_p, "top_k": plan.sample_top_k}
         prompts = [self.data.test[example.id[0]] for examples in self._choose_prompts() for example in examples]
-        chat = all(prompt.rendered for prompt in prompts)
-        return choose_sampling(self.objective.policy.generation_config, wanted, chat=chat)
+        return choose_sampling(
+            self.objective.policy,
+            self.data.tokenizer,
+            wanted,
+            chat=all(prompt.rendered for prompt in prompts),
+            cache_implementation=self.plan.model.cache_implementation,
+        )
 
     @property
     def notes(self) -> list[str]:
         """How samples are drawn."""
         if not self.plan.evaluation.sample_during_eval:
             return []
-        keys = ", ".join(f"sample_{name}" for name in self.sampling)
-        return [f"samples are drawn with {describe_sampling(self.sampling)} ({keys})"]
+        return [f"samples are drawn with {self.sampling} (sample_temperature, sample_top_p, sample_top_k)"]
 
     def metrics(self) -> Reduced:
         """Evaluate the policy on all evaluation batches, if there are any."""
@@ -189,30 +182,26 @@ class Evaluator:
         policy was trained on, is part of the random seed. Raises SamplingFailed on every process.
         """
         batches = self._choose_prompts()
-        continue_prompts = partial(self.continuations, n_examples=n_examples)
-        by_model: list[list[Continuation]] = []  # of the policy, then of the reference if there is one
+        sampling = self.sampling._replace(seed=(self.seed, n_examples))
         with closing(self.sampled_models()) as models:
-            for model in models:
-                by_model.append(self._continue_all(model, batches, continue_prompts))
-        texts = [text for examples in batches for text in fed_prompts(examples, self.data.test, self.data.tokenizer)]
-        shown = [self.data.test[example.id[0]] for examples in batches for example in examples]
-        samples = [
-            Sample(
-                text,
-                continuation.text,
-                reference=None,
-                policy_ended=continuation.ended,
-                turns=write_turns(prompt, text, self.data.tokenizer),
-                added=find_added(prompt, self.data.tokenizer),
+            by_model = [self._answer(model, batches, sampling) for model in models]
+        samples = []
+        for i, example in enumerate(example for examples in batches for example in examples):
+            prompt = self.data.test[example.id[0]]
+            fed = show_fed(example, prompt, self.data.tokenizer)
+            policy, *reference = (answers[i] for answers in by_model)
+            samples.append(
+                Sample(
+                    fed,
+                    policy.text,
+                    reference[0].text if reference else None,
+                    policy_ended=policy.ended,
+                    reference_ended=reference[0].ended if reference else None,
+                    turns=write_turns(prompt, fed, self.data.tokenizer),
+                    added=find_added(prompt, self.data.tokenizer),
+                )
             )
-            for text, continuation, prompt in zip(texts, by_model[0], shown, strict=True)
-        ]
-        if len(by_model) == 1:
-            return samples
-        return [
-            sample._replace(reference=continuation.text, reference_ended=continuation.ended)
-            for sample, continuation in zip(samples, by_model[1], strict=True)
-        ]
+        return samples
 
     def answers(self) -> dict[str, str]:
         """Answer the first N_ASKED held-out prompts, each token the most probable.
@@ -221,21 +210,13 @@ class Evaluator:
         """
         # several examples may have one prompt
         by_prompt = {example.prompt: example for examples in self.prompts for example in examples}
-        asked, size = [*by_prompt.values()][:N_ASKED], self.plan.data.eval_batch_size
-        batches = [asked[start : start + size] for start in range(0, len(asked), size)]
-        answers = self._continue_all(self.objective.policy, batches, self._answer)
-        texts = fed_prompts(asked, self.data.test, self.data.tokenizer)
+        asked = [*by_prompt.values()][:N_ASKED]
+        batches = group(asked, self.plan.data.eval_batch_size)
+        answers = self._answer(
+            self.objective.policy, batches, self.sampling._replace(temperature=0), most=N_ANSWER_TOKENS
+        )
+        texts = (show_fed(example, self.data.test[example.id[0]], self.data.tokenizer) for example in asked)
         return {text: answer.text for text, answer in zip(texts, answers, strict=True)}
-
-    def _continue_all(
-        self, model: Any, batches: Sequence[Sequence[Example]], sample_batch: SampleBatch
-    ) -> list[Continuation]:
-        """Continue the prompts of all batches, on all processes together."""
-        self.objective.policy.eval()
-        collated = [collate_prompts(examples, self.data.tokenizer) for examples in batches]
-        n_prompts = sum(map(len, batches))
-        prompts = self.progress.over(collated, total=len(collated), what="sample", examples=n_prompts)
-        return sample_batches(model, sample_batch, prompts, self.mesh)
 
     def _choose_prompts(self) -> Sequence[Sequence[Example]]:
         n_batches = max(1, self.plan.evaluation.n_eval_model_samples // self.plan.data.eval_batch_size)
@@ -252,29 +233,35 @@ class Evaluator:
             with reference.in_use():
                 yield reference.model
 
-    def continuations(self, model: Any, prompts: Any, *, n_examples: int) -> list[Continuation]:
-        """Sample continuations of this process's collated prompts."""
-        return self._continue(model, prompts, seed=[self.seed, n_examples, self.mesh.data_rank], **self.sampling)
+    def _answer(
+        self, model: Any, batches: Sequence[Sequence[Example]], sampling: Sampling, *, most: int | None = None
+    ) -> list[Answer]:
+        """Answer the prompts of all batches on all processes together, each with at most `most` tokens."""
+        self.objective.policy.eval()
+        n_prompts, rows = sum(map(len, batches)), self.plan.prompts_at_a_time
 
-    def _answer(self, model: Any, prompts: Any) -> list[Continuation]:
-        return self._continue(model, prompts, most=N_ANSWER_TOKENS, temperature=0)
+        def draw() -> dict[int, Answer]:
+            answers: dict[int, Answer] = {}
+            first = 0
+            with gathered_weights(model):  # once for all tokens, where memory allows
+                for examples in batches:
+                    prompts = [example.prompt for example in examples]
+                    limit = limit_new_tokens(self.plan, max(map(len, prompts)))
+                    settings = sampling._replace(max_new_tokens=min(limit, most or limit))
+                    numbers = range(first, first + len(prompts))
+                    share = self.drawing.answer_share(model, prompts, numbers, settings, rows=rows)
+                    answers |= {first + i: answer for i, answer in share.items()}
+                    first += len(prompts)
+            return answers
 
-    def _continue(self, model: Any, prompts: Any, *, most: int | None = None, **settings: Any) -> list[Continuation]:
-        """Continue collated prompts with these settings of `Sampling`."""
-        max_new_tokens = limit_new_tokens(self.plan, prompts["prompt_input_ids"].shape[1])
-        max_new_tokens = min(max_new_tokens, most or max_new_tokens)
-        cache_implementation = self.plan.model.cache_implementation
-        sampling = Sampling(max_new_tokens, cache_implementation=cache_implementation, **settings)
+        answers = self.drawing.gather_or_fail(model, draw)
+        return [answers[i] for i in range(n_prompts)]
 
-        def before_token(index: int) -> None:
-            self.stop.raise_before_token(index)
-            self.progress.part(index, max_new_tokens, "token")
-
-        with before_each_forward(model, before_token):
-            return sample(
-                model,
-                prompts,
-                self.data.tokenizer,
-                sampling,
-                in_step=self.mesh.world_size > 1,  # processes may share the model's shards
-            )
+    def continuations(self, model: Any, batch: Any, *, n_examples: int) -> list[str]:
+        """Continue the prompts of this process's collated batch."""
+        ids, mask = batch["prompt_input_ids"], batch["prompt_attention_mask"].bool()
+        prompts = [tuple(row[kept].tolist()) for row, kept in zip(ids, mask, strict=True)]
+        sampling = self.sampling._replace(
+            max_new_tokens=limit_new_tokens(self.plan, ids.shape[1]), seed=(self.seed, n_examples, self.mesh.data_rank)
+        )
+        return [answer.text for answer in self.drawing.answer(model, prompts, range(len(prompts)), sampling)]

@@ -27,7 +27,7 @@ from dpo.models.loading import find_policy_structure
 from dpo.models.logprobs import LOGITS_AT_ONCE
 from dpo.models.pretrained import DTYPES, choose_attention
 from dpo.models.quantization import Linear4bit
-from dpo.models.reward_model import find_reward_structure
+from dpo.models.scoring import load_reward_model
 from dpo.parallel.sharding import find_blocks
 from dpo.settings.plan import Plan
 from dpo.settings.validation import find_problems
@@ -92,7 +92,7 @@ def count_held(plan: Plan, policy: Any) -> Bytes:
         n_elements = _count_elements(weights) - _count_elements(adapter_weights(policy, POLICY).values())
         held["reference"] = n_elements * DTYPES[plan.reference_dtype].itemsize // n_frozen_shards
     if plan.online and plan.online.scorer == "reward_model":
-        held["scorer"] = _count_bytes(find_reward_structure(plan).model.parameters())
+        held["scorer"] = _count_bytes(load_reward_model(plan, "meta", 1).model.parameters())
     if dims.shard_size > 1:
         blocks = [list(block.parameters()) for block in find_blocks(policy, plan.model.block_name)]
         in_blocks = {parameter for block in blocks for parameter in block}
@@ -140,7 +140,7 @@ def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> M
         n_pairs = math.ceil(plan.data.batch_size / plan.data.gradient_accumulation_steps / plan.dims.data_size)
         prompts = [encode_prompt(prompt, data, plan) for prompt in some_prompts(data)]
         longest = sorted(prompts, key=lambda example: len(example.prompt))[-n_pairs:]
-        pairs = [add_placeholders(prompt, plan.online.max_new_tokens, n_answers=2) for prompt in longest]
+        pairs = [add_placeholders(prompt, plan.online.max_new_tokens) for prompt in longest]
         return layout.split(pairs, 1)[0]
     batches = Batches(plan, data, layout, seed=plan.run.seed, size=plan.dims.data_size)  # others have about as many
     microbatches = (part for batch in islice(batches.train(), N_SEARCHED_BATCHES) for part in batch.microbatches)

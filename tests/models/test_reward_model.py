@@ -17,7 +17,7 @@ from support.runs import GOLDEN
 from dpo.data.table import Prompt
 from dpo.errors import InputError
 from dpo.models.answers import Answer
-from dpo.models.scoring import check_scorer, load_scorer
+from dpo.models.scoring import load_scorer
 from dpo.settings.plan import resolve
 
 DIALOGUE = Prompt("\n\nHuman: Good morning.\n\nAssistant:", [], [], "keep_end", False)
@@ -227,7 +227,7 @@ def test_what_is_no_reward_model_is_refused(tokenizer, tmp_path):
         odd: "its tokenizer's chat template rejects the prompt 'Hello': no, never",
         str(adapter): "is an adapter: merge it into its base",
     }
-    for load in (scorer_of, lambda folder: check_scorer(resolve(config_of(folder)))):
+    for load in (scorer_of, lambda folder: load_scorer(resolve(config_of(folder)), "meta", rows=1)):
         for folder, said in refused.items():
             with pytest.raises(InputError, match=rf"^online\.reward_model={folder}:? {said}"):
                 load(folder)

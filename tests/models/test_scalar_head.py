@@ -29,7 +29,7 @@ from dpo.models.layouts import Padded, SharedPrefix, choose_layout
 from dpo.models.pretrained import disable_dropout, load_model
 from dpo.models.scalar_head import HEAD_WEIGHT, find_scalar_head, install_scalar_head
 from dpo.models.scoring import load_scorer
-from dpo.models.side_by_side import Choices, load_panel
+from dpo.models.side_by_side import load_panel
 from dpo.settings.plan import resolve
 from dpo.training.batches import Batch
 
@@ -229,7 +229,7 @@ def test_the_report_has_the_accuracy_with_its_interval(finished):
 def test_a_reward_model_is_not_sampled_from(finished):
     run_dir = finished("loss=bradley_terry", "ledger=true")
     with pytest.raises(InputError, match="is a reward model, which gives no answers: give a policy"):
-        load_panel([run_dir], Choices())
+        load_panel([run_dir])
 
 
 def test_a_head_among_the_adapted_layers_is_refused(run):

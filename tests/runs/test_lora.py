@@ -26,7 +26,7 @@ from dpo.models.export import export
 from dpo.models.loading import load_policy, model_loaders
 from dpo.models.pretrained import load_model
 from dpo.models.quantization import Linear4bit, quantize
-from dpo.models.side_by_side import Choices, load_panel
+from dpo.models.side_by_side import load_panel
 from dpo.settings.keys import Layout
 from dpo.settings.plan import resolve
 from dpo.system.arithmetic import GRAPHS
@@ -158,8 +158,8 @@ def test_a_checkpoint_over_4_bits_is_an_adapter_that_peft_loads_and_is_merged_an
     torch.testing.assert_close(merged(IDS).logits, ours(IDS).logits, rtol=1e-4, atol=1e-5)
 
     warnings: list[str] = []
-    panel = load_panel([directory], Choices(), log=warnings.append)
-    [policy], reference = panel.policies, panel.reference
+    panel = load_panel([directory], log=warnings.append)
+    policy, reference = panel.sides
     assert reference.model is policy.model
     assert warnings == []  # the base is the one that the run recorded
     with switch(policy.model, policy.adapter)():

@@ -12,7 +12,7 @@ from support.models import COMMON, FAMILIES
 from support.runs import GOLDEN
 from test_trainers import DPO, data, make_trainer  # noqa: F401  (fixtures)
 
-from dpo.models.generation import Sampling, sample
+from dpo.models.answers import Sampling, answer
 from dpo.models.pretrained import choose_attention, load_model
 from dpo.system.arithmetic import set_up_torch
 from dpo.system.host import set_allocators
@@ -91,19 +91,21 @@ class Stub:
 
     config, generation_config = transformers.LlamaConfig(**COMMON), transformers.GenerationConfig()
 
+    def parameters(self) -> Any:
+        return iter([torch.zeros(1)])
+
     def generate(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         flat = torch.zeros(ids.numel(), dtype=ids.dtype)
         return flat.put_(torch.arange(ids.numel()), ids.flatten(), accumulate=False).view(ids.shape)
 
 
 def test_a_deterministic_run_samples_by_what_has_no_deterministic_algorithm_with_a_warning(tokenizer):
-    prompts = {"prompt_input_ids": torch.tensor([[5, 6]]), "prompt_attention_mask": torch.ones(1, 2)}
     set_up_torch(deterministic=True, compiles=False)
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
-        Stub().generate(prompts["prompt_input_ids"])
+        Stub().generate(torch.tensor([[5, 6]]))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        assert sample(Stub(), prompts, tokenizer, Sampling(max_new_tokens=2)) == [("", False)]
+        assert answer(Stub(), tokenizer, [(5, 6)], [0], Sampling(max_new_tokens=2))[0].text == ""
     assert any("deterministic" in str(warning.message) for warning in warned)
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -118,8 +120,7 @@ def test_flex_attention_gives_way_to_sdpa_for_generation_alone(tokenizer, monkey
         return generate(*arguments, **options)
 
     monkeypatch.setattr(model, "generate", noting)
-    prompts = {"prompt_input_ids": torch.tensor([[5, 6]]), "prompt_attention_mask": torch.ones(1, 2)}
-    sample(model, prompts, tokenizer, Sampling(max_new_tokens=4))
+    answer(model, tokenizer, [(5, 6)], [0], Sampling(max_new_tokens=4))
     assert attention == ["sdpa"]
     assert model.config._attn_implementation == "flex_attention"
 
