@@ -167,10 +167,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
 
 
 def _load_weights(model: Any, origin: Origin, adapter: StoredAdapter | None, dtype: torch.dtype | None) -> None:
-    """Give a model on the meta device the weights to export.
-
-    Weights that do not change stay mapped from their file.
-    """
+    """Give a model on the meta device the weights to export; those that do not change stay mapped from their file."""
     state = read_archive(origin.weights.archive, model, key="") if adapter is None else _merge(origin, adapter, dtype)
     expected = model.state_dict(keep_vars=True)
     # tied weights are one object with several names: take the first name that the state has
@@ -226,10 +223,7 @@ def _write_tokenizer(folder: Path, origin: Origin, config: Any, n_embeddings: in
 
 
 def _write_generation_config(folder: Path, config: Any, source: Mapping[str, Any], tokenizer: Any) -> None:
-    """Write a generation config that ends on what was trained.
-
-    Of the base's own it keeps its end tokens, and how answers are drawn.
-    """
+    """Write a generation config that ends on what was trained, and else has the base's end tokens and sampling."""
     try:
         published = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
     except OSError:  # the base has no such file

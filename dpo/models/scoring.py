@@ -333,11 +333,7 @@ def load_reward_model(plan: Plan, device: torch.device | str, rows: int) -> Rewa
 
 
 def _find_format(tokenizer: Any, wanted: str | None, key: str) -> str:
-    """Find the form of a reward model's input, one of FORMATS.
-
-    `wanted` is `online.reward_format`, or what the model's config says; None stands for the first form that the
-    tokenizer allows. Raises InputError if the tokenizer lacks what the wanted form needs.
-    """
+    """Find the form of a reward model's input: the wanted one of FORMATS, or the first that the tokenizer allows."""
     separator = tokenizer.sep_token_id
     separates = separator is not None and separator in tokenizer("a", "b")["input_ids"][:-1]  # between two texts
     lacking = {

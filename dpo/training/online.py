@@ -49,14 +49,7 @@ class OnlineBatches(Batches):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        data: TrainingData,
-        objective: Objective,
-        stop: StopRequest,
-        progress: Progress,
-        *,
-        seed: int,
+        self, plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress, *, seed: int
     ) -> None:
         mesh = objective.mesh
         super().__init__(plan, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
@@ -157,18 +150,14 @@ class OnlineBatches(Batches):
                 self._reference_answers = self._answer_held_out(reference.model, REFERENCE)
         reference_columns = _list_measures(self._reference_answers)
         scores = zip(columns["score"], reference_columns["score"], strict=True)
-        columns["win_rate"] = [
-            0.5 if policy_score == reference_score else float(policy_score > reference_score)
-            for policy_score, reference_score in scores
-        ]
+        columns["win_rate"] = [0.5 if ours == theirs else float(ours > theirs) for ours, theirs in scores]
         columns["kl"] = self._find_log_ratios(answers)
         columns |= {f"reference_{name}": values for name, values in reference_columns.items()}
         return _average(columns)
 
     def held_out_examples(self) -> list[list[Example]]:
-        return group(
-            [add_placeholders(encoded, n_tokens=2) for encoded in self._encoded], self.plan.data.eval_batch_size
-        )
+        placeholders = [add_placeholders(encoded, n_tokens=2) for encoded in self._encoded]
+        return group(placeholders, self.plan.data.eval_batch_size)
 
     def _answer_held_out(self, model: Any, who: int) -> list[Answer]:
         """Draw and score an answer of a model, POLICY or REFERENCE, to each held-out prompt."""
@@ -197,10 +186,7 @@ class OnlineBatches(Batches):
         return log_ratios
 
     def _choose_offline_pairs(self, prompts: Sequence[Prompt], update: int) -> dict[int, TextExample]:
-        """Choose `n_offline` random prompts, and a random pair of each.
-
-        Returns the pairs by the prompt's index in the batch.
-        """
+        """Choose a random pair of `n_offline` random prompts, by the prompt's index in the batch."""
         rng = np.random.default_rng([self.seed, update, OFFLINE_STREAM])
         chosen_pairs = {}
         for index in sorted(rng.choice(len(prompts), self.plan.n_offline, replace=False).tolist()):
@@ -258,10 +244,7 @@ def list_held_out(plan: Plan, data: TrainingData) -> list[Prompt]:
 
 
 def add_placeholders(encoded_prompt: Example, n_tokens: int) -> Example:
-    """Add two answers of `n_tokens` to a prompt's example.
-
-    The answers differ, as the shared-prefix layout would pack equal answers only once.
-    """
+    """Add two answers of `n_tokens` to a prompt's example; they differ, as equal answers are packed once."""
     return encoded_prompt._replace(responses=((0,) * n_tokens, (1,) * n_tokens), roles=TRAINS_ON["pairs"])
 
 
@@ -301,7 +284,6 @@ def draw_label(drawn: Drawn, seed: Sequence[int]) -> Drawn:
 
 
 def _add_pair(encoded_prompt: Example, drawn: Drawn) -> Example:
-    """Add the pair drawn for a prompt to its example."""
     texts = {role: answer.text for role, answer in zip(encoded_prompt.roles, drawn.pair, strict=True)}
     return encoded_prompt._replace(
         responses=tuple(answer.tokens for answer in drawn.pair),
@@ -311,7 +293,6 @@ def _add_pair(encoded_prompt: Example, drawn: Drawn) -> Example:
 
 
 def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """List measures of each answer, by name."""
     return {
         "score": [answer.score for answer in answers],
         "length": [float(len(answer.tokens)) for answer in answers],
@@ -320,10 +301,7 @@ def _list_measures(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def _average(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Average values over prompts, with standard errors.
-
-    A single prompt has no standard error.
-    """
+    """Average values over prompts, with standard errors if there are several."""
     metrics = {}
     with np.errstate(invalid="ignore"):  # values of a policy that has diverged may be NaN or infinite
         for name, values in columns.items():
@@ -335,15 +313,14 @@ def _average(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def _compute_metrics(drawn: Sequence[Drawn], *, may_flip: bool) -> dict[str, float]:
     """Metrics of the answers drawn for a batch's prompts (docs/metrics.md)."""
-    answers = [answer for prompt_drawn in drawn for answer in prompt_drawn.answers]
+    answers = [answer for one in drawn for answer in one.answers]
     metrics = {
-        "online/score": fmean(answer.score for answer in answers),
-        "online/score_best": fmean(prompt_drawn.answers[prompt_drawn.best].score for prompt_drawn in drawn),
-        "online/score_worst": fmean(prompt_drawn.answers[prompt_drawn.worst].score for prompt_drawn in drawn),
-        "online/length": fmean(len(answer.tokens) for answer in answers),
-        "online/eos": fmean(answer.ended for answer in answers),
-        "online/ties": fmean(prompt_drawn.is_tie for prompt_drawn in drawn),
+        "score": fmean(answer.score for answer in answers),
+        "score_best": fmean(one.answers[one.best].score for one in drawn),
+        "score_worst": fmean(one.answers[one.worst].score for one in drawn),
+        "length": fmean(len(answer.tokens) for answer in answers),
+        "eos": fmean(answer.ended for answer in answers),
+        "ties": fmean(one.is_tie for one in drawn),
+        **({"flipped": fmean(one.is_flipped for one in drawn)} if may_flip else {}),
     }
-    if may_flip:
-        metrics["online/flipped"] = fmean(prompt_drawn.is_flipped for prompt_drawn in drawn)
-    return metrics
+    return {f"online/{name}": value for name, value in metrics.items()}

@@ -182,17 +182,6 @@ def test_of_what_is_too_long_the_end_is_scored(family, words, tmp_path):
     assert len(scorer_of(folder, most=8).notes) == 1
 
 
-def test_it_computes_in_the_dtype_that_it_is_stored_in(tokenizer, tmp_path):
-    folder = save_reward_model(tmp_path, "llama", tokenizer)
-    transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(
-        folder
-    )
-
-    scorer = scorer_of(folder)
-    assert model_of(scorer).dtype == torch.bfloat16
-    assert len(scorer(PROMPTS, ANSWERS)) == len(ANSWERS)
-
-
 def test_dropout_is_off_and_batches_are_no_larger_than_allowed(tokenizer, tmp_path):
     folder = save_reward_model(tmp_path, "bert", tokenizer, hidden_dropout_prob=0.5, classifier_dropout=0.5)
     scorer, seen = scorer_of(folder, rows=3), []

@@ -9,16 +9,14 @@ import math
 import os
 import re
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from support.models import COMMON
-from support.runs import GOLDEN, make_environment, run_python, write_rows
-from support.warm import ROOT, Python
+from support.runs import GOLDEN, run_python, write_rows
+from support.warm import ROOT
 
 from dpo.data.examples import Example
 from dpo.errors import InputError
@@ -280,31 +278,6 @@ def test_an_adapter_answers_beside_its_reference_as_merged_models_do(of, tmp_pat
     assert panel.reference.model is panel.sides[0].model  # one base in memory
 
 
-@pytest.mark.slow
-def test_checkpoints_and_adapters_from_elsewhere_share_a_base(tmp_path, capsys):
-    run, other = adapted_run(tmp_path / "run", 1), adapted_run(tmp_path / "other", 2)
-    foreign = export(other, tmp_path / "foreign")
-    panel = load_panel([run, other, foreign])
-    assert len({id(side.model) for side in panel.sides if side.name != "policy_3"}) == 1
-    alone = [load_panel([path]) for path in (run, other, foreign)]
-    prompt = panel.encode(ASKED[0], "here", Sampling(8))
-    together = [panel.answer(side, [prompt], [0], Sampling(8)) for side in panel.sides]
-    for number, of_one in enumerate(alone):
-        policy, reference = (of_one.answer(side, [prompt], [0], Sampling(8)) for side in of_one.sides)
-        assert policy == together[number]
-        assert reference == together[-1]  # of an adapter without a run, its base
-    capsys.readouterr()
-    [record, *_] = answered(foreign, tmp_path / "a.jsonl", "--beta", "0.3")
-    assert record["rewards"]["policy"] == pytest.approx(
-        answered(other, tmp_path / "b.jsonl")[0]["rewards"]["policy"], abs=1e-4
-    )
-    (foreign / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone/away"}')
-    with pytest.raises(
-        InputError, match=r"/gone/away, the base of .*foreign, does not exist: give --model DIR_OR_HUB_ID"
-    ):
-        load_panel([foreign])
-
-
 def bad(run_dir: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     """Arguments, and what is said of them."""
     run, file = str(run_dir), str(write_rows(tmp_path / "p.jsonl", [{"prompt": "Hello"}, {"prompt": 3}]))
@@ -420,21 +393,6 @@ def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_session(panel, monkeypatch,
     shown = capsys.readouterr().out
     assert "\nended\n" in shown
     assert shown.count("reward ") == 2  # of the second prompt
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_it_cleanly(run_dir, tmp_path):
-    file = write_rows(tmp_path / "p.jsonl", [{"prompt": f"Number {n}?"} for n in range(300)])
-    out = tmp_path / "out.jsonl"
-    arguments = ("-m", "scripts.sample", str(run_dir), "--file", str(file), "--out", str(out), "--batch-size", "1")
-    process = Python(*arguments, environment=make_environment())
-    deadline = time.monotonic() + 60
-    while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(60)
-    assert (process.returncode, errors.strip()) == (130, "")
-    assert all(json.loads(line)["policy"] for line in out.read_text().splitlines()[:-1])
 
 
 def test_help_needs_no_torch():
