@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,9 @@ def _write_adapter(folder: Path, origin: Origin, base: str) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(directory / WEIGHTS, folder / WEIGHTS)
     base_config = load_config(**find_source(origin.plan)).get_text_config()
-    _write_tokenizer(folder, origin, base_config, base_config.vocab_size, may_grow=False)
+    tokenizer = _write_tokenizer(folder, origin, base_config.vocab_size, may_grow=False)
+    if not origin.plan.loss.scalar_head:
+        _write_generation_config(folder, base_config, origin, tokenizer)
     write_card(folder, origin, adapter=read_adapter(directory))
 
 
@@ -141,7 +142,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers' class is used, not the model's code
         del config.auto_map
     n_embeddings = model.get_input_embeddings().num_embeddings
-    tokenizer = _write_tokenizer(folder, origin, config, n_embeddings, may_grow=True)
+    tokenizer = _write_tokenizer(folder, origin, n_embeddings, may_grow=True)
     if is_reward_model:
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
         setattr(config, MARK, "policy")
@@ -163,6 +164,8 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
         options = {"cache_dir": source["cache_dir"], "_raise_exceptions_for_missing_entries": False}
         if path := cached_file(source["name"], file, **options):
             shutil.copyfile(path, folder / file)
+    if not is_reward_model:
+        _write_generation_config(folder, config, origin, tokenizer)
     write_card(folder, origin, model=model, adapter=adapter)
 
 
@@ -194,8 +197,8 @@ def _merge(origin: Origin, adapter: StoredAdapter, dtype: torch.dtype | None) ->
     return merge_adapter(base, adapter, dtype)
 
 
-def _write_tokenizer(folder: Path, origin: Origin, config: Any, n_embeddings: int, *, may_grow: bool) -> Any:
-    """Write the tokenizer as it was published, without training's pad token, and the generation config.
+def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_grow: bool) -> Any:
+    """Write the tokenizer as it was published, without training's pad token.
 
     A pad token without an embedding is replaced, and a reward model gets one. If no token can pad, one is added, which
     needs another embedding, as the model may have if it `may_grow`, unless it has more than the tokenizer.
@@ -214,16 +217,15 @@ def _write_tokenizer(folder: Path, origin: Origin, config: Any, n_embeddings: in
             tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         else:
             tokenizer.pad_token_id = pad
-    else:
-        if (tokenizer.pad_token_id or 0) >= n_embeddings:
-            tokenizer.pad_token_id = tokenizer.eos_token_id if pad is None else pad
-        _write_generation_config(folder, config, source, tokenizer)
+    elif (tokenizer.pad_token_id or 0) >= n_embeddings:
+        tokenizer.pad_token_id = tokenizer.eos_token_id if pad is None else pad
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
-def _write_generation_config(folder: Path, config: Any, source: Mapping[str, Any], tokenizer: Any) -> None:
+def _write_generation_config(folder: Path, config: Any, origin: Origin, tokenizer: Any) -> None:
     """Write a generation config that ends on what was trained, and else has the base's end tokens and sampling."""
+    source = find_source(origin.plan)
     try:
         published = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
     except OSError:  # the base has no such file

@@ -231,7 +231,7 @@ def test_a_prompt_must_fit_the_models_positions_and_vocabulary(tokenizer):
         with pytest.raises(InputError, match=f"^here: .*{said}"):
             Panel([side], tokenizer, "raw").encode(" Where is the map?", "here", Sampling(12))
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}  # a long row changes it for its batch
-    config = transformers.LlamaConfig(**COMMON, max_position_embeddings=16, rope_parameters=rope)
+    config = transformers.LlamaConfig(**COMMON | {"vocab_size": 1024}, max_position_embeddings=16, rope_parameters=rope)
     side = Side("policy", transformers.LlamaForCausalLM(config), None, None)
     with pytest.raises(InputError, match="are more than the 16 positions"):
         Panel([side], tokenizer, "raw").encode(" Where is the map?", "here", Sampling(12))
