@@ -149,9 +149,11 @@ def load_function(function: str, path: Path) -> Score:
     users_function: Any = getattr(module, name, None)
     if not callable(users_function):
         raise InputError(f"online.function={function}: {path} has no function {name}")
-    return lambda prompts, answers: users_function(
-        [unescape(prompt.text) for prompt in prompts], [answer.text for answer in answers]
-    )
+
+    def score(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Any:
+        return users_function([unescape(prompt.text) for prompt in prompts], [answer.text for answer in answers])
+
+    return score
 
 
 def hash_code(file: Path) -> str:
