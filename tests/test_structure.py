@@ -79,7 +79,7 @@ def test_there_is_no_cycle():
 
 
 def test_each_of_these_libraries_is_known_in_one_place():
-    assert find_importers("wandb") == {"dpo.reporting.wandb"}
+    assert find_importers("wandb") == {"dpo.reporting.trackers"}
     assert find_importers("hydra") == {"train", "dpo.settings.command_line"}
     outside_settings = {module for module in find_importers("omegaconf") if not module.startswith("dpo.settings.")}
     assert outside_settings == {"train", "trainers"}
