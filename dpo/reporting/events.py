@@ -78,10 +78,7 @@ class Callback:
 
     @classmethod
     def is_wanted(cls, context: RunContext) -> bool:
-        """Return whether this process has this callback.
-
-        Most run on rank 0 alone.
-        """
+        """Return whether this process has this callback; most run on rank 0 alone."""
         return context.rank == 0
 
     def on_start(self) -> None:
@@ -116,7 +113,7 @@ class Callback:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; {} if the checkpoint has none.
 
-        `state["was_off"]` is true if the run trained without this callback after that state was made.
+        `state["was_off"]` is true if the run trained without this callback since.
         """
 
 

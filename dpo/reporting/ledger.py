@@ -24,11 +24,10 @@ GROWTH = 2  # factor by which the rows must grow before an evaluation writes led
 
 
 class Ledger(Appender):
-    """Callback that records the examples of each update and evaluation.
+    """Callback that records the examples of each update, skipped ones too, and of each evaluation.
 
-    Skipped updates are recorded too. An update appends some kilobytes to a stream. The whole stream is written as
-    Parquet at the start, at the end, and at an evaluation if its rows have doubled since the last write; all writes
-    together cost at most three times as much as the last one.
+    An update appends some kilobytes to a stream. The whole stream is written as Parquet at the start, at the end, and
+    at an evaluation if its rows have doubled since; all writes together cost at most three times the last one.
     """
 
     files, derived = (STREAM,), (PARQUET,)
@@ -84,11 +83,7 @@ class Ledger(Appender):
         *,
         drawn: Mapping[int, Drawn] = MappingProxyType({}),
     ) -> None:
-        """Append the examples of an update or evaluation.
-
-        `update` is the value of the column `update` (docs/metrics.md): an update's number, or the number of updates
-        before an evaluation.
-        """
+        """Append examples; `update` is an update's number, or the number of updates before an evaluation."""
         from dpo.analysis.ledger_file import DRAWN, append
 
         n_rows = len(examples)
@@ -97,10 +92,7 @@ class Ledger(Appender):
         tokens_by_role = [dict(zip(example.roles, example.n_scored, strict=True)) for example in examples]
 
         def select(metric: str, role: str) -> list[float | None] | None:
-            """Select a metric's values, with None for examples without the role.
-
-            Returns None if the metric was not measured.
-            """
+            """Select a metric's values, None for examples without the role; None if it was not measured."""
             if metric not in table:
                 return None
             values = table[metric].tolist()
