@@ -278,7 +278,6 @@ def _find_beyond_package(v: Values, p: Plan) -> list[str]:
 
 
 def _tensor_size_fits(plan: Plan) -> bool:
-    """Return whether `tensor_parallel_size` divides the number of processes."""
     return plan.dims.world_size % plan.dims.tensor_size == 0
 
 
@@ -311,10 +310,7 @@ def _is_missing(name: str) -> bool:
 
 
 def _may_weigh_pairs(key: str) -> bool:
-    """Return whether a key weighs a loss of pairs.
-
-    An unknown loss counts as a loss of pairs.
-    """
+    """Return whether a key weighs a loss of pairs, which an unknown loss counts as."""
     loss = LOSSES.get(key.removeprefix(WEIGHTS))
     return key.startswith(WEIGHTS) and (loss is None or (loss.trains_on == "pairs" and not loss.scalar_head))
 

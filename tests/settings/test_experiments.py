@@ -9,7 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 from support.commands import compose, find_refusals
-from support.runs import ROOT, read_metrics, train
+from support.runs import ROOT, train
 
 from dpo.settings.files import help_text
 from dpo.settings.plan import ParallelDims, resolve
@@ -56,22 +56,6 @@ def test_a_run_of_dpo_asks_for_the_run_of_sft_that_it_continues():
     [problem] = find_refusals("experiment=hh_pythia28_dpo")
     assert problem.startswith("model.archive=${RUN_OF_SFT}/LATEST cannot be resolved: give model.archive=")
     assert find_refusals("experiment=hh_pythia28_dpo model.archive=null") == []
-
-
-@pytest.mark.slow
-def test_a_sweep_over_experiments_is_a_run_of_each(tmp_path):
-    small = ("model=demo", "datasets=[demo]", "trainer=BasicTrainer", "model.fsdp_policy_mp=null", "debug=true")
-    short = ("batch_size=4", "n_examples=8", "do_first_eval=false", "n_eval_examples=4", "eval_batch_size=4")
-    names = ("shp_pythia28_sft", "hh_pythia28_dpo")
-    result = train(
-        "-m", f"experiment={','.join(names)}", *small, *short, "model.archive=null", f"local_dirs=[{tmp_path}]",
-        f"local_run_dir={tmp_path}/runs", f"hydra.sweep.dir={tmp_path}/hydra",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    for number, name in enumerate(names):
-        run = tmp_path / "runs" / f"{number}_experiment={name}"
-        assert yaml.safe_load((run / "config.yaml").read_text())["exp_name"] == name
-        assert len(read_metrics(run, "train")) == 2
 
 
 def test_help_names_every_experiment_and_model():
