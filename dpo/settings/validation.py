@@ -440,16 +440,9 @@ def find_value_problem(key: str, value: Any) -> str | None:
 
 def _explain_weight(key: str) -> str:
     """Explain why a key under `loss.weights` names no loss of a mix."""
-    name = key.removeprefix(WEIGHTS)
-    loss = LOSSES.get(name)
-    reason = ""
-    if loss is not None and loss.scalar_head:
-        reason = f"{name} trains a reward model, and a mix trains a policy"
-    elif loss is not None and loss.trains_on in ("labels", "lists"):
-        reason = f"{name} trains on {loss.trains_on}, and a mix trains on pairs"
-    elif loss is not None and loss.batch_statistic is not None:
-        reason = f"{name} compares the examples of a batch with each other"
-    explanation = f"{reason}, so it is trained alone, as loss={name}" if reason else f"no loss is called {name}"
+    name, explanation = key.removeprefix(WEIGHTS), "no such loss exists"
+    if name in LOSSES:
+        explanation = f"{name} is trained alone, as loss={name}, for a mix trains a policy on one pair at a time"
     return f"{key}: {explanation}; a mix adds up {_list_losses(lambda loss: loss.can_be_mixed)}"
 
 
