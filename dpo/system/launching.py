@@ -1,6 +1,7 @@
 """Starting a run's processes, or joining a launcher's, and ending them together.
 
-torch is imported inside functions: a parent starts its workers first, and imports torch while they do.
+torch is imported inside functions: a parent starts its workers first, and imports torch while they do. `docs/LOG.md`
+says why torch's own launchers are not used.
 """
 
 from __future__ import annotations
