@@ -183,10 +183,7 @@ def tidy(run_dir: Path) -> None:
 
 
 def check_complete(directory: Path, *, only: Collection[str] | None = None) -> dict[str, Any]:
-    """Verify every byte of a checkpoint, or of the files `only`; return its manifest.
-
-    Raises DamagedCheckpoint if the checkpoint is not intact.
-    """
+    """Verify every byte of a checkpoint, or of the files `only`; return its manifest, or raise DamagedCheckpoint."""
     try:
         manifest = _read_manifest(directory)
         files = {directory / name: facts for name, facts in manifest["files"].items() if only is None or name in only}

@@ -108,11 +108,9 @@ def look_at_run(plan: Plan, logs: Sequence[str]) -> ResumePoint | None:
 
 
 def open_run(plan: Plan, logs: Sequence[str]) -> Run:
-    """Create or reopen a run's directory, and find its resume point.
+    """Create or reopen a run's directory, locked, and find its resume point.
 
-    A run that resumes another run's checkpoint starts with copies of this checkpoint and of that run's `logs`. Raises
-    InputError if the directory holds another run or is locked, if a named checkpoint is missing, and if the config does
-    not fit the checkpoint.
+    A run that resumes another run's checkpoint starts with copies of this checkpoint and of that run's `logs`.
     """
     with sending_heartbeats():  # to the other ranks, which wait
         source = _find_source(plan, _resolve(plan.run.local_run_dir))

@@ -100,10 +100,7 @@ class Checkpoints:
         self.log(f"saved {directory}")
 
     def restore(self, checkpoint: Path, parts: Sequence[Part]) -> None:
-        """Continue with the parts as they were saved; every process must call it.
-
-        Raises DamagedCheckpoint if a file does not hold the state of its part.
-        """
+        """Continue with the parts as they were saved; every process must call it."""
         for part in parts:
             file = checkpoint / f"{part.name}.pt"
 

@@ -103,10 +103,7 @@ def run_as_forward(model: Any, function: Callable, *args: Any) -> Any:
 
 
 def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
-    """The transformer blocks: modules of class `block_name`, or of those that the model declares unsplittable.
-
-    Raises InputError for a class that the model does not have.
-    """
+    """The transformer blocks: modules of class `block_name`, or of those that the model declares unsplittable."""
     names = [block_name] if block_name else sorted(model._no_split_modules or ())
     if not names:
         raise InputError(
@@ -121,10 +118,7 @@ def find_blocks(model: Any, block_name: str | None) -> list[torch.nn.Module]:
 
 
 def _receive_specs(model: Any) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of rank 0's parameters and buffers, by name; the model gets rank 0's generation config.
-
-    Raises InputError if this rank's tensors have other names or shapes.
-    """
+    """Shape and dtype of rank 0's parameters and buffers, by name; the model gets rank 0's generation config."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own_specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     box = [own_specs, getattr(model, "generation_config", None)]
@@ -208,10 +202,7 @@ def _list_units(model: Any) -> list[Any]:
 
 @contextmanager
 def gathered_weights(model: Any) -> Iterator[bool]:
-    """Gather all weights on every process inside, if they fit into memory; yields whether they fit.
-
-    Sampling runs one forward pass per token, and each would otherwise gather every block again.
-    """
+    """Gather all weights inside, which sampling needs for each token, if they fit; yields whether they do."""
     units = _list_units(model)
     if not units:
         yield True

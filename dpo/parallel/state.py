@@ -85,10 +85,7 @@ def full_state(state: Any, *, copy: bool = False) -> Any:
 
 
 def copy_to_host(tensor: torch.Tensor, *, pinned: bool = True) -> torch.Tensor:
-    """A GPU's tensor in host memory, copied through a `pinned` buffer.
-
-    The GPU fills the buffer at full speed, and all threads empty it; the driver would do both with one thread.
-    """
+    """A GPU's tensor in host memory, copied through a `pinned` buffer that all threads empty."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     buffer = torch.empty(min(PIECE_BYTES, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)
     source, target = (values.contiguous().view(-1).view(torch.uint8) for values in (tensor, whole))

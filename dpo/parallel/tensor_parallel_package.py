@@ -23,10 +23,7 @@ ATTENTION = ("eager", "sdpa")
 
 
 def split_over_devices(model: Any, devices: Sequence[str | torch.device]) -> SplitModel:
-    """Shard a copy of a model, which should be on the CPU, over devices of this process.
-
-    Raises InputError if the package cannot be imported, and for a model that it cannot shard.
-    """
+    """Shard a copy of a model, which should be on the CPU, over devices of this process."""
     _check_support(model, len(devices))
     check_tensor_parallel(model.config, len(devices))
     try:
@@ -101,11 +98,8 @@ class SplitModel(torch.nn.Module):
         return {key: joined[name] for key, name in self.name_of_key.items()}
 
     def keep_whole_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer save and load the state of the whole model.
-
-        Raises InputError for Adafactor, whose updates depend on whole rows and columns.
-        """
-        if isinstance(optimizer, torch.optim.Adafactor):
+        """Make an optimizer save and load the state of the whole model."""
+        if isinstance(optimizer, torch.optim.Adafactor):  # its updates depend on whole rows and columns
             raise _refusal("does not support Adafactor, which needs whole matrices", "use another optimizer")
         optimizer.register_state_dict_post_hook(self._join_optimizer_state)
         optimizer.register_load_state_dict_pre_hook(self._slice_optimizer_state)

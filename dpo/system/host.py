@@ -42,10 +42,7 @@ def is_rank_0() -> bool:
 
 
 def open_standard_streams() -> None:
-    """Open closed standard streams on the null device, also for child processes.
-
-    Otherwise the next file that this process opens would become its standard output.
-    """
+    """Open closed standard streams on the null device, or the next file that is opened would become one."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             # the system gives the lowest free descriptor, which is the closed stream's

@@ -98,10 +98,7 @@ class RankEnv(NamedTuple):
 
 
 def find_rank_env() -> RankEnv | None:
-    """The rank that torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher.
-
-    Raises InputError for variables that are missing or not numbers.
-    """
+    """The rank that torchrun or Slurm (an `srun` of several tasks) assigned; None without a launcher."""
     environ = os.environ
     if {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun
         rank = _read_number("RANK")
@@ -392,10 +389,7 @@ class _Workers:
                 os.kill(process.pid, signal.SIGTERM)
 
     def wait(self) -> None:
-        """Wait until all workers are done.
-
-        Raises a failed worker's error, or Stopped, or WorkerFailed if workers did not exit.
-        """
+        """Wait until all workers are done, or raise why they are not."""
         stuck = self._wait_for_exits()
         outcomes = {ended.outcome for ended in self._ended.values()}
         if not stuck and outcomes <= {Outcome.DONE}:
