@@ -20,6 +20,7 @@ from dpo.data.examples import Example
 from dpo.data.table import Prompt
 from dpo.data.tokenization import find_control, unescape
 from dpo.models.layouts import Padded
+from dpo.models.logprobs import find_attention
 from dpo.settings.keys import KEYS
 from dpo.system.arithmetic import without_compilation
 
@@ -154,7 +155,7 @@ def answer(
 @contextmanager
 def _plain_generation(model: Any, cache_implementation: str | None) -> Iterator[None]:
     """Generate without the model's own generation config, and without FlexAttention inside."""
-    own_config, attention = model.generation_config, model.config._attn_implementation
+    own_config, attention = model.generation_config, find_attention(model.config)
     model.generation_config = transformers.GenerationConfig()
     if attention == "flex_attention":  # it is fast only if compiled, and generation is not
         model.set_attn_implementation("sdpa")

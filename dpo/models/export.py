@@ -27,7 +27,7 @@ from dpo.models.answers import DEFAULTS, list_end_tokens
 from dpo.models.card import write_card
 from dpo.models.loading import find_source, load_base, resolve_name
 from dpo.models.origin import Origin, find_origin
-from dpo.models.pretrained import DTYPES, load_config, load_structure
+from dpo.models.pretrained import DTYPES, load_config, load_generation_config, load_structure
 from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.scoring import MARK
 from dpo.models.text_part import complete_checkpoint, is_text_part
@@ -124,10 +124,10 @@ def _write_adapter(folder: Path, origin: Origin, base: str) -> None:
     config = read_json(directory / CONFIG) | {"base_model_name_or_path": base}
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(directory / WEIGHTS, folder / WEIGHTS)
-    base_config = load_config(**find_source(origin.plan)).get_text_config()
+    base_config = load_config(find_source(origin.plan)).get_text_config()
     tokenizer = _write_tokenizer(folder, origin, base_config.vocab_size, may_grow=False)
     if not origin.plan.loss.scalar_head:
-        _write_generation_config(folder, base_config, origin, tokenizer)
+        _write_generation_config(folder, origin, tokenizer)
     write_card(folder, origin, adapter=read_adapter(directory))
 
 
@@ -135,10 +135,10 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     """Write a whole model, with tokenizer and card."""
     source, is_reward_model = find_source(origin.plan), origin.plan.loss.scalar_head
     adapter = None if origin.weights.adapter is None else read_adapter(origin.weights.adapter)
-    model = load_structure(**source, dtype=torch.float32, scalar_head=is_reward_model)
+    model = load_structure(source, dtype=torch.float32)
     _load_weights(model, origin, adapter, dtype)
     # load the config again, with the base's dropout, which `load_structure` has set to 0
-    model.config = config = load_config(**source, scalar_head=is_reward_model)
+    model.config = config = load_config(source)
     if not model.is_remote_code() and hasattr(config, "auto_map"):  # transformers' class is used, not the model's code
         del config.auto_map
     n_embeddings = model.get_input_embeddings().num_embeddings
@@ -151,7 +151,7 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
     # save_pretrained refuses some published generation configs, so the base's own is not given to the model
     model.generation_config = transformers.GenerationConfig()
     if is_text_part(config) and not is_reward_model and not origin.plan.model.random_init:
-        tensors = complete_checkpoint(model, source["name"], source["cache_dir"], dtype)
+        tensors = complete_checkpoint(model, source.name, source.cache_dir, dtype)
         save_torch_state_dict(tensors, folder, max_shard_size=shard_bytes, metadata={"format": "pt"})
         config.dtype = config.get_text_config().dtype = next(model.parameters()).dtype
         config.save_pretrained(folder)
@@ -160,12 +160,12 @@ def _write_model(folder: Path, origin: Origin, dtype: torch.dtype | None, shard_
             model.config = config.get_text_config()  # there are no weights of other parts
         has_parts = model.config.get_text_config() is not model.config
         model.save_pretrained(folder, max_shard_size=shard_bytes, save_original_format=has_parts)
+    options: Any = {"cache_dir": source.cache_dir, "_raise_exceptions_for_missing_entries": False}
     for file in (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME):  # how images and video are read
-        options = {"cache_dir": source["cache_dir"], "_raise_exceptions_for_missing_entries": False}
-        if path := cached_file(source["name"], file, **options):
+        if path := cached_file(source.name, file, **options):
             shutil.copyfile(path, folder / file)
     if not is_reward_model:
-        _write_generation_config(folder, config, origin, tokenizer)
+        _write_generation_config(folder, origin, tokenizer)
     write_card(folder, origin, model=model, adapter=adapter)
 
 
@@ -203,11 +203,9 @@ def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_gro
     A pad token without an embedding is replaced, and a reward model gets one. If no token can pad, one is added, which
     needs another embedding, as the model may have if it `may_grow`, unless it has more than the tokenizer.
     """
-    source, name = find_source(origin.plan), origin.plan.model.tokenizer
+    name = origin.plan.model.tokenizer
     with explaining_load_errors("tokenizer", name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            name, cache_dir=source["cache_dir"], trust_remote_code=source["trust_remote_code"]
-        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **find_source(origin.plan).options)
     if tokenizer._auto_class is None:  # transformers' class is used, not the model's code
         tokenizer.init_kwargs.pop("auto_map", None)
     bind_template(tokenizer, origin.plan.chat)
@@ -223,13 +221,9 @@ def _write_tokenizer(folder: Path, origin: Origin, n_embeddings: int, *, may_gro
     return tokenizer
 
 
-def _write_generation_config(folder: Path, config: Any, origin: Origin, tokenizer: Any) -> None:
+def _write_generation_config(folder: Path, origin: Origin, tokenizer: Any) -> None:
     """Write a generation config that ends on what was trained, and else has the base's end tokens and sampling."""
-    source = find_source(origin.plan)
-    try:
-        published = transformers.GenerationConfig.from_pretrained(source["name"], cache_dir=source["cache_dir"])
-    except OSError:  # the base has no such file
-        published = transformers.GenerationConfig.from_model_config(config)
+    published = load_generation_config(find_source(origin.plan))
     end_tokens = list_end_tokens(published, tokenizer)
     kept = {name: getattr(published, name) for name in (*DEFAULTS, "do_sample") if getattr(published, name) is not None}
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

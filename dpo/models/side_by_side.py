@@ -176,7 +176,7 @@ def _explaining_reference() -> AbstractContextManager[None]:
 
 
 def _load_tokenizer(origin: Origin) -> Any:
-    return load_tokenizer(**find_source(origin.plan) | {"name": origin.plan.model.tokenizer}, chat=origin.plan.chat)
+    return load_tokenizer(origin.plan.model.tokenizer, **find_source(origin.plan).options, chat=origin.plan.chat)
 
 
 def _check_tokenizer(tokenizer: Any, origin: Origin) -> None:

@@ -70,7 +70,7 @@ def load_policy(model: Path, archive: Path) -> Any:
     """Load a model with the weights of a `policy.pt`, to measure it."""
     import torch
 
-    from dpo.models.pretrained import load_model
+    from dpo.models.pretrained import Source, load_model
 
     # `model` has a config and no weights; the archive has all of them
-    return load_model(str(model), dtype=torch.float32, archive=str(archive), random_init=True).eval()
+    return load_model(Source(str(model)), dtype=torch.float32, archive=str(archive), random_init=True).eval()

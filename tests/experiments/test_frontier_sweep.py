@@ -18,7 +18,7 @@ from support.models import plain_logps
 from support.runs import ROOT, run_script
 
 from dpo.data.examples import Example
-from dpo.models.pretrained import load_model
+from dpo.models.pretrained import Source, load_model
 from experiments.frontier import __main__ as frontier
 from experiments.frontier import sweep as sweeps
 from experiments.frontier.methods import METHODS, RM_BETAS
@@ -72,7 +72,9 @@ def swept(tmp_path_factory):
 
 def logps_of(swept, archive):
     """Every response to every held-out prompt, by the trainer's plain path."""
-    model = load_model(str(swept.sweep.root / "model"), dtype=torch.float32, archive=str(archive), random_init=True)
+    model = load_model(
+        Source(str(swept.sweep.root / "model")), dtype=torch.float32, archive=str(archive), random_init=True
+    )
     examples = [Example(tuple(p), (tuple(leaf),)) for p in TASK.test_prompts.tolist() for leaf in TASK.leaves.tolist()]
     with torch.no_grad():
         (found,) = plain_logps(model.eval(), examples)

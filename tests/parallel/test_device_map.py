@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpo.losses import find_loss
 from dpo.models import varlen_attention
 from dpo.models.layouts import Padded, SharedPrefix
+from dpo.models.packing import map_tensors
 from dpo.parallel.mesh import Mesh
 from dpo.parallel.sharding import choose_device_map, find_blocks, keep_outputs_where_they_are
 from dpo.training.metrics import reduce_metrics
@@ -77,7 +78,7 @@ def test_log_probabilities_losses_metrics_and_gradient_norm_are_on_the_first_dev
         objective = Objective(
             policy, Reference(reference, None, ReferenceLogps(2, 2)), LAYOUTS[layout], Mesh(), find_loss(DPO)
         )
-        microbatch = microbatch.map(fake.from_tensor).to(FIRST)
+        microbatch = map_tensors(fake.from_tensor, microbatch).to(FIRST)
 
         losses, metrics = objective.losses(microbatch, split="train")
         losses.sum().backward()
@@ -115,7 +116,7 @@ def shapes_copied(layout: str, monkeypatch: pytest.MonkeyPatch, *, ours: bool) -
     [microbatch] = LAYOUTS[layout].split(list_examples(rows=4), 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = spread("gpt-neox", monkeypatch, ours=ours)
-        microbatch = microbatch.map(fake.from_tensor).to(FIRST)
+        microbatch = map_tensors(fake.from_tensor, microbatch).to(FIRST)
         with Copies() as copies, torch.no_grad():
             LAYOUTS[layout].forward(model, microbatch.inputs)
         return copies.shapes

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import transformers
 from support.models import FAMILIES, ROUNDING, build, keep_float64, list_examples, plain_logps
 from support.runs import GOLDEN, ROOT, compose, read_metrics, train
-from support.varlen import run_varlen_on_cpu
 from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -104,11 +103,7 @@ def compare_with_one_process(family: str, mesh: Mesh, *, activation_checkpointin
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model = distribute(model, mesh, block_name=None, compute_dtype=torch.float32)
-    layouts = [Padded(), *(SharedPrefix({"full_attention": None}, max_length=32, by_segments=b) for b in (False, True))]
-    for layout in layouts[: 3 if family == "llama" else 2]:
-        if layout is layouts[2]:
-            run_varlen_on_cpu()
-            model.config._attn_implementation = "varlen"
+    for layout in (Padded(), SharedPrefix({"full_attention": None}, max_length=32)):
         [microbatch] = layout.split(examples, 1, rank=mesh.data_rank, size=mesh.data_size)
         model.zero_grad()
         chosen, rejected = layout.forward(model, microbatch.inputs).logps.sum(-1)

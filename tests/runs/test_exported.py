@@ -19,7 +19,7 @@ from dpo.checkpoint.files import check_complete
 from dpo.data.tokenizer import load_tokenizer
 from dpo.errors import InputError
 from dpo.models.loading import load_policy, model_loaders
-from dpo.models.pretrained import load_model
+from dpo.models.pretrained import Source, load_model
 from dpo.settings.plan import resolve
 
 IDS = torch.arange(20).view(2, 10)
@@ -32,7 +32,9 @@ def command(command):
 
 
 def same_as_checkpoint(run_dir, folder) -> bool:
-    ours = load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, archive=str(run_dir), attn_implementation="sdpa")
+    ours = load_model(
+        Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32, archive=str(run_dir), attn_implementation="sdpa"
+    )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     return torch.equal(ours.eval()(IDS).logits, theirs.eval()(IDS).logits)
 

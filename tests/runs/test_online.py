@@ -29,7 +29,7 @@ from dpo.analysis.runs import rank_answers, read_run
 from dpo.checkpoint.files import read_state
 from dpo.errors import InputError
 from dpo.models.answers import Answer, answer, log_probabilities
-from dpo.models.pretrained import load_model
+from dpo.models.pretrained import Source, load_model
 from dpo.models.scoring import ScorerFailed, load_scorer
 from dpo.reporting.anomalies import NonFiniteGuard
 from dpo.reporting.events import Update
@@ -546,7 +546,7 @@ def test_a_reward_model_trained_on_pairs_raises_the_reward_of_held_out_prompts(t
 def test_a_wrapped_policy_is_sampled_from(tmp_path):
     """Elsewhere: 'DataParallel' object has no attribute 'config'."""
     config = compose(tmp_path, "run", "loss=dpo", "loss.beta=0.1", *DRAWN)
-    wrapped = torch.nn.DataParallel(load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32))
+    wrapped = torch.nn.DataParallel(load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32))
     plain = updates(make(config))
     for line, other in zip(updates(make(config, policy=wrapped)), plain, strict=True):
         ours, theirs = ({k: v for k, v in of.items() if k not in WALL_CLOCK} for of in (line, other))

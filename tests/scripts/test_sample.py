@@ -25,7 +25,7 @@ from dpo.models.adapters import adapter_weights, add_adapter, make_adapter_confi
 from dpo.models.answers import Sampling
 from dpo.models.export import export
 from dpo.models.layouts import Padded
-from dpo.models.pretrained import load_model
+from dpo.models.pretrained import Source, load_model
 from dpo.models.side_by_side import Panel, Side, load_panel
 from scripts.sample import converse, main
 
@@ -34,7 +34,9 @@ ASKED = ["Where is the red umbrella?", "Hello!", "Who has seen the old map, and 
 
 
 def load(archive: Path | None = None):
-    return load_model(LLAMA, dtype=torch.float32, archive=archive and str(archive), attn_implementation="sdpa").eval()
+    return load_model(
+        Source(LLAMA), dtype=torch.float32, archive=archive and str(archive), attn_implementation="sdpa"
+    ).eval()
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from support.warm import launch
 
 from dpo.data.examples import Example
 from dpo.losses import find_loss
-from dpo.models.pretrained import load_model
+from dpo.models.pretrained import Source, load_model
 from dpo.settings.plan import make_plan
 from dpo.training.evaluation import Interval
 from dpo.training.objective import find_shares_ranked_right
@@ -52,7 +52,8 @@ def make_trainer(folder: Path, n: int, *overrides: str, rank: int = 0, world_siz
     options = ("n_eval_examples=256", "datasets=[mine]", f"dataset_sources.mine={folder / f'{n}'}", *overrides)
     config = compose(*small_run(folder, folder / "run", *options))
     policy, reference = (
-        load_model(str(GOLDEN / "tiny-llama"), dtype=torch.float32, attn_implementation="sdpa") for _ in range(2)
+        load_model(Source(str(GOLDEN / "tiny-llama")), dtype=torch.float32, attn_implementation="sdpa")
+        for _ in range(2)
     )
     with torch.no_grad():
         policy.lm_head.weight.mul_(1.2)
