@@ -20,6 +20,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 import train
+import trainers
 from dpo.models.loading import model_loaders
 from dpo.settings.command_line import check_command_line
 from dpo.settings.files import CONFIG_DIR
@@ -50,9 +51,9 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 def make_trainer(config: DictConfig, rank: int = 0, world_size: int | None = None) -> Any:
     """Make the trainer of a config as a run does."""
     plan = resolve(config, world_size=world_size)
-    train.set_up_torch(plan)
+    train.set_up_libraries(plan)
     policy, reference = model_loaders(plan, rank=rank)
-    trainer_class = train.find_trainer(plan)
+    trainer_class = getattr(trainers, plan.trainer.name)
     return trainer_class(policy, config, config.seed, config.local_run_dir, reference, rank, plan.dims.world_size)
 
 

@@ -346,28 +346,6 @@ def test_epochs_and_examples_end_a_run_whichever_comes_first(overrides, updates,
     assert len(read_metrics(run, "train")) == updates
 
 
-def test_lr_warmup_clipping_and_optimizer_make_the_step(trained, tiny_llama):
-    run, _ = trained("optimizer=SGD", "lr=0.4", "warmup_steps=3", "max_grad_norm=0.5", "n_examples=4")
-
-    (update,) = read_metrics(run, "train")
-    assert update["lr"] == pytest.approx(0.1)  # 0.4 * 1 / (3 + 1)
-    assert update["grad_norm"] > 0.5  # before clipping
-    state = torch.load(run / "LATEST" / "policy.pt", weights_only=True)["state"]
-    step = torch.cat([(state[name] - p.detach()).flatten() for name, p in tiny_llama.named_parameters()])
-    assert step.double().norm().item() == pytest.approx(0.1 * 0.5, rel=1e-3)
-    assert torch.load(run / "LATEST" / "scheduler.pt", weights_only=True)["state"]["last_epoch"] == 1
-
-
-def test_the_seed_orders_the_data(trained):
-    def losses(seed: int, run: str) -> list[float]:
-        directory, _ = trained(f"seed={seed}", "lr=1e-30", "batch_size=1", "debug=true", run=run)
-        return [round(update["loss/train"], 3) for update in read_metrics(directory, "train")]
-
-    first, other = losses(0, "a"), losses(1, "b")
-    assert first != other
-    assert sorted(first) == pytest.approx(sorted(other), abs=2e-3)  # the same examples
-
-
 def test_the_terminal_gets_training_metrics_at_most_every_interval(trained):
     lines = {}
     for interval in ("0", "1000"):

@@ -6,9 +6,10 @@ The run's terminal ends with it, and its report begins with it. docs/metrics.md 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from dpo.analysis.measures import EVAL_ACCURACY, auc_interval, n_effective, n_evaluated, share_interval
-from dpo.analysis.runs import Run, number
+from dpo.analysis.runs import Run, number, read_run
 from dpo.numbers import count, figure, percent, signed
 
 # spacing of numbers near 1 in each dtype, by which larger log-probabilities are rounded in proportion
@@ -190,3 +191,9 @@ def _judge(interval: tuple[float, float], n: float, counted: str, enough: str = 
 
 def _say_too_few(counted: str, enough: str = str(ENOUGH)) -> str:
     return f": {counted} {'is' if counted.startswith('1 ') else 'are'} too few to judge; about {enough} would do"
+
+
+def print_result(run_dir: Path) -> None:
+    """Print where a complete run is, and the verdict on it."""
+    print(f"run directory: {run_dir}")
+    print(describe_result(read_run(run_dir, ended=True)), flush=True)

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -39,8 +40,10 @@ from dpo.system.run_directory import (
     explain_lock,
     is_lock,
     is_locked,
+    leaving_nothing_if_refused,
     lock_run_dir,
     read_record,
+    write_record,
 )
 from dpo.system.waiting import sending_heartbeats
 
@@ -85,6 +88,12 @@ class Run(NamedTuple):
         is_evaluated = manifest["updates"] >= updates and manifest["evaluated"]
         # samples are drawn after the checkpoint is saved, so it cannot tell whether they were
         return is_evaluated and not (manifest.get("samples_due") and self._lacks_samples(manifest["examples"]))
+
+    def record(self, plan: Plan) -> None:
+        """Write the config, and facts about this start of the run, into its directory."""
+        saved_at = None if self.checkpoint is None else (self.checkpoint / MANIFEST).stat().st_mtime
+        facts = {"processes": plan.dims.world_size, "run": self.id, "continues_from": saved_at}
+        write_record(self.directory, plan.nested_values(), **facts)
 
     def _lacks_samples(self, n_examples: int) -> bool:
         """Return whether the last line of samples.jsonl is no sample after `n_examples`."""
@@ -137,6 +146,18 @@ def open_run(plan: Plan, logs: Sequence[str]) -> Run:
         if best.exists():
             point(run_dir / "BEST", best)
         return run._replace(resume_point=resume_point)
+
+
+@contextmanager
+def opening_run(plan: Plan, logs: Sequence[str]) -> Iterator[Run]:
+    """Context in an open run, whose lock is released at its end, as a caller in Python may start another run.
+
+    A new directory is removed if the run is refused before it writes there.
+    """
+    with leaving_nothing_if_refused(Path(plan.run.local_run_dir)):
+        run = open_run(plan, logs)
+        with run.lock:
+            yield run
 
 
 def _move_logs_aside(run_dir: Path, logs: Sequence[str]) -> None:

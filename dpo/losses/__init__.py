@@ -82,7 +82,6 @@ class Loss:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles of the responses in its examples."""
         return TRAINS_ON[self.trains_on]
 
     @property
@@ -93,31 +92,27 @@ class Loss:
 
     @property
     def can_be_mixed(self) -> bool:
-        """Return whether `loss=mix` may contain this loss.
-
-        The loss of each example must depend on that example alone, and a mix trains a policy on pairs, whose chosen
-        responses serve as targets.
-        """
+        """Whether `loss=mix` may contain this loss: it trains a policy on pairs, or targets, each by itself."""
         return self.batch_statistic is None and self.trains_on in ("pairs", "targets") and not self.scalar_head
 
     @property
     def has_margins(self) -> bool:
-        """Return whether each example has a chosen and a rejected response."""
+        """Whether each example has a chosen and a rejected response."""
         return self.trains_on in ("pairs", "lists")
 
     @property
     def needs_tails(self) -> bool:
-        """Return whether policy and reference must also compute the tails of `Scores`."""
+        """Whether policy and reference must also compute the tails of `Scores`."""
         return self.shared_options.get("ld_alpha", 1) != 1
 
     @property
     def needs_margins(self) -> bool:
-        """Return whether each pair of the data must have a margin."""
+        """Whether each pair of the data must have a margin."""
         return bool(self.shared_options.get("offset_by_margin"))
 
     @property
     def needs_squares(self) -> bool:
-        """Return whether the policy must also compute the squares of `Scores`."""
+        """Whether the policy must also compute the squares of `Scores`."""
         return bool(self.shared_options.get("wpo"))
 
     def bind(self, name: str, options: Mapping[str, Any], shared_options: Mapping[str, Any]) -> Loss:
@@ -150,8 +145,7 @@ class Loss:
 class Mix(Loss):
     """A weighted sum of losses, which needs what any of them needs.
 
-    Each loss gets the options that its function takes. Rewards are beta times log-ratios, or beta times mean
-    log-probabilities if no loss has a reference.
+    Rewards are beta times log-ratios, or beta times mean log-probabilities if no loss has a reference.
     """
 
     fn: Any = None  # `__call__` calls those of the losses instead

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from dpo.models.quantization import layers_to_quantize, round_to_4bit
 from dpo.models.scoring import MARK
 from dpo.models.text_part import complete_checkpoint, is_text_part
 from dpo.models.weights import Weights, read_archive
+from dpo.settings.plan import Plan
 from dpo.system.plain_files import read_json, replacing
+from dpo.system.waiting import after_rank_0, leave_together
 
 SHARD_BYTES = 2 * 10**9
 
@@ -47,6 +50,7 @@ def export(
     trust_remote_code: bool = False,
     verify: bool = True,
     shard_bytes: int = SHARD_BYTES,
+    plan: Plan | None = None,
 ) -> Path:
     """Write a directory for `AutoModelForCausalLM.from_pretrained`, and return its path.
 
@@ -55,13 +59,13 @@ def export(
     `checkpoint` is the path of a run, checkpoint or adapter; `model` is the path of the base, if the base has moved
     (see `find_origin`). If `dtype` is None, the weights keep their dtype. An adapter is written as an adapter that
     names its base, or with `merge` as one model, base plus adapter. With `verify`, the files to be exported are first
-    compared with the checkpoint's checksums, if it has any.
+    compared with the checkpoint's checksums, if it has any. `plan` is the run's, if it is at hand.
     Raises InputError if the checkpoint cannot be exported or `out` is not empty, and RunError if writing fails.
     """
     out = Path(out).expanduser().absolute()
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already: remove it, or give another directory")
-    origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code)
+    origin = find_origin(checkpoint, model=model, trust_remote_code=trust_remote_code, run_plan=plan)
     _check_request(origin, checkpoint, dtype, merge)
     base_of_adapter = None if origin.weights.adapter is None or merge else _find_base_for_peft(origin)
     if verify:
@@ -87,6 +91,35 @@ def export(
             sync(folder)
         sync(out.parent)
     return out
+
+
+def export_last(plan: Plan, rank: int) -> None:
+    """Export a complete run's last checkpoint into its `hf`, if wanted and missing.
+
+    Every process must call it. If the export fails, rank 0 prints a warning.
+    """
+    if plan.run.export and not plan.run.debug:
+        after_rank_0("the export", lambda: _export_latest(plan) if rank == 0 else None)
+        leave_together()
+
+
+def _export_latest(plan: Plan) -> None:
+    latest = Path(plan.run.local_run_dir) / "LATEST"
+    if not latest.exists() or (latest / EXPORTED).exists():
+        return
+    try:
+        is_trusted = plan.model.trust_remote_code  # decided by this run's command line, not by the checkpoint
+        out = export(latest, latest.resolve() / EXPORTED, trust_remote_code=is_trusted, verify=False, plan=plan)
+        print(f"exported {out}", flush=True)
+    except Exception as error:  # no error of an export may fail a run that is complete
+        reason = " ".join(str(error).split())  # on one line
+        if not isinstance(error, (InputError, RunError)):
+            reason = f"{type(error).__name__} {reason}"
+        command = f"python -m scripts.export {plan.run.local_run_dir} DIR"
+        print(
+            f"warning: the run is complete, but its export failed: {reason}; to export it, run {command}",
+            file=sys.stderr,
+        )
 
 
 def _check_request(origin: Origin, checkpoint: str | Path, dtype: str | None, merge: bool) -> None:

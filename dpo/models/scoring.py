@@ -28,7 +28,7 @@ from dpo.data.asking import TemplateRejects, apply_template, as_messages, escape
 from dpo.data.table import Prompt
 from dpo.data.tokenization import TextEncoder, unescape
 from dpo.data.tokenizer import explaining_load_errors
-from dpo.errors import InputError, RunError, explaining, one_sentence
+from dpo.errors import InputError, ScorerFailed, explaining, one_sentence
 from dpo.models.adapters import CONFIG
 from dpo.models.answers import Answer
 from dpo.models.pretrained import (
@@ -51,10 +51,6 @@ Score = Callable[[Sequence[Prompt], Sequence[Answer]], Iterable[float]]
 
 T = TypeVar("T")
 LARGEST = 3.4e38  # the largest float32
-
-
-class ScorerFailed(RunError):
-    """An error of a scorer, or an invalid score."""
 
 
 class Scorer(NamedTuple):

@@ -12,16 +12,12 @@ from typing import Any
 
 from dpo.analysis.measures import COLLAPSED, UPDATES_AT_START, is_collapsed
 from dpo.data.tokenization import unescape
-from dpo.errors import RunError
+from dpo.errors import NonFinite
 from dpo.losses import TRAINS_ON
 from dpo.reporting.events import Callback, Evaluation, RunContext, Update
 from dpo.system.plain_files import make_directory
 
 MAX_SKIPPED = 10  # updates that a run skips before it aborts
-
-
-class NonFinite(RunError):
-    """A NaN or infinite loss or gradient, which every process of a run raises at the same update."""
 
 
 class NonFiniteGuard(Callback):

@@ -24,7 +24,7 @@ from dpo.settings.choices import (
     TRAINERS,
     TrainerSpec,
 )
-from dpo.settings.files import flatten, load_defaults
+from dpo.settings.files import differences, flatten, load_defaults, options_in
 from dpo.settings.keys import (
     KEYS,
     SECTIONS,
@@ -43,6 +43,7 @@ from dpo.settings.keys import (
 from dpo.settings.places import place_datasets
 from dpo.system.host import count_gpus
 from dpo.system.launching import find_rank_env
+from dpo.system.redaction import redact
 
 
 class ParallelDims(NamedTuple):
@@ -229,6 +230,16 @@ def make_plan(values: Mapping[str, Any], *, trainer: TrainerSpec | None = None, 
         tensorboard=bool(values.get("tensorboard.enabled")),
         values=values,
     )
+
+
+def describe(plan: Plan) -> str:
+    """The settings that differ from the defaults, as text to print."""
+    values, options = redact(plan.nested_values()), options_in(plan.values)
+    run_dir = values.pop("local_run_dir")
+    chosen = ", ".join(f"{group}={option}" for group, option in options.items() if option != "none")
+    title = f"{chosen}; settings that differ from the defaults (all will be in {run_dir}/config.yaml):"
+    settings = differences(values, load_defaults(**options))
+    return "\n".join([title, *(f"  {setting}" for setting in settings)])
 
 
 Section = TypeVar("Section")

@@ -81,6 +81,20 @@ def silence_bitsandbytes() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
+def prepare_transformers(seed: int, *, bars: bool) -> None:
+    """Import transformers, and seed Python's, numpy's and torch's generators by it.
+
+    Without `bars`, libraries show no progress bars.
+    """
+    silence_bitsandbytes()  # before `set_seed`, which imports PEFT
+    import transformers
+
+    transformers.set_seed(seed)
+    if not bars:
+        transformers.utils.logging.disable_progress_bar()
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read if a run imports datasets
+
+
 # --- memory --------------------------------------------------------------------------------------------------------
 
 

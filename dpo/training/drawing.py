@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dpo.errors import RunError, one_sentence
+from dpo.errors import RunError, SamplingFailed, one_sentence
 from dpo.models.answers import Answer, Sampling, Tokens, answer, before_each_forward
 from dpo.parallel.sharding import release_gathered
 from dpo.reporting.terminal import Progress
@@ -18,10 +18,6 @@ from dpo.training.stop import StopRequest
 
 Item = TypeVar("Item")
 PATIENCE_SECS = 10  # of a process that cannot sample, for the others to fail too: more than a token takes
-
-
-class SamplingFailed(Exception):
-    """Sampling failed on at least one process; the message says why."""
 
 
 class Drawing:

@@ -7,23 +7,24 @@ import shutil
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpo.data.examples import Example
 from dpo.data.preflight import TrainingData
 from dpo.models.adapters import trained_parameters
 from dpo.models.answers import Answer, Sampling, choose_sampling, find_added, show_fed, write_turns
+from dpo.models.loading import notes_on_base
+from dpo.models.pretrained import remarks
 from dpo.numbers import count
 from dpo.parallel.sharding import gathered_weights, release_gathered
 from dpo.reporting.events import Sample
 from dpo.reporting.terminal import Progress
 from dpo.settings.plan import Plan
-from dpo.training.batches import Batch
+from dpo.training.batches import Batch, Batches
 from dpo.training.drawing import Drawing, group
 from dpo.training.metrics import Reduced
 from dpo.training.objective import Objective
-from dpo.training.optimization import count_states
+from dpo.training.optimization import count_states, find_warmup_warnings
 from dpo.training.stop import StopRequest
 
 EVAL_EVERY, FEWEST = 20_000, 8  # examples between evaluations, but about so many evaluations in a shorter run
@@ -49,23 +50,8 @@ class Interval(NamedTuple):
         sampled = {n * batch_size for n in (0, per_interval, middle, updates)}
         return cls(per_interval * batch_size, 2 if keep is None and plan.run.save_every is None else keep, sampled)
 
-    def samples_after(self, n_examples: int) -> bool:
-        """Return whether an evaluation after so many examples draws samples."""
-        return self.sampled is None or n_examples in self.sampled
 
-
-def notes_on_interval(plan: Plan, interval: Interval) -> list[str]:
-    """A warning if evaluations cannot come exactly every `eval_every`."""
-    eval_every = plan.evaluation.eval_every
-    if eval_every in (None, interval.n_examples):
-        return []
-    return [
-        f"warning: eval_every={eval_every} is not a multiple of batch_size={plan.data.batch_size}; evaluating every "
-        f"{interval.n_examples} examples"
-    ]
-
-
-def notes_on_disk(plan: Plan, interval: Interval, updates: int, policy: Any, run_dir: Path) -> list[str]:
+def notes_on_disk(plan: Plan, interval: Interval, updates: int, policy: Any) -> list[str]:
     """The disk that a run's checkpoints and its export need."""
     if plan.run.debug:
         return []
@@ -73,7 +59,7 @@ def notes_on_disk(plan: Plan, interval: Interval, updates: int, policy: Any, run
     n_kept = n_saves if interval.keep is None else min(n_saves, interval.keep + 1)  # and BEST
     weights = sum(parameter.nbytes for parameter in trained_parameters(policy))
     n_bytes = n_kept * weights * (1 + count_states(plan.training)) + plan.run.export * weights
-    free = shutil.disk_usage(run_dir).free
+    free = shutil.disk_usage(plan.run.local_run_dir).free
     parts = [f"{count(n_kept, 'checkpoint')} (keep_checkpoints)", *["LATEST/hf (export)"] * plan.run.export]
     return [
         f"{'warning: ' * (n_bytes > free)}the run's files take about {n_bytes / 1e9:.3g} GB on disk, where "
@@ -104,6 +90,28 @@ def notes_on_first_work(plan: Plan, data: TrainingData) -> list[str]:
     return [f"before the first update: {', '.join(wanted)}"] if wanted else []
 
 
+def list_notes(
+    plan: Plan, data: TrainingData, evaluator: Evaluator, scheduler: Any, *, is_first: bool
+) -> Iterator[str]:
+    """What a run says before it trains, `is_first` if it has not trained yet."""
+    policy, interval, eval_every = evaluator.objective.policy, evaluator.interval, plan.evaluation.eval_every
+    yield from remarks(policy, attention=plan.model.attn_implementation, max_length=plan.data.max_length)
+    if eval_every not in (None, interval.n_examples):
+        yield (
+            f"warning: eval_every={eval_every} is not a multiple of batch_size={plan.data.batch_size}; evaluating "
+            f"every {interval.n_examples} examples"
+        )
+    if plan.evaluation.sample_during_eval:
+        yield f"samples are drawn with {evaluator.sampling} (sample_temperature, sample_top_p, sample_top_k)"
+    yield from notes_on_base(plan)
+    yield from scheduler.notes
+    yield from find_warmup_warnings(plan.training, data.report.updates)
+    if evaluator.mesh.rank == 0:
+        yield from notes_on_disk(plan, interval, data.report.updates, policy)
+    if is_first:
+        yield from notes_on_first_work(plan, data)
+
+
 def limit_new_tokens(plan: Plan, n_prompt_tokens: int) -> int:
     """The most tokens that an evaluation samples after a prompt."""
     n_left = plan.data.max_length - n_prompt_tokens
@@ -113,8 +121,7 @@ def limit_new_tokens(plan: Plan, n_prompt_tokens: int) -> int:
 class Evaluator:
     """Metrics of the evaluation batches, and continuations of prompts.
 
-    `prompts` are batches of examples, whose responses do not matter. Methods raise Stopped before a batch or a sampled
-    token if any process was asked to stop.
+    Methods raise Stopped before a batch or a sampled token if any process was asked to stop.
     """
 
     def __init__(
@@ -122,15 +129,17 @@ class Evaluator:
         plan: Plan,
         data: TrainingData,
         objective: Objective,
-        batches: list[Batch],
-        prompts: Sequence[Sequence[Example]],
+        batches: Batches,
         progress: Progress,
         stop: StopRequest,
-        *,
-        seed: int,
     ) -> None:
-        self.plan, self.data, self.objective, self.batches, self.prompts = plan, data, objective, batches, prompts
-        self.mesh, self.progress, self.stop, self.seed = objective.mesh, progress, stop, seed
+        self.plan, self.data, self.objective, self.mesh = plan, data, objective, objective.mesh
+        self.progress, self.stop, self.seed = progress, stop, plan.run.seed
+        self.interval = Interval.of(plan, data.report.updates)
+        self.batches = list(batches.test())  # prepared once, as every evaluation uses all of them
+        # an online run may have no evaluation batches: samples are then of held-out prompts
+        self.prompts = [batch.examples for batch in self.batches] or batches.held_out_examples()
+        self.n_examples = sum(map(len, self.prompts))
         self.drawing = Drawing(data.tokenizer, objective, progress, stop)
 
     @cached_property
@@ -147,12 +156,11 @@ class Evaluator:
             cache_implementation=self.plan.model.cache_implementation,
         )
 
-    @property
-    def notes(self) -> list[str]:
-        """How samples are drawn."""
-        if not self.plan.evaluation.sample_during_eval:
-            return []
-        return [f"samples are drawn with {self.sampling} (sample_temperature, sample_top_p, sample_top_k)"]
+    def draws_samples(self, n_examples: int) -> bool:
+        """Return whether an evaluation after so many examples draws samples."""
+        plan, sampled = self.plan.evaluation, self.interval.sampled
+        is_wanted = plan.do_first_sampling if n_examples == 0 else sampled is None or n_examples in sampled
+        return plan.sample_during_eval and is_wanted
 
     def metrics(self) -> Reduced:
         """Evaluate the policy on all evaluation batches, if there are any."""
@@ -176,10 +184,10 @@ class Evaluator:
             yield batch
 
     def samples(self, *, n_examples: int) -> list[Sample]:
-        """Sample continuations of the first `n_eval_model_samples` prompts.
+        """Sample continuations of the first `n_eval_model_samples` prompts, in whole batches.
 
-        The number of prompts is rounded down to whole batches, at least one. `n_examples`, the number of examples the
-        policy was trained on, is part of the random seed. Raises SamplingFailed on every process.
+        `n_examples`, the number of examples the policy was trained on, is part of the random seed. Raises
+        SamplingFailed on every process.
         """
         batches = self._choose_prompts()
         sampling = self.sampling._replace(seed=(self.seed, n_examples))
@@ -204,10 +212,7 @@ class Evaluator:
         return samples
 
     def answers(self) -> dict[str, str]:
-        """Answer the first N_ASKED held-out prompts, each token the most probable.
-
-        Raises SamplingFailed on every process.
-        """
+        """Answer the first N_ASKED held-out prompts, each token the most probable, or raise SamplingFailed."""
         # several examples may have one prompt
         by_prompt = {example.prompt: example for examples in self.prompts for example in examples}
         asked = [*by_prompt.values()][:N_ASKED]
@@ -223,10 +228,7 @@ class Evaluator:
         return self.prompts[:n_batches]
 
     def sampled_models(self) -> Generator[Any, None, None]:
-        """Yield the policy, then the reference if there is one.
-
-        The reference is in use while it is yielded, until the generator is closed.
-        """
+        """Yield the policy, then the reference if there is one, in use until the generator is closed."""
         yield self.objective.policy
         reference = self.objective.reference
         if reference is not None and reference.model is not None:

@@ -141,7 +141,7 @@ def find_largest_microbatch(plan: Plan, data: TrainingData, layout: Layout) -> M
         longest = sorted(prompts, key=lambda example: len(example.prompt))[-n_pairs:]
         pairs = [add_placeholders(prompt, plan.online.max_new_tokens) for prompt in longest]
         return layout.split(pairs, 1)[0]
-    batches = Batches(plan, data, layout, seed=plan.run.seed, size=plan.dims.data_size)  # others have about as many
+    batches = Batches(plan, data, layout, size=plan.dims.data_size)  # others have about as many
     microbatches = (part for batch in islice(batches.train(), N_SEARCHED_BATCHES) for part in batch.microbatches)
     return max(microbatches, key=lambda part: part.n_tokens)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dpo.data.preflight import TrainingData
 from dpo.errors import InputError, one_sentence
 from dpo.losses import BETWEEN, Loss, Losses, Scores
 from dpo.models.adapters import weights_in_use
@@ -94,10 +95,7 @@ def find_shares_ranked_right(
 
 
 class BatchContext(NamedTuple):
-    """Values that the microbatches of a global batch share.
-
-    B is the number of examples of the global batch. Tensors are on the device.
-    """
+    """Values on the device that the microbatches of a global batch of B examples share."""
 
     weights: torch.Tensor  # (B,), `Batch.weights` divided by the largest
     total_weight: float  # the sum of `weights`, or 1 if all are 0
@@ -107,10 +105,7 @@ class BatchContext(NamedTuple):
 
 
 class RunningAverage:
-    """The running average of `Loss.running_statistic` over updates.
-
-    It is saved in checkpoints. It restarts at 0 when the reference changes.
-    """
+    """The running average of `Loss.running_statistic` over updates with the same reference, a part of checkpoints."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -232,6 +227,12 @@ class Objective:
         output = loss(make_scores(columns, average=self.average.value, batch_statistic=statistic))
         return output.losses, self._metrics(columns, output, split=split)
 
+    def weigh(self, losses: torch.Tensor, microbatch: Microbatch, context: BatchContext) -> torch.Tensor:
+        """A microbatch's part of the weighted mean over the global batch."""
+        weights = context.weights[microbatch.indices]  # (B,)
+        weighted_sum = (losses.where(weights > 0, 0) * weights).sum()  # the loss of a tie may be infinite
+        return weighted_sum * self.mesh.data_size / context.total_weight  # data_size undoes FSDP's averaging
+
     def _metrics(self, columns: NamedTensors, output: Losses, *, split: str) -> NamedTensors:
         """Metrics per example, detached, with the reference's log-probabilities among them."""
         metrics = {f"rewards_{split}/{role}": rewards for role, rewards in output.rewards.items()}
@@ -259,8 +260,7 @@ class Objective:
         """Compute the values that the microbatches of a global batch share.
 
         A batch statistic costs a forward pass of policy and reference on every microbatch, or on every mismatched one.
-        Values that the reference's cache lacks are computed in this pass if it covers the microbatches,
-        else in the update.
+        If it covers the microbatches, it also computes what the reference's cache lacks.
         """
         relative_weights = scale_weights(batch.weights)
         weights, total_weight = self._to_device(torch.tensor(relative_weights)), sum(relative_weights) or 1.0
@@ -293,11 +293,10 @@ class Objective:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], mismatched: Iterable[Batch], *, weights: Sequence[float]) -> Reduced:
-        """Evaluate all examples of the batches, as one batch.
+        """Evaluate all examples of the batches, of these weights, as one batch.
 
         A running average is replaced by the statistic of this batch, so that the loss depends only on the model and the
-        examples. With `loss.momentum=1` the average is disabled and stays 0. `mismatched` are the mismatched
-        batches, if the loss needs them; `weights` are the weights of all examples.
+        examples. With `loss.momentum=1` the average is disabled and stays 0.
         """
         columns = self._score_all(batches)
         scores = make_scores(columns)
@@ -347,10 +346,7 @@ class Objective:
         return self.reduce(microbatch_columns, n_examples, cache_rows if needs_caching else ()).examples
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Update running values after a step of the optimizer.
-
-        `metrics` are the means over the global batch.
-        """
+        """Update running values after a step of the optimizer, by means over the global batch."""
         self.models_are_equal = False
         if self.loss.running_statistic:
             beta, momentum = self.loss.options["beta"], self.loss.options["momentum"]
@@ -361,20 +357,14 @@ class Objective:
             self.average.value = momentum * self.average.value + (1 - momentum) * value
 
     def sync_if_due(self, update: int) -> None:
-        """Copy the policy to the reference if due after this update.
-
-        Updates that a callback refused count too.
-        """
+        """Copy the policy to the reference if due after this update, which a callback may have refused."""
         if self.follow_every and update % self.follow_every == 0:
             self.reference.follow(self.policy)
             self.models_are_equal = True
             self.average.value = 0.0  # it averaged log-ratios to the former reference
 
     def cached_reference(self, batch: Batch) -> torch.Tensor | None:
-        """The reference's cached log-probabilities of a global batch.
-
-        They are (B, columns of `Loss.reference_columns`), on the device. None unless all examples are cached.
-        """
+        """The reference's log-probabilities, (B, columns) on the device, if all examples are cached."""
         if not self.loss.reference:
             return None
         cached = self.reference.logps.find(batch.cache_rows)
@@ -395,8 +385,7 @@ class Objective:
     ) -> Reduced:
         """Gather metrics of all examples and sum `scalars`, on every process.
 
-        Unless `rows_to_cache` is empty, the reference's log-probabilities of the examples go to these rows of its
-        cache.
+        The reference's log-probabilities go to `rows_to_cache`, if there are any.
         """
         reduced = reduce_metrics(metrics, n_examples, self.mesh.add, counts=self.mesh.counts, scalars=scalars or {})
         if rows_to_cache:
@@ -408,10 +397,7 @@ class Objective:
 
     @torch.no_grad()
     def find_reference_logps(self, batch: Batch) -> torch.Tensor:
-        """Score a global batch with the reference, on every process.
-
-        Returns log-probabilities, (B, columns of `Loss.reference_columns`).
-        """
+        """Score a global batch with the reference, on every process: (B, columns of `Loss.reference_columns`)."""
         logps = []
         for microbatch in batch.microbatches:
             microbatch = microbatch.to(self.device)
@@ -444,16 +430,18 @@ def make_objective(
     plan: Plan,
     policy: Any,
     reference: Reference | None,
+    data: TrainingData,
     mesh: Mesh,
     *,
-    longest_example: int,
     log: Callable[[str], None],
 ) -> Objective:
     """Make the objective, with a layout that both models support.
 
-    `longest_example` is the largest number of tokens in a prompt with one response. If the layout is not the one that
-    the config asks for, `log` gets the reason.
+    If that is not the layout that the config asks for, `log` gets the reason.
     """
+    # prompts of an online run, or of mismatched examples, may have responses as long as max_length allows
+    has_other_responses = plan.online or plan.loss.mismatched
+    longest_example = plan.data.max_length if has_other_responses else data.report.longest(plan.data.max_length)
     layout, fallback_reason = _choose_layout(plan, policy, plan.compute_dtype, mesh, longest_example=longest_example)
     # only a reference of another class may not support the layout chosen for the policy
     if reference is not None and type(reference.model) is not type(policy) and not fallback_reason:
@@ -483,10 +471,7 @@ def make_objective(
 def _choose_layout(
     plan: Plan, model: Any, compute_dtype: str, mesh: Mesh, *, longest_example: int
 ) -> tuple[Layout, str | None]:
-    """Choose a layout that a model supports.
-
-    Returns the layout, and a message with the reason if it is not `plan.data.layout`.
-    """
+    """A layout that a model supports, and a message with the reason if it is not `plan.data.layout`."""
     autocast, device = DTYPES.get(plan.model.autocast), next(model.parameters()).device
     batch_size = max(plan.data.batch_size, plan.data.eval_batch_size)
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):

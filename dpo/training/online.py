@@ -49,10 +49,10 @@ class OnlineBatches(Batches):
     """
 
     def __init__(
-        self, plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress, *, seed: int
+        self, plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress
     ) -> None:
         mesh = objective.mesh
-        super().__init__(plan, data, objective.layout, seed=seed, rank=mesh.data_rank, size=mesh.data_size)
+        super().__init__(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
         self.objective, self.mesh, self.stop = objective, mesh, stop
         self.scorer = load_scorer(plan, objective.device, rows=plan.prompts_at_a_time)
         self.held_out = list_held_out(plan, data)
@@ -69,7 +69,7 @@ class OnlineBatches(Batches):
             data.tokenizer,
             {"temperature": online.temperature, "top_p": online.top_p, "top_k": 0},
             max_new_tokens=online.max_new_tokens,
-            seed=(seed,),
+            seed=(self.seed,),
             cache_implementation=plan.model.cache_implementation,
         )
         self._reference_answers: list[Answer] = []  # to the held-out prompts, once they are drawn
@@ -229,6 +229,16 @@ class OnlineBatches(Batches):
             answer._replace(score=score if answer.ended else score - penalty)
             for answer, score in zip(answers, scores, strict=True)
         ]
+
+
+def make_batches(
+    plan: Plan, data: TrainingData, objective: Objective, stop: StopRequest, progress: Progress
+) -> Batches:
+    """The batches of a run: pairs of its data, or drawn from its policy."""
+    if plan.online:
+        return OnlineBatches(plan, data, objective, stop, progress)
+    mesh = objective.mesh
+    return Batches(plan, data, objective.layout, rank=mesh.data_rank, size=mesh.data_size)
 
 
 def some_prompts(data: TrainingData) -> list[Prompt]:

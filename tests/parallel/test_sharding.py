@@ -24,6 +24,7 @@ from support.warm import launch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+import trainers
 from dpo.data.examples import Example
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
@@ -39,7 +40,6 @@ from dpo.system.launching import get_open_port
 from dpo.system.signals import Stopped
 from dpo.training.optimization import OPTIMIZERS
 from dpo.training.reference import Reference, ReferenceLogps
-from trainers import TRAINERS, BasicTrainer
 
 GRIDS = {  # processes, and what the command line says
     "sharded": (2, {}, ("trainer=FSDPTrainer",)),
@@ -264,7 +264,7 @@ def test_no_process_holds_more_than_its_shards_and_a_block_while_the_weights_are
 # --- trainers ------------------------------------------------------------------------------------------------------
 
 
-def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> BasicTrainer:
+def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str, ...]) -> trainers.BasicTrainer:
     """The trainer that a command line gives, in this process."""
     config = compose(
         *(*TINY, "loss=dpo", "loss.beta=0.1", "wandb.enabled=false", "model.reference_dtype=float32", "batch_size=8"),
@@ -273,7 +273,7 @@ def make_trainer(rank: int, world_size: int, run_dir: Path, overrides: tuple[str
     )
     run_dir.mkdir(exist_ok=True)
     policy, reference = model_loaders(resolve(config, world_size=world_size), rank=rank)
-    return TRAINERS[config.trainer](policy, config, config.seed, run_dir, reference, rank, world_size)
+    return getattr(trainers, config.trainer)(policy, config, config.seed, run_dir, reference, rank, world_size)
 
 
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # of torch < 2.13

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import make_weights
 
-from dpo.models.adapters import ParameterCount
 from dpo.reporting.events import Callback, Callbacks, Evaluation, RunContext, Sample, Update
 from dpo.reporting.files import FileLogger
 from dpo.settings.plan import make_plan
@@ -61,7 +61,7 @@ def files_in(run_dir: Path, state: Mapping[str, Any] = MappingProxyType({})) -> 
 def test_what_is_trained_and_when_it_ended_are_in_the_record(tmp_path):
     facts = {"packages": {}, "git_commit": None, "started": "2026-11-22T07:00:00+00:00"}
     (tmp_path / "env.json").write_text(json.dumps(facts))
-    logger = FileLogger(RunContext(make_plan({}), tmp_path, 0, None, print, ParameterCount(12, 345)))
+    logger = FileLogger(RunContext(make_plan({}), tmp_path, 0, None, print, make_weights(12, 333)))
     logger.on_start()
     logger.on_end()
     record = json.loads((tmp_path / "env.json").read_text())

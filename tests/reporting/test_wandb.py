@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from support.models import make_weights
 from support.runs import ROOT, train
 from support.wandb_server import WandbServer
 
 from dpo.errors import InputError
-from dpo.models.adapters import ParameterCount
 from dpo.reporting.events import Evaluation, RunContext, Update
 from dpo.reporting.trackers import REPORT, WandbLogger
 from dpo.settings.command_line import place_job
@@ -48,7 +48,7 @@ def start(tmp_path, monkeypatch):
         monkeypatch.setattr(WandbLogger, "_start", staticmethod(lambda _, given: Stub(tmp_path / "[files]", given)))
         config = {"exp_name": "n", "minimum_log_interval_secs": interval, "loss": {"name": loss}}
         plan = resolve(OmegaConf.create({**config, "wandb": WANDB | settings}))
-        logger = WandbLogger(RunContext(plan, tmp_path, 0, None, print, ParameterCount(12, 345)))
+        logger = WandbLogger(RunContext(plan, tmp_path, 0, None, print, make_weights(12, 333)))
         logger.load_state_dict(state or {})
         logger.on_start()
         return logger

@@ -169,10 +169,3 @@ def test_best_is_named_with_its_value_if_it_is_better_than_latest(run, tmp_path,
         f"rewards_eval/accuracies {found[max(found)]:.4g}"
     ]
     assert "An earlier checkpoint is better" in {f.title for f in find_all(read_run(tmp_path / "run"))}
-
-
-def test_nothing_is_said_if_the_last_is_the_best(run, tmp_path, capsys):
-    run("run", "n_examples=8")
-    assert len(accuracies(tmp_path / "run")) == 1
-    assert "BEST" not in capsys.readouterr().out
-    assert "An earlier checkpoint is better" not in {f.title for f in find_all(read_run(tmp_path / "run"))}

@@ -40,7 +40,6 @@ from dpo.checkpoint.files import (
     tidy,
     write_checkpoint,
 )
-from dpo.checkpoint.parts import Part, find_misfit
 from dpo.data.collation import find_examples, padded_batch
 from dpo.data.counts import SplitCounter
 from dpo.data.examples import iterate_examples, read_examples
@@ -49,7 +48,6 @@ from dpo.data.tokenization import TextEncoder
 from dpo.errors import InputError
 from dpo.models.layouts import Padded, SharedPrefix
 from dpo.models.pretrained import Source, load_config
-from dpo.models.weights import find_archive
 from dpo.reporting.events import RunContext
 from dpo.reporting.files import FileLogger
 from dpo.reporting.table import LOGS
@@ -61,7 +59,6 @@ from dpo.system.launching import get_open_port
 from dpo.system.plain_files import check_readable
 from dpo.system.redaction import redact
 from dpo.system.run_directory import FILES, create_run_dir
-from dpo.training.optimization import OPTIMIZERS, Schedule
 from dpo.training.reference import ReferenceLogps, read_logps
 from preference_datasets import get_dataset
 
@@ -310,15 +307,6 @@ def test_what_a_run_writes_is_a_file_of_its_own_or_the_run_does_not_begin(kind, 
     assert (tmp_path / "elsewhere").read_text() == "precious"
 
 
-@pytest.mark.parametrize("link", ["LATEST", "BEST"])
-@pytest.mark.parametrize("kind", ["directory", "FIFO", "file"])
-def test_what_should_be_a_link_and_is_not_is_said_before_anything_is_computed(link, kind, tmp_path):
-    (tmp_path / link).touch() if kind == "file" else make(kind, tmp_path / link)
-    message = f"{link} is a {kind}; a symbolic link to a step-N directory is expected: remove .*{link}"
-    with pytest.raises(InputError, match=message):
-        create_run_dir(str(tmp_path), continued=True)
-
-
 def write(run_dir: Path, *steps: int) -> list[Path]:
     for step in steps:
         states = {part: {"a": torch.arange(5.0)} for part in PARTS}
@@ -381,22 +369,6 @@ def test_a_link_in_place_of_a_directory_is_refused_and_nothing_is_written_where_
     assert os.listdir(elsewhere) == []
 
 
-def test_links_that_lead_nowhere_or_round_in_circles_are_no_traceback(tmp_path, run):
-    steps = write(tmp_path, 8, 16, 24)
-    (tmp_path / "BEST").symlink_to("BEST")
-    point(tmp_path / "LATEST", steps[-1])
-    prune(tmp_path, 2, None)
-    assert sorted(os.listdir(tmp_path)) == ["BEST", "LATEST", "step-16", "step-24"]
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "LATEST").symlink_to("LATEST")
-    with pytest.raises(InputError, match="finds no complete checkpoint"):
-        run("run", f"resume={tmp_path}/other/LATEST")
-    with pytest.raises(InputError, match=r"is neither a policy\.pt nor a directory that contains one"):
-        find_archive(f"{tmp_path}/other")
-    with pytest.raises(InputError, match=r"~nobody-of-that-name/x does not exist"):
-        find_archive("~nobody-of-that-name/x")
-
-
 def test_a_resume_of_such_a_directory_ends_at_once_and_in_words(checkpoint, command, run, tmp_path):
     logs = tmp_path / "run"
     (logs / "samples.jsonl").mkdir()
@@ -430,20 +402,6 @@ def test_a_checkpoint_cuts_off_no_files_but_its_logs(tmp_path):
 # --- files that hold something else --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [pytest.param(p, marks=[] if p == "trainer" else SLOW) for p in PARTS])
-def test_a_part_that_is_something_else_ends_the_run_in_words(part, checkpoint, run):
-    replace_state(checkpoint / f"{part}.pt", lambda state: {"a": 3})
-    with pytest.raises(InputError, match=rf"{part}\.pt (does not hold the state of a run|is not a policy\.pt)"):
-        run("run", "resume=auto")
-
-
-@pytest.mark.parametrize("forged", [torch.zeros(3, dtype=torch.uint8), torch.zeros(5056), [1]], ids=["short", "f", "l"])
-def test_a_random_state_of_another_form_ends_the_run_in_words(forged, checkpoint, run):
-    replace_state(checkpoint / "random.pt", lambda state: {"states": [{**state["states"][0], "torch": forged}]})
-    with pytest.raises(InputError, match=r"random\.pt does not hold the state of a run: \w+Error "):
-        run("run", "resume=auto")
-
-
 @pytest.mark.parametrize("forged", [None, "8", -3, [1], torch.ones(2)], ids=str)
 @pytest.mark.parametrize("name", ["trainer.example_counter", "trainer.batch_counter", "scheduler._step_count"])
 def test_a_value_of_another_form_ends_the_run_in_words(name, forged, checkpoint, run):
@@ -458,27 +416,6 @@ def test_a_fact_of_another_form_ends_the_run_in_words(name, forged, checkpoint, 
     vouch(checkpoint, **{name: forged})
     with pytest.raises(InputError, match=rf"manifest\.json lacks {name}, or has them in another form"):
         run("run", "resume=auto")
-
-
-def stepped(kind: type[torch.optim.Optimizer], *shapes: tuple[int, ...]) -> torch.optim.Optimizer:
-    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = kind(parameters, lr=1e-3)
-    optimizer.step()
-    return optimizer
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_of_every_optimizer_fits_it_and_no_other_model(name):
-    shapes = ((2, 3), (3,))
-    optimizer = stepped(OPTIMIZERS[name], *shapes)
-    state = optimizer.state_dict()
-    assert find_misfit(optimizer, state) is None
-    assert "it has 3 parameters, not 2" in find_misfit(optimizer, stepped(OPTIMIZERS[name], *shapes, (1,)).state_dict())
-    if state["state"]:
-        other = stepped(OPTIMIZERS[name], (4, 5), (3,)).state_dict()
-        assert "parameter 0: " in find_misfit(optimizer, other)
 
 
 def test_a_state_that_does_not_fit_ends_the_run_in_words(checkpoint, run):
@@ -497,16 +434,6 @@ def test_settings_that_a_torch_before_did_not_have_are_those_of_today(checkpoint
     replace_state(checkpoint / "optimizer.pt", before)
     run("run", "n_examples=12", "resume=auto")
     assert len(read_metrics(tmp_path / "run", "train")) == 3
-
-
-def test_a_schedulers_state_sets_only_what_it_has(tmp_path):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = Schedule(optimizer, warmup_steps=4, updates=8, kind="cosine", min_ratio=0.0)
-    torch.save({"state": {**scheduler.state_dict(), "step": 3, "last_epoch": 2}}, tmp_path / "scheduler.pt")
-    Part("scheduler", scheduler).restore(tmp_path / "scheduler.pt")
-    optimizer.step()
-    scheduler.step()
-    assert scheduler.last_epoch == 3
 
 
 # --- fuzzing -------------------------------------------------------------------------------------------------------

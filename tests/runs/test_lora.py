@@ -30,7 +30,7 @@ from dpo.models.side_by_side import load_panel
 from dpo.settings.keys import Layout
 from dpo.settings.plan import resolve
 from dpo.system.arithmetic import GRAPHS
-from trainers import BasicTrainer
+from trainers import BasicTrainer, Trainer
 
 BASE = GOLDEN / "tiny-llama"
 IDS = torch.arange(3, 43).reshape(2, 20)
@@ -111,15 +111,15 @@ def test_a_reference_that_shares_the_base_is_a_second_model(kind, reference, fin
 
 
 @pytest.fixture
-def trainers_seen(monkeypatch) -> list[BasicTrainer]:
+def trainers_seen(monkeypatch) -> list[Trainer]:
     """The trainers of the runs in this process, after their training."""
-    seen, train = [], BasicTrainer.train
+    seen, train = [], Trainer.train
 
-    def train_and_keep(trainer: BasicTrainer) -> None:
+    def train_and_keep(trainer: Trainer) -> None:
         train(trainer)
         seen.append(trainer)
 
-    monkeypatch.setattr(BasicTrainer, "train", train_and_keep)
+    monkeypatch.setattr(Trainer, "train", train_and_keep)
     return seen
 
 

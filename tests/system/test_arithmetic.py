@@ -66,7 +66,7 @@ def test_compiled_blocks_are_trained_compiled_also_after_sampling(make_trainer, 
     set_up_torch(deterministic=False, compiles=True)
     assert torch._dynamo.config.recompile_limit >= 32  # torch's own is 8: policy and reference share the blocks' code
     trainer = make_trainer(*DPO, "compile=true", "sample_during_eval=true", "n_eval_model_samples=4")
-    trainer.self_test()
+    trainer.check_and_score_reference()
     after_checks = backend.calls
     trainer.evaluator.samples(n_examples=0)
     assert backend.calls == after_checks  # generation runs as written

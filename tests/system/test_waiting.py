@@ -30,7 +30,7 @@ from dpo.system import waiting
 from dpo.system.host import HostMemory
 from dpo.system.signals import Stopped, on_stop_signals
 from dpo.system.waiting import check_alike, meet_rank_0, once_per_machine, sending_heartbeats, wait_for
-from trainers import BasicTrainer
+from trainers import Trainer
 
 TIMEOUT = 5.0  # seconds that a collective may take
 
@@ -88,8 +88,8 @@ def verify_slowly(rank: int, world_size: int, overrides: list[str]) -> None:
         return check_complete(directory)
 
     resume.check_complete = check_slowly
-    BasicTrainer.train = lambda self: self.checkpoints.finish()
-    main.work(rank, world_size, compose(*overrides))
+    Trainer.train = lambda self: self.checkpoints.finish()
+    main.work(rank, world_size, main.resolve(compose(*overrides)))
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_what_ranks_do_not_have_alike_ends_all_of_them(differs):
 
 def start_run(rank: int, world_size: int, config: Any) -> None:
     config.model.name_or_path += f"/{rank}"  # the same path on two machines
-    main.work(rank, world_size, config)
+    main.work(rank, world_size, main.resolve(config))
 
 
 def test_ranks_whose_models_have_another_config_are_refused_before_the_first_update(rows, tmp_path):
