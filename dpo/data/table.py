@@ -139,17 +139,12 @@ def iterate_prompts(
                 f"dataset {name} has pairs, and this loss trains on single responses with labels: give unpair=true, "
                 f"which makes each chosen response desirable and each rejected one undesirable"
             )
-        if with_margins and not data.margins:
+        if with_margins and not any("margins" in entry for entry in data.values()):
             raise InputError(
                 f"loss.offset_by_margin=true needs the margin of each pair, and dataset {name} has none: give pairs "
                 f"with a column margin, or name the column with dataset_sources.{name}.columns.margin=COLUMN"
             )
-        for text, responses, examples, records in data.take(trains_on, list_pairs=list_pairs):
-            weights = data.weights.get(text)
-            margins = data.margins.get(text) if with_margins else None
-            rows = data.rows.get(text)
-            # removed as `take` removes the prompt, to free memory
-            messages, tools, cuts = (by_prompt.pop(text, None) for by_prompt in (data.messages, data.tools, data.cuts))
+        for text, responses, examples, others in data.take(trains_on, list_pairs=list_pairs):
             yield Prompt(
                 text,
                 responses,
@@ -158,13 +153,8 @@ def iterate_prompts(
                 data.rendered,
                 index_in_split=next(indices),
                 dataset=name,
-                messages=messages,
-                weights=None if weights is None else [weights[record] for record in records],
-                margins=None if margins is None else [margins[record] for record in records],
-                rows=None if rows is None else [rows[record] for record in records],
-                tools=tools,
-                cuts=None if cuts is None else [cuts.get(response, []) for response in responses],
                 apart=data.apart,
+                **others,
             )
 
 

@@ -108,9 +108,7 @@ REFUSED = [
     ("dataset_sources.a={path:a,columns:{chosen:null}}", "dataset_sources.a.columns={'chosen': None} must map"),
     ("dataset_sources.a={path:a,columns:{chosen:3}}", "dataset_sources.a.columns={'chosen': 3} must map"),
     ("dataset_sources.a={path:a,columns:{best:chosen}}", "dataset_sources.a.columns={'best': 'chosen'} must map som"),
-    ("dataset_sources.a={path:a,format:trl}", "dataset_sources.a.format=trl is not one of hh, trl_standard, trl_con"),
-    ("dataset_sources.a={path:a,format:hh,columns:{chosen:b}}", "dataset_sources.a has columns={'chosen': 'b'} and "),
-    ("dataset_sources.hh={path:a,format:alpaca}", "dataset_sources.hh.format=alpaca: the built-in dataset hh has"),
+    ("dataset_sources.a={path:a,format:alpaca}", "dataset_sources.a.format was removed after a66c8634: leave it out"),
     # --- keys that contradict each other
     ("gradient_accumulation_steps=3", "batch_size=4 must be divisible by gradient_accumulation_steps"),
     (f"{FSDP} world_size=4 gradient_accumulation_steps=4", "batch_size=8 must be divisible by gradient_accumulation"),
