@@ -140,7 +140,7 @@ def test_a_field_of_a_table_may_be_long_and_lines_may_be_empty(tmp_path):
             {"prompt": "1,5", "margin": "0.5"},
         ),  # where semicolons separate, a comma is decimal
         ("prompt,a;b\nc;d,e\n", {"prompt": "c;d", "a;b": "e"}),  # a comma goes first
-        ("ask, if any;good\nHow, then?;So\n", {"ask, if any": "How, then?", "good": "So"}),
+        ("ask, if any;a;b\nHow, then?;So;No\n", {"ask, if any": "How, then?", "a": "So", "b": "No"}),
         ('"ask; if; any",good\nHow?,So\n', {"ask; if; any": "How?", "good": "So"}),
     ],
 )
